@@ -1,0 +1,37 @@
+"""Segmenter. Invariant: a segment ends where the fingerprints say so, never above its bound in bytes.
+
+A segment ends after a chunk whose check tag has its low bits zero (1 in `target_chunks`), so that an insertion moves
+only the boundaries near it; zero chunks never end one, or a hole would fall into one-chunk segments.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nearkin.records import U8, U32, Bools
+
+
+def segment_bounds(names: U8, lengths: U32, zero: Bools, target_chunks: int, bytes_max: int, final: bool) -> U32:
+    """Return uint32[s + 1] chunk bounds, from 0. Without `final` the chunks after the last bound are not yet decided."""
+    count = len(lengths)
+    low = names[:, 0].astype(np.uint32) | (names[:, 1].astype(np.uint32) << 8)
+    ends = np.flatnonzero(((low & np.uint32(target_chunks - 1)) == 0) & ~zero) + 1
+    reached = np.cumsum(lengths, dtype=np.int64)
+    bounds = [0]
+    candidate = 0
+    while bounds[-1] < count:
+        start = bounds[-1]
+        base = int(reached[start - 1]) if start else 0
+        # The first chunk that would not fit any more: one step a segment, not a chunk.
+        full = int(np.searchsorted(reached, base + bytes_max, side="right"))
+        candidate = int(np.searchsorted(ends, start, side="right"))
+        natural = int(ends[candidate]) if candidate < len(ends) else count + 1
+        if natural <= full:
+            bounds.append(natural)
+        elif full < count:
+            bounds.append(full)
+        elif final:
+            bounds.append(count)
+        else:
+            break
+    return np.array(bounds, np.uint32)

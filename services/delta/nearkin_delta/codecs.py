@@ -1,0 +1,100 @@
+"""Delta codecs by name. Invariant: a delta that leaves here has been decoded and compared (I7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from nearkin.config import DeltaSettings
+from nearkin.errors import Corrupt, choose
+from nearkin.formats.container import XDELTA3
+from nearkin.kernels import xdelta3
+from nearkin.kernels.gather import gather_new
+from nearkin.records import U8, U32, U64
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Targets and bases, each cut out of one buffer by offsets and lengths; row i of both is one pair."""
+
+    targets: U8
+    target_offsets: U64
+    target_lengths: U32
+    bases: U8
+    base_offsets: U64
+    base_lengths: U32
+
+    def __len__(self) -> int:
+        return len(self.target_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """Encoded pairs, one after another; length 0 where the delta would exceed its limit."""
+
+    payload: U8
+    offsets: U64
+    lengths: U32
+
+
+Encode = Callable[[Pairs, U32], Deltas]
+"""(pairs, limit of each in bytes) -> deltas."""
+
+
+def _xdelta3(settings: DeltaSettings) -> Encode:
+    def encode(pairs: Pairs, limits: U32) -> Deltas:
+        payload, lengths = xdelta3.encode_many(
+            pairs.targets,
+            pairs.target_offsets,
+            pairs.target_lengths,
+            pairs.bases,
+            pairs.base_offsets,
+            pairs.base_lengths,
+            level=settings.level,
+            limit_bytes=limits,
+        )
+        offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+        return Deltas(payload, offsets, lengths)
+
+    return encode
+
+
+def _none(settings: DeltaSettings) -> Encode:  # noqa: ARG001
+    def encode(pairs: Pairs, limits: U32) -> Deltas:  # noqa: ARG001
+        return Deltas(np.zeros(0, np.uint8), np.zeros(len(pairs), np.uint64), np.zeros(len(pairs), np.uint32))
+
+    return encode
+
+
+CODECS: Mapping[str, tuple[int, Callable[[DeltaSettings], Encode]]] = {"xdelta3": (XDELTA3, _xdelta3), "none": (XDELTA3, _none)}
+NAMES = tuple(CODECS)
+
+
+def codec(settings: DeltaSettings) -> tuple[int, Encode]:
+    """Return (block kind, encoder) of the codec named. Raises ConfigError listing the known names."""
+    if settings.codec not in CODECS:
+        raise choose("delta.codec", settings.codec, NAMES)
+    kind, make = CODECS[settings.codec]
+    return kind, make(settings)
+
+
+def check_round_trip(pairs: Pairs, deltas: Deltas, kept: U64) -> None:
+    """Decode the deltas of rows `kept` and compare with their targets. Raises Corrupt: memory or the library failed."""
+    if not len(kept):
+        return
+    decoded = xdelta3.decode_many(
+        deltas.payload,
+        deltas.offsets[kept],
+        deltas.lengths[kept],
+        pairs.bases,
+        pairs.base_offsets[kept],
+        pairs.base_lengths[kept],
+        pairs.target_lengths[kept],
+    )
+    wanted = gather_new(
+        [pairs.targets], np.zeros(len(kept), np.int32), pairs.target_offsets[kept], pairs.target_lengths[kept]
+    )
+    if not np.array_equal(decoded, wanted):
+        raise Corrupt("a delta just encoded does not decode to its chunk: check this machine's memory")

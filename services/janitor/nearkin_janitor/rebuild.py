@@ -1,0 +1,119 @@
+"""Index rebuild. Invariant: containers in stream order, then manifests, give the index that was lost, entry by entry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from nearkin.claims import ContainerClaims
+from nearkin.errors import Corrupt, NotFound
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.container import Directory
+from nearkin.index.protocols import Index
+from nearkin.records import U8, U32, U64, ZERO, Locations, RebuildReport
+from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.manifests import ManifestStore
+
+READ_BYTES = 8 * 1024 * 1024
+"""Chunks are decoded and sketched so many bytes at a time."""
+
+
+class Sketches(Protocol):
+    """Computes the super-features that a sketch's name stands for."""
+
+    def __call__(self, sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
+        """Return uint64[n, k]. Raises Corrupt for a name it does not know."""
+
+
+Progress = Callable[[int, int], None]
+"""(objects done, objects in all)."""
+
+
+def rebuild_index(
+    containers: ContainerStore,
+    manifests: ManifestStore,
+    index: Index,
+    fingerprinter: Fingerprinter,
+    sketches: Sketches,
+    progress: Progress | None = None,
+) -> RebuildReport:
+    """Fill an empty `index`. What cannot be read is left out and named; nothing is written to the object store."""
+    started = time.perf_counter()
+    ids = sorted(container for container, _ in containers.ids())
+    names = sorted(manifests.names())
+    skipped: list[str] = []
+    chunks = segments = 0
+    for done, container in enumerate(ids):
+        try:
+            claims = claims_of(containers.directory(container), containers, fingerprinter, sketches)
+        except (Corrupt, NotFound):
+            skipped.append(object_name(container))
+        else:
+            index.publish(claims)
+            chunks += len(claims.directory.chunks)
+            segments += len(claims.directory.segments)
+        if progress is not None:
+            progress(done + 1, len(ids) + len(names))
+    found = []
+    for name, size_bytes in names:
+        try:
+            found.append((manifests.read(name), size_bytes))
+        except (Corrupt, NotFound):
+            skipped.append(name)
+    found.sort(key=lambda pair: (pair[0].created_us, pair[0].key, pair[0].version))
+    for done, (manifest, size_bytes) in enumerate(found):
+        index.commit(manifest, size_bytes)
+        if progress is not None:
+            progress(len(ids) + done + 1, len(ids) + len(names))
+    return RebuildReport(
+        len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped)
+    )
+
+
+def claims_of(
+    directory: Directory, containers: ContainerStore, fingerprinter: Fingerprinter, sketches: Sketches
+) -> ContainerClaims:
+    """Return what a container claims, from its bytes and the directories of older containers."""
+    reader = ChunkReader(containers)
+    segment_ids = fingerprinter.name_segments(
+        _recipe_names(directory, reader, fingerprinter), directory.segments.bounds
+    )
+    return ContainerClaims(directory, segment_ids, _super_features(directory, reader, sketches))
+
+
+def _recipe_names(directory: Directory, reader: ChunkReader, fingerprinter: Fingerprinter) -> U8:
+    """Return the names of all chunks of all recipes; those of zero chunks are computed, one a length."""
+    recipes = directory.segments.chunks
+    names = reader.plan(recipes).names
+    zero = np.flatnonzero(recipes.containers == np.uint64(ZERO))
+    for length in np.unique(recipes.ordinals[zero]):
+        one = fingerprinter.name_chunks(np.zeros(length, np.uint8), np.zeros(1, np.uint64), np.array([length], np.uint32))
+        names[zero[recipes.ordinals[zero] == length]] = one
+    return names
+
+
+def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketches) -> dict[str, tuple[U32, U64]]:
+    """Sketch again, by each segment's own algorithm, the chunks that it introduced and that may serve as bases."""
+    segments, chunks = directory.segments, directory.chunks
+    introduced_by = np.full(len(chunks), -1, np.int64)
+    own = np.flatnonzero(segments.chunks.containers == np.uint64(directory.container))[::-1]
+    of_segment = np.repeat(np.arange(len(segments), dtype=np.int64), np.diff(segments.bounds))
+    introduced_by[segments.chunks.ordinals[own]] = of_segment[own]  # written backwards: the first mention wins
+    eligible = np.flatnonzero((chunks.depths < directory.depth_max) & (introduced_by >= 0))
+    by_sketch = segments.sketches[introduced_by[eligible]]
+    found: dict[str, tuple[U32, U64]] = {}
+    for number, sketch in enumerate(directory.sketch_names):
+        ordinals = eligible[by_sketch == number].astype(np.uint32)
+        parts = []
+        portion = np.cumsum(chunks.lengths[ordinals], dtype=np.int64) // READ_BYTES
+        for rows in np.split(np.arange(len(ordinals)), np.flatnonzero(np.diff(portion)) + 1):
+            plan = reader.plan(Locations(np.full(len(rows), directory.container, np.uint64), ordinals[rows]))
+            parts.append(sketches(sketch, reader.fetch(plan), offsets_of(plan.lengths), plan.lengths))
+        if parts:
+            found[sketch] = (ordinals, np.concatenate(parts))
+    return found
+

@@ -1,0 +1,47 @@
+"""Claims: what a durable container brings to the index. Invariant: made from the container alone, so a rebuild makes the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from nearkin.formats.container import Directory
+from nearkin.records import U8, U32, U64, ContainerId
+
+FEATURE_KEY_BYTES = 17
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerClaims:
+    """All entries of one container.
+
+    `segment_ids` uint8[s, 20]; `super_features` by sketch name: (chunk ordinals uint32[c], uint64[c, k]) of the chunks
+    that may serve as bases, in stream order, 0 where there is no super-feature.
+    """
+
+    directory: Directory
+    segment_ids: U8
+    super_features: dict[str, tuple[U32, U64]]
+
+
+@dataclass(frozen=True, slots=True)
+class SealedContainer:
+    """A container ready to be put, and what may be claimed once it is durable (I1)."""
+
+    container: ContainerId
+    data: bytes
+    claims: ContainerClaims
+
+
+def feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> U8:
+    """Return uint8[n, 17] keys: namespace 8 (algorithm, parameters, domain), rank 1, super-feature 8.
+
+    The namespace keeps apart what must never match: other algorithms, other parameters, other tenants.
+    """
+    namespace = blake2b(domain + sketch.encode(), digest_size=8, person=b"nearkin-sf").digest()
+    keys = np.empty((len(super_features), FEATURE_KEY_BYTES), np.uint8)
+    keys[:, :9] = np.frombuffer(namespace + bytes([rank]), np.uint8)
+    keys[:, 9:] = np.ascontiguousarray(super_features).astype("<u8").view(np.uint8).reshape(-1, 8)
+    return keys

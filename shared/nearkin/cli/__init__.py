@@ -1,0 +1,119 @@
+"""The `nearkin` command. Invariant: every run ends in one of these exit codes, and a failure says why in one line.
+
+    0    done
+    1    the store says no: not found, damaged, locked, unreachable, out of room
+    2    the command says no: wrong usage, a setting, key, range or file that is refused
+    130  interrupted (Ctrl-C); 143 terminated; 141 the reader of a pipe went away (silent)
+
+Only click and the standard library are imported before a command is known: `nearkin --help` answers in under 0.2 s.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from nearkin.errors import BadInput, NearkinError
+
+EXIT_OK = 0
+EXIT_STORE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+EXIT_TERMINATED = 143
+
+__all__ = ["main"]
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: unfinished files are removed on the way out."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code; `arguments` default to the process's own."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = given[: given.index("--")] if "--" in given else given
+    as_json = "--json" in options
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = _run(given, as_json)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return _pipe_gone()
+    except OSError as err:  # stdout's last bytes did not fit, such as on a full disk
+        code = _fail("OSError", str(err), EXIT_STORE, as_json)
+        return _drop_stdout(code)
+    except KeyboardInterrupt:
+        return _fail("Interrupted", "interrupted", EXIT_INTERRUPTED, as_json)
+    except _Terminated:
+        return _fail("Terminated", "terminated", EXIT_TERMINATED, as_json)
+    return code
+
+
+def _run(given: list[str], as_json: bool) -> int:  # noqa: PLR0911 - one exit code per kind of failure
+    from nearkin.cli.commands import nearkin
+
+    try:
+        with nearkin.make_context("nearkin", list(given)) as context:
+            code = nearkin.invoke(context)
+            return code if isinstance(code, int) else EXIT_OK
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as err:
+        click.echo(err.ctx.get_help() if err.ctx else err.format_message(), err=True)
+        return EXIT_USAGE
+    except click.UsageError as err:
+        command = err.ctx.command_path if err.ctx else "nearkin"
+        message = " ".join(err.format_message().split()).rstrip(".")
+        return _fail("Usage", f"{message}; see {command} --help", EXIT_USAGE, as_json)
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise
+    except BadInput as err:
+        return _fail(type(err).__name__, str(err), EXIT_USAGE, as_json)
+    except (NearkinError, OSError) as err:
+        return _fail(type(err).__name__, str(err), EXIT_STORE, as_json)
+    except Exception as err:
+        if os.environ.get("NEARKIN_DEBUG"):
+            raise
+        message = f"internal error, please report it: {type(err).__name__}: {err} (NEARKIN_DEBUG=1 shows where)"
+        return _fail("Internal", message, EXIT_STORE, as_json)
+
+
+def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
+    line = " ".join(message.split("\n"))
+    if as_json:
+        import json
+
+        line = json.dumps({"error": {"kind": kind, "message": line}})
+    else:
+        line = f"nearkin: {line}"
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
+    return code
+
+
+def _pipe_gone() -> int:
+    return _drop_stdout(EXIT_PIPE)
+
+
+def _drop_stdout(code: int) -> int:
+    """Point stdout at nothing, or the interpreter complains a second time when it flushes at exit."""
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+    except (OSError, ValueError):
+        pass
+    return code
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise _Terminated

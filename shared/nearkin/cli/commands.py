@@ -1,0 +1,303 @@
+"""The commands. Invariant: arguments first, then settings, then the store; a refused argument touches no store.
+
+nearkin [--store FOLDER] [--config FILE] [--json] COMMAND ...      these three may also follow the command
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import click
+
+from nearkin.cli.session import AsWrittenGroup, current_session, shared_options
+from nearkin.errors import BadInput
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(cls=AsWrittenGroup, context_settings=_HELP)
+@shared_options
+def nearkin() -> None:
+    """Keep blobs: each chunk as its nearest kin plus the difference.
+
+    export NEARKIN_STORE=/var/lib/nearkin
+    nearkin put db/dump monday.rdb       # version 1 of the key "db/dump"
+    nearkin put db/dump tuesday.rdb      # version 2: only what is new is stored
+    nearkin get db/dump -o restored.rdb  # the newest version, every byte verified
+    nearkin stats                        # what was saved, and by which step
+
+    Exit codes: 0 done, 1 the store says no (not found, damaged, locked), 2 wrong usage, 130 interrupted.
+    """
+
+
+@nearkin.command(options_metavar="[OPTIONS]")
+@click.argument("key", metavar="KEY")
+@click.argument("source", metavar="FILE|-", required=False)
+@click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
+@click.option("--meta", metavar="NAME=VALUE", multiple=True, help="Metadata kept with the version; repeatable.")
+@click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
+@shared_options
+def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sha256: str | None) -> None:
+    """Store a file as a new version of KEY ("-" reads stdin).
+
+    nearkin put db/dump dump.rdb --meta host=db1
+    pg_dump shop | nearkin put db/shop -
+    nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
+    nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
+
+    With -r, symbolic links and special files are skipped with a notice.
+    """
+    from nearkin.cli.arguments import parse_metadata, parse_sha256
+    from nearkin.cli.putting import put_one, put_tree
+
+    metadata = parse_metadata(meta)
+    digest = None if sha256 is None else parse_sha256(sha256)
+    if recursive:
+        if digest is not None:
+            raise BadInput("--sha256 names one content: not with --recursive")
+        prefix, folder = ("", key) if source is None else (key, source)
+        put_tree(current_session(), prefix, folder, metadata)
+    elif source is None:
+        raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
+    else:
+        put_one(current_session(), key, source, metadata, digest)
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Write here instead of stdout; replaced only once all is verified."
+)
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")
+@shared_options
+def get(key: str, output: str | None, version: int | None, range_text: str | None) -> None:
+    """Write a version's bytes to stdout or a file.
+
+    nearkin get db/dump -o dump.rdb
+    nearkin get db/dump --version 2 | head -c 100
+    nearkin get disk.img --range 0-511 -o boot.sector
+    nearkin get app.log --range -4096              # the last 4096 bytes
+
+    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was.
+    """
+    from nearkin.cli.arguments import check_key, parse_range
+    from nearkin.cli.output import info_json, print_json
+    from nearkin.cli.progress import bytes_bar
+    from nearkin.cli.restored import Restored
+
+    session = current_session()
+    check_key(key)
+    wanted = None if range_text is None else parse_range(range_text)
+    if session.as_json and output in (None, "-"):
+        raise BadInput("get --json describes what was written: name a file with -o")
+    started = time.perf_counter()
+    with session.open() as store:
+        if wanted is None:
+            blob = store.get(key, version)
+        else:
+            info = store.info(key, version)
+            start, stop = wanted.resolve(info.size_bytes)
+            blob = store.get(key, info.version, start=start, stop=stop)
+        quiet = session.as_json or (output in (None, "-") and sys.stdout.isatty())
+        with Restored(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
+            blob.write_to(file, progress=progress)
+    if session.as_json:
+        seconds = time.perf_counter() - started
+        print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds})
+
+
+@nearkin.command()
+@click.argument("prefix", metavar="[PREFIX]", default="")
+@click.option("--versions", is_flag=True, help="Every version instead of the newest of each key.")
+@shared_options
+def ls(prefix: str, versions: bool) -> None:
+    """List keys that start with PREFIX.
+
+    A line is: created (UTC), size, version, key.
+
+    nearkin ls
+    nearkin ls db/ --versions
+    nearkin --json ls | jq '.[].key'
+    """
+    from nearkin.cli.arguments import check_prefix
+    from nearkin.cli.output import info_json, print_json, say, version_line
+
+    session = current_session()
+    check_prefix(prefix)
+    with session.open() as store:
+        found = store.versions(prefix, all_versions=versions)
+    if session.as_json:
+        print_json([info_json(info) for info in found])
+        return
+    for info in found:
+        say(version_line(info))
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@shared_options
+def info(key: str, version: int | None) -> None:
+    """Show one version: size, digests, time, metadata.
+
+    nearkin info db/dump --version 2
+    """
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.output import info_json, info_lines, print_json, say
+
+    session = current_session()
+    check_key(key)
+    with session.open() as store:
+        found = store.info(key, version)
+    if session.as_json:
+        print_json(info_json(found))
+        return
+    for line in info_lines(found):
+        say(line)
+
+
+@nearkin.command()
+@shared_options
+def stats() -> None:
+    """Show what the store holds and what each step saved.
+
+    nearkin stats
+    nearkin stats --json | jq .reduction_ratio
+
+    DCR and DCE are the Finesse paper's: what delta compression took off the chunks it was given.
+    """
+    from nearkin.cli.output import print_json, print_stats, stats_json
+
+    session = current_session()
+    with session.open() as store:
+        found = store.stats()
+    if session.as_json:
+        print_json(stats_json(found))
+    else:
+        print_stats(found)
+
+
+@nearkin.command()
+@click.option("--sample", metavar="SHARE", help="Read only this share of the containers: 1% or 0.01.")
+@shared_options
+def verify(sample: str | None) -> int:
+    """Check every checksum and fingerprint of the store.
+
+    Exit code 1 if anything is damaged; the report names the versions it touches.
+
+    nearkin verify
+    nearkin verify --sample 1%
+    """
+    from nearkin.cli.arguments import parse_sample
+    from nearkin.cli.output import print_json, say, verify_json, verify_lines
+    from nearkin.cli.progress import count_bar
+
+    session = current_session()
+    share = None if sample is None else parse_sample(sample)
+    with session.open() as store, count_bar("verify", shown=not session.as_json) as progress:
+        report = store.verify(share, progress=progress)
+    if session.as_json:
+        print_json(verify_json(report, share))
+    else:
+        for line in verify_lines(report):
+            say(line)
+    return 1 if report.damage else 0
+
+
+@nearkin.command("rebuild-index")
+@shared_options
+def rebuild_index() -> int:
+    """Build the index anew from what is stored.
+
+    Exit code 1 if some stored objects cannot be read; these are left out.
+
+    nearkin rebuild-index
+    """
+    from nearkin.cli.output import print_json, rebuild_json, rebuild_lines, say
+    from nearkin.cli.progress import count_bar
+
+    session = current_session()
+    with session.open(read_only=False) as store, count_bar("rebuild", shown=not session.as_json) as progress:
+        report = store.rebuild_index(progress=progress)
+    if session.as_json:
+        print_json(rebuild_json(report))
+    else:
+        for line in rebuild_lines(report):
+            say(line)
+    return 1 if report.skipped else 0
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@click.option("--segments", is_flag=True, help="Each segment too; with --json each chunk of it.")
+@shared_options
+def explain(key: str, version: int | None, segments: bool) -> None:
+    """Show how a version is kept: duplicates, deltas, raw.
+
+    nearkin explain db/dump
+    nearkin explain db/dump --segments --json | jq '.segments[0].chunks'
+    """
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.output import explain_json, print_explanation, print_json
+
+    session = current_session()
+    check_key(key)
+    with session.open() as store:
+        explanation = store.explain(key, version)
+    if session.as_json:
+        print_json(explain_json(explanation, segments=segments))
+    else:
+        print_explanation(explanation, segments=segments)
+
+
+@nearkin.command()
+@shared_options
+def config() -> None:
+    """Show every setting, its value and where it came from.
+
+    nearkin --config nearkin.toml config
+    NEARKIN_DELTA__MAX_DEPTH=1 nearkin config --json
+    """
+    from nearkin.cli.output import console, print_json, printable
+
+    session = current_session()
+    _, origins = session.load()
+    if session.as_json:
+        print_json({name: {"value": origin.value, "source": origin.source} for name, origin in origins.items()})
+        return
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table("setting", "value", "source", box=SIMPLE, pad_edge=False)
+    for name, origin in origins.items():
+        value = "-" if origin.value is None else printable(str(origin.value))
+        table.add_row(name, value, printable(origin.source))
+    console().print(table)
+
+
+@nearkin.command()
+@shared_options
+def version() -> None:
+    """Show the version of this command.
+
+    nearkin version
+    """
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+    from platform import python_version
+
+    from nearkin.cli.output import print_json, say
+
+    try:
+        number = installed("nearkin")
+    except PackageNotFoundError:  # run from a source tree
+        number = "unknown"
+    kernels = os.environ.get("NEARKIN_KERNELS", "cython")
+    if current_session().as_json:
+        print_json({"version": number, "python": python_version(), "kernels": kernels})
+    else:
+        say(f"nearkin {number} (Python {python_version()}, {kernels} kernels)")

@@ -1,0 +1,300 @@
+"""What a command prints. Invariant: with `--json` stdout is exactly one JSON value; keys never steer the terminal.
+
+Every record has one JSON form, here; `docs` and scripts rely on the names, so a name is never taken away.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from datetime import UTC
+from typing import TYPE_CHECKING
+
+from nearkin.cli.ledger import counted, human_bytes, ledger_json, ledger_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nearkin.records import (
+        ChunkExplained,
+        Explanation,
+        Ledger,
+        PutResult,
+        RebuildReport,
+        SegmentExplained,
+        Stats,
+        VerifyReport,
+        VersionInfo,
+    )
+
+
+def say(line: str) -> None:
+    """Print one line for people to stdout."""
+    print(line)
+
+
+def notice(line: str) -> None:
+    """Print one line for people to stderr."""
+    print(f"nearkin: {line}", file=sys.stderr)
+
+
+def print_json(value: object) -> None:
+    """Print one JSON value; ASCII only, so that no terminal or locale changes it."""
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything a terminal might act on written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def console() -> Console:
+    """Return a console for tables on stdout: nothing is taken for markup, and a pipe gets lines of any width."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 10_000
+    return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
+    """Print one line and the ledger below it as a table."""
+    say(title)
+    console().print(ledger_table(ledger, seconds))
+
+
+def info_json(info: VersionInfo) -> dict[str, object]:
+    """Return a version as JSON has it; `created` is ISO 8601 in UTC."""
+    return {
+        "key": info.key,
+        "version": info.version,
+        "size_bytes": info.size_bytes,
+        "created": info.created.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "digest": info.digest,
+        "sha256": info.sha256,
+        "segments": info.segments,
+        "chunks": info.chunks,
+        "metadata": dict(info.metadata),
+    }
+
+
+def info_lines(info: VersionInfo) -> Iterable[str]:
+    """Yield a version for people, a field a line."""
+    for name, value in info_json(info).items():
+        if name == "metadata":
+            for meta_name, meta_value in info.metadata.items():
+                yield f"{'meta':<12}{printable(f'{meta_name}={meta_value}')}"
+        elif name == "size_bytes":
+            yield f"{'size':<12}{info.size_bytes:,} bytes"
+        elif value is not None:
+            yield f"{name:<12}{printable(str(value))}"
+
+
+def version_line(info: VersionInfo) -> str:
+    """Return a version as one line of `ls`; the key comes last, since it alone has no width."""
+    created = info.created.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{created}  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
+
+
+def put_json(result: PutResult) -> dict[str, object]:
+    """Return one put as JSON has it: the version and its ledger."""
+    return {**info_json(result.info), **ledger_json(result.ledger, result.seconds)}
+
+
+def stats_json(stats: Stats) -> dict[str, object]:
+    """Return a store's sums as JSON has them."""
+    return {
+        **ledger_json(stats.ledger, stats.seconds),
+        "versions": stats.versions,
+        "keys": stats.keys,
+        "containers": stats.containers,
+        "segments": stats.segments,
+        "index_bytes": stats.index_bytes,
+        "parts": dict(stats.parts),
+        "depths": {str(depth): chunks for depth, chunks in sorted(stats.depths.items())},
+        "sketches": dict(stats.sketches),
+        "base_cache_hits": stats.base_cache_hits,
+        "base_cache_misses": stats.base_cache_misses,
+    }
+
+
+def print_stats(stats: Stats) -> None:
+    """Print a store's sums for people."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    held = f"{counted(stats.versions, 'version')} of {counted(stats.keys, 'key')}"
+    print_ledger(stats.ledger, stats.seconds, f"{held} in {counted(stats.containers, 'container')}")
+    parts = Table(box=SIMPLE, pad_edge=False)
+    parts.add_column("where the stored bytes lie")
+    parts.add_column("bytes", justify="right")
+    parts.add_column("share", justify="right")
+    for name, part_bytes in sorted(stats.parts.items(), key=lambda part: -part[1]):
+        share = part_bytes / stats.ledger.stored_bytes if stats.ledger.stored_bytes else 0.0
+        parts.add_row(name.replace("_", " "), human_bytes(part_bytes), f"{share:.1%}")
+    console().print(parts)
+    lookups = stats.base_cache_hits + stats.base_cache_misses
+    say(f"index        {human_bytes(stats.index_bytes)} (can be rebuilt; not counted as stored)")
+    say(
+        f"segments     {stats.segments:,}" + "".join(f"; {count:,} by {name}" for name, count in stats.sketches.items())
+    )
+    say(
+        "depths       "
+        + ", ".join(f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
+    )
+    say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
+
+
+def verify_json(report: VerifyReport, sample: float | None) -> dict[str, object]:
+    """Return a verification as JSON has it; `sample` null: everything was read."""
+    return {
+        "ok": not report.damage,
+        "sample": sample,
+        "containers": report.containers,
+        "chunks": report.chunks,
+        "versions": report.versions,
+        "bytes_read": report.bytes_read,
+        "damage": [
+            {
+                "object_name": damage.object_name,
+                "problem": damage.problem,
+                "versions": [{"key": key, "version": version} for key, version in damage.versions],
+            }
+            for damage in report.damage
+        ],
+        "seconds": report.seconds,
+    }
+
+
+def verify_lines(report: VerifyReport) -> Iterable[str]:
+    """Yield a verification for people: each damaged object with the versions it touches, then the sum."""
+    for damage in report.damage:
+        yield f"damaged: {printable(damage.object_name)}: {printable(damage.problem)}"
+        for key, version in damage.versions:
+            yield f"  touches {printable(key)} version {version}"
+    found = counted(len(report.damage), "damaged object") if report.damage else "no damage"
+    read = ", ".join(
+        (counted(report.containers, "container"), counted(report.chunks, "chunk"), counted(report.versions, "version"))
+    )
+    yield f"{found}: read {read}, {human_bytes(report.bytes_read)} in {report.seconds:.2f} s"
+
+
+def rebuild_json(report: RebuildReport) -> dict[str, object]:
+    """Return an index rebuild as JSON has it."""
+    return {
+        "containers": report.containers,
+        "chunks": report.chunks,
+        "segments": report.segments,
+        "versions": report.versions,
+        "skipped": list(report.skipped),
+        "seconds": report.seconds,
+    }
+
+
+def rebuild_lines(report: RebuildReport) -> Iterable[str]:
+    """Yield an index rebuild for people."""
+    for name in report.skipped:
+        yield f"skipped, cannot be read: {printable(name)}"
+    read = ", ".join(
+        (counted(report.containers, "container"), counted(report.segments, "segment"), counted(report.chunks, "chunk"))
+    )
+    yield f"index rebuilt from {read}, {counted(report.versions, 'version')} in {report.seconds:.2f} s"
+
+
+def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, object]:
+    """Return how a version is kept as JSON has it; with `segments` every segment and chunk of it."""
+    known = sum(segment.known for segment in explanation.segments)
+    value: dict[str, object] = {
+        "key": explanation.info.key,
+        "version": explanation.info.version,
+        "size_bytes": explanation.info.size_bytes,
+        "digest": explanation.info.digest,
+        "segment_count": len(explanation.segments),
+        "known_segments": known,
+        "duplicate_chunks": explanation.duplicate_chunks,
+        "zero_chunks": explanation.zero_chunks,
+        "delta_chunks": explanation.delta_chunks,
+        "raw_chunks": explanation.raw_chunks,
+        "found_by": dict(explanation.found_by),
+        "kinds": {
+            kind: {"chunks": n, "bytes": b, "stored_estimate_bytes": s} for kind, (n, b, s) in _kinds(explanation)
+        },
+    }
+    if segments:
+        value["segments"] = [_segment_json(segment) for segment in explanation.segments]
+    return value
+
+
+def print_explanation(explanation: Explanation, *, segments: bool) -> None:
+    """Print how a version is kept for people: with `segments` a line a segment, then the sum."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    if segments:
+        say("segment      offset     length  chunks   dup  zero  delta   raw  stored about")
+        for segment in explanation.segments:
+            say(_segment_line(segment))
+        say("")
+    info = explanation.info
+    table = Table(
+        title=f"{printable(info.key)} version {info.version}", title_justify="left", box=SIMPLE, pad_edge=False
+    )
+    table.add_column("kept as")
+    for name in ("chunks", "bytes", "stored about"):
+        table.add_column(name, justify="right")
+    for kind, (count, length_bytes, stored_bytes) in _kinds(explanation):
+        table.add_row(kind, f"{count:,}", human_bytes(length_bytes), human_bytes(stored_bytes))
+    console().print(table)
+    known = sum(segment.known for segment in explanation.segments)
+    say(f"segments     {len(explanation.segments):,}, of them {known:,} already stored")
+    for name, count in sorted(explanation.found_by.items(), key=lambda found: -found[1]):
+        say(f"bases        {count:,} found by {printable(name)}")
+
+
+def _kinds(explanation: Explanation) -> list[tuple[str, tuple[int, int, int]]]:
+    """Return by kind: chunks, their bytes, and the bytes they take (0 for what was stored before)."""
+    sums = {kind: [0, 0, 0] for kind in ("duplicate", "zero", "delta", "raw")}
+    for segment in explanation.segments:
+        for chunk in segment.chunks:
+            row = sums.setdefault(chunk.kind, [0, 0, 0])
+            row[0] += 1
+            row[1] += chunk.length_bytes
+            row[2] += chunk.stored_estimate_bytes if chunk.kind in ("delta", "raw") else 0
+    return [(kind, (row[0], row[1], row[2])) for kind, row in sums.items()]
+
+
+def _segment_json(segment: SegmentExplained) -> dict[str, object]:
+    return {
+        "sequence": segment.sequence,
+        "offset": segment.offset,
+        "length_bytes": segment.length_bytes,
+        "known": segment.known,
+        "chunks": [_chunk_json(chunk) for chunk in segment.chunks],
+    }
+
+
+def _chunk_json(chunk: ChunkExplained) -> dict[str, object]:
+    return {
+        "offset": chunk.offset,
+        "length_bytes": chunk.length_bytes,
+        "kind": chunk.kind,
+        "fingerprint": chunk.fingerprint,
+        "depth": chunk.depth,
+        "stored_estimate_bytes": chunk.stored_estimate_bytes,
+        "base_fingerprint": chunk.base_fingerprint,
+        "found_by": chunk.found_by,
+    }
+
+
+def _segment_line(segment: SegmentExplained) -> str:
+    counts = dict.fromkeys(("duplicate", "zero", "delta", "raw"), 0)
+    stored_bytes = 0
+    for chunk in segment.chunks:
+        counts[chunk.kind] = counts.get(chunk.kind, 0) + 1
+        stored_bytes += chunk.stored_estimate_bytes if chunk.kind in ("delta", "raw") else 0
+    return (
+        f"{segment.sequence:>7} {segment.offset:>11} {segment.length_bytes:>10} {len(segment.chunks):>7} "
+        f"{counts['duplicate']:>5} {counts['zero']:>5} {counts['delta']:>6} {counts['raw']:>5}  "
+        f"{'already stored' if segment.known else human_bytes(stored_bytes)}"
+    )

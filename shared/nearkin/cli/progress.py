@@ -1,0 +1,67 @@
+"""Progress bars. Invariant: one is drawn on stderr only when stderr is a terminal; a pipe or `--json` gets none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+BytesTaken = Callable[[int], None]
+"""Told the bytes taken since the last call."""
+Counted = Callable[[int, int], None]
+"""Told how many are done, and of how many."""
+
+
+@contextmanager
+def bytes_bar(label: str, total_bytes: int | None, *, shown: bool) -> Iterator[BytesTaken | None]:
+    """Draw a bar over bytes while the block runs; yields None where nothing is drawn. `total_bytes` None: not known."""
+    if not shown or not _is_terminal():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        bar = bars.add_task(label, total=total_bytes)
+        yield lambda taken_bytes: bars.advance(bar, taken_bytes)
+
+
+@contextmanager
+def count_bar(label: str, *, shown: bool) -> Iterator[Counted | None]:
+    """Draw a bar over counted steps while the block runs; yields None where nothing is drawn."""
+    if not shown or not _is_terminal():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        bar = bars.add_task(label, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)
+
+
+def _is_terminal() -> bool:
+    # not rich's own opinion: FORCE_COLOR makes it take a pipe for a terminal
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,134 @@
+"""`nearkin put`. Invariant: everything that can be refused by its name is refused before the first byte is stored."""
+
+from __future__ import annotations
+
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+from nearkin.errors import BadInput
+
+if TYPE_CHECKING:
+    from nearkin.api import Store
+    from nearkin.cli.session import Session
+    from nearkin.records import PutResult
+
+JSON_BLOBS_MAX = 1_000_000
+"""Files of one `put -r --json`: its answer is one value, held in memory at about 1 kB a file."""
+
+
+class _Plan(NamedTuple):
+    """What `put -r` found before it put anything."""
+
+    files: int
+    total_bytes: int
+
+
+def put_one(session: Session, key: str, source: str, metadata: dict[str, str], sha256: bytes | None) -> None:
+    """Put one file or stdin and print what it cost. Raises BadInput."""
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.ledger import human_bytes
+    from nearkin.cli.output import print_json, print_ledger, printable, put_json
+    from nearkin.cli.progress import bytes_bar
+
+    check_key(key)
+    content, total_bytes = _open_source(source)
+    try:
+        with (
+            session.open(create=True, read_only=False) as store,
+            bytes_bar("put", total_bytes, shown=not session.as_json) as progress,
+        ):
+            result = store.put(key, content, metadata=metadata, sha256=sha256, progress=progress)
+    finally:
+        if not isinstance(content, Path) and content is not sys.stdin.buffer:
+            content.close()
+    if session.as_json:
+        print_json(put_json(result))
+        return
+    info = result.info
+    title = f"{printable(info.key)} version {info.version}: {human_bytes(info.size_bytes)}, {info.digest}"
+    print_ledger(result.ledger, result.seconds, title)
+
+
+def _open_source(source: str) -> tuple[Path | BinaryIO, int | None]:
+    """Return what `Store.put` takes, and its size where that is known beforehand."""
+    from nearkin.cli.arguments import check_source
+
+    if source == "-":
+        if sys.stdin is None:
+            raise BadInput('source "-": stdin is closed')
+        return sys.stdin.buffer, None
+    path = Path(source)
+    status = check_source(path)
+    if stat.S_ISREG(status.st_mode):
+        return path, status.st_size
+    return path.open("rb", buffering=0), None  # a named pipe or device: read once, as it comes
+
+
+def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> None:
+    """Put every file below `folder` under `prefix/` and print what they cost together. Raises BadInput."""
+    from nearkin.cli.ledger import counted, ledger_json
+    from nearkin.cli.output import notice, print_json, print_ledger, printable, put_json
+    from nearkin.cli.progress import bytes_bar
+    from nearkin.records import Ledger
+
+    skipped: list[dict[str, str]] = []
+    root, under, plan = _plan_tree(session, prefix, folder, skipped)
+    blobs: list[dict[str, object]] = []
+    total, files = Ledger(), 0
+    started = time.perf_counter()
+    with (
+        session.open(create=True, read_only=False) as store,
+        bytes_bar("put", plan.total_bytes, shown=not session.as_json) as progress,
+    ):
+        for result in _put_files(store, root, under, metadata, progress):
+            total, files = total + result.ledger, files + 1
+            if session.as_json:
+                blobs.append(put_json(result))
+    seconds = time.perf_counter() - started
+    if session.as_json:
+        print_json({"blobs": blobs, "files": files, "skipped": skipped, **ledger_json(total, seconds)})
+        return
+    if not files:
+        notice(f"no files below {printable(folder)}")
+    print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
+
+
+def _plan_tree(session: Session, prefix: str, folder: str, skipped: list[dict[str, str]]) -> tuple[Path, str, _Plan]:
+    """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
+    from nearkin.cli.arguments import check_key, walk
+    from nearkin.cli.output import notice, printable
+
+    def skip(path: str, why: str) -> None:
+        notice(f"skipped, {why}: {printable(path)}")
+        if session.as_json and len(skipped) < JSON_BLOBS_MAX:
+            skipped.append({"path": printable(path), "why": why})
+
+    if folder == "-":
+        raise BadInput("--recursive takes a folder, not stdin")
+    root = Path(folder)
+    if root.exists() and not root.is_dir():
+        raise BadInput(f'source "{folder}": not a folder; leave out --recursive to put one file')
+    under = f"{check_key(prefix).rstrip('/')}/" if prefix else ""
+    files = total_bytes = 0
+    for file in walk(root, under, skip):
+        files, total_bytes = files + 1, total_bytes + file.size_bytes
+    if session.as_json and files > JSON_BLOBS_MAX:
+        raise BadInput(f'folder "{folder}": {files:,} files, at most {JSON_BLOBS_MAX:,} with --json')
+    return root, under, _Plan(files, total_bytes)
+
+
+def _put_files(
+    store: Store, root: Path, under: str, metadata: dict[str, str], progress: Callable[[int], None] | None
+) -> Iterator[PutResult]:
+    from nearkin.cli.arguments import walk
+
+    files = walk(root, under, lambda _path, _why: None)  # told once, by the plan
+    if not metadata:
+        yield from store.put_many(((file.key, file.path) for file in files), progress=progress)
+        return
+    for file in files:
+        yield store.put(file.key, file.path, metadata=metadata, progress=progress)

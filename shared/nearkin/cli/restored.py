@@ -1,0 +1,54 @@
+"""Where a get writes. Invariant: a regular file is whole or as it was; it is written beside its place, then renamed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from nearkin.errors import BadInput
+
+
+class Restored:
+    """A context that gives the file to write to: stdout for None and `-`. Raises BadInput if it cannot be written."""
+
+    def __init__(self, name: str | None) -> None:
+        self._target = None if name in (None, "-") else Path(os.path.realpath(str(name)))  # through links, like cp
+        self._beside: Path | None = None
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> BinaryIO:
+        if self._target is None:
+            return sys.stdout.buffer
+        try:
+            mode = self._target.stat().st_mode if self._target.exists() else None
+            if mode is not None and stat.S_ISDIR(mode):
+                raise BadInput(f'output "{self._target}": is a folder')
+            if mode is not None and not stat.S_ISREG(mode):  # a pipe or device has no place to rename into
+                self._file = self._target.open("wb")
+                return self._file
+            self._beside = self._target.with_name(f".nearkin-{os.urandom(8).hex()}.part")
+            self._file = self._beside.open("xb")
+            if mode is not None:
+                self._beside.chmod(stat.S_IMODE(mode))
+        except (OSError, ValueError) as err:
+            self._discard()
+            reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+            raise BadInput(f'output "{self._target}": {reason.lower()}') from err
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+            if kind is None and self._beside is not None and self._target is not None:
+                self._beside.replace(self._target)
+                self._beside = None
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        if self._beside is not None:
+            self._beside.unlink(missing_ok=True)

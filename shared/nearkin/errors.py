@@ -1,0 +1,52 @@
+"""Errors. Invariant: callers ask `Retryable` or `Permanent`, never a vendor's type; the cause is always kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class NearkinError(Exception):
+    """Base of everything Nearkin raises on purpose; its text is one line and says what to do."""
+
+
+class Retryable(NearkinError):
+    """The same call may succeed later: a full disk, a busy lock, an unreachable service."""
+
+
+class Permanent(NearkinError):
+    """The same call will never succeed."""
+
+
+class Corrupt(Permanent):
+    """Stored bytes are not what was written: a checksum, fingerprint or length does not agree."""
+
+
+class BadInput(Permanent):
+    """The caller's input is refused: a key, a range, a file; names the value and what would be right."""
+
+
+class ConfigError(BadInput):
+    """A setting is refused: names the field, the value and what would be right."""
+
+
+class NotFound(Permanent):
+    """The store has no such key or version."""
+
+
+class StoreUnavailable(Retryable):
+    """The object store or the index could not be reached or has no room."""
+
+
+class StoreLocked(Retryable):
+    """Another process is writing to this store; names its holder."""
+
+
+class FormatTooNew(Permanent):
+    """Written by a later Nearkin: names the format version found and the one this code reads."""
+
+
+def choose(field: str, value: object, known: Iterable[str]) -> ConfigError:
+    """Return the error for an unknown name: `features.algorithm "fineese": choose finesse, ntransform or odess`."""
+    names = sorted(known)
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+    return ConfigError(f'{field} "{value}": choose {listed}')

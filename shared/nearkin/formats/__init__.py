@@ -1,0 +1,1 @@
+"""Formats: bytes <-> records, no input or output. Invariant: a parser refuses what it does not fully understand."""

@@ -1,0 +1,132 @@
+"""Runs: lists of locations written as steps. Invariant: `expand(compress(x)) == x` for any list of locations.
+
+Duplicates mostly come in the order in which they were first stored, so a list of (container, ordinal) is a list of
+runs, and each run starts near the place where the last run in the same container ended:
+
+    ref u16 (into the container table) | step u32 (zigzag of start - where that container's last run ended) | count u32
+
+A fresh run is step 0 in the holder itself. Measured on botocore: 1.3 bytes a logical chunk after zstd.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import Corrupt
+from nearkin.records import SELF, U16, U32, U64, ZERO, Locations
+
+REFS_MAX = 1 << 16
+EXPANDED_MAX = 1 << 26
+
+
+def group_totals(groups: NDArray[np.integer], values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each row the sum of `values` of earlier rows in the same group: an exclusive grouped cumulative sum."""
+    order = np.argsort(groups, kind="stable")
+    ordered = values[order]
+    before = np.cumsum(ordered) - ordered
+    sorted_groups = groups[order]
+    starts = np.flatnonzero(np.r_[True, sorted_groups[1:] != sorted_groups[:-1]]) if len(order) else order
+    base = np.repeat(before[starts], np.diff(np.r_[starts, len(order)]))
+    totals = np.empty(len(order), np.int64)
+    totals[order] = before - base
+    return totals
+
+
+def zigzag(values: NDArray[np.int64]) -> U32:
+    """Return signed steps as small unsigned numbers: 0, -1, 1, -2, ... as 0, 1, 2, 3, ..."""
+    return ((values << 1) ^ (values >> 63)).astype(np.uint64).astype(np.uint32)
+
+
+def unzigzag(values: U32) -> NDArray[np.int64]:
+    """Undo `zigzag`."""
+    wide = values.astype(np.int64)
+    return (wide >> 1) ^ -(wide & 1)
+
+
+def container_table(containers: U64, holder: int) -> tuple[U64, U16]:
+    """Return the table of foreign containers and each row's index: 0 the holder, 1 the zero chunk, then the table.
+
+    Raises Corrupt when there are more than 65,534 containers, far above what one container's recipes can name.
+    """
+    table, inverse = np.unique(containers, return_inverse=True)
+    refs = np.empty(len(table), np.int64)
+    own = table == np.uint64(holder)
+    zero = table == np.uint64(ZERO)
+    foreign = ~(own | zero)
+    refs[own] = SELF
+    refs[zero] = ZERO
+    refs[foreign] = np.arange(2, 2 + np.count_nonzero(foreign))
+    if len(table) + 2 > REFS_MAX:
+        raise Corrupt(f"{len(table)} containers referenced from one; at most {REFS_MAX - 2}")
+    return table[foreign], refs[inverse].astype(np.uint16)
+
+
+def from_table(refs: U16, table: U64, holder: int, what: str) -> U64:
+    """Undo `container_table`. Raises Corrupt for an index beyond the table."""
+    if len(refs) and int(refs.max()) >= len(table) + 2:
+        raise Corrupt(f"{what}: names container {int(refs.max())} of {len(table) + 2}")
+    return np.concatenate([np.array([holder, ZERO], np.uint64), table])[refs]
+
+
+def compress(refs: U16, ordinals: U32, bounds: U32) -> tuple[U16, U32, U32, U32]:
+    """Return (run refs, steps, counts, runs per part) of the rows; `bounds` uint32[p + 1] cuts them into parts.
+
+    No run crosses a part. Zero chunks (ref 1) repeat their ordinal, the length, instead of counting up.
+    """
+    count = len(refs)
+    parts = len(bounds) - 1
+    if count == 0:
+        return np.zeros(0, np.uint16), np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(parts, np.uint32)
+    wide = ordinals.astype(np.int64)
+    advance = (refs != ZERO).astype(np.int64)
+    starts_run = np.ones(count, np.bool_)
+    starts_run[1:] = (refs[1:] != refs[:-1]) | (wide[1:] != wide[:-1] + advance[:-1])
+    inner = bounds[1:-1]
+    starts_run[inner[inner < count]] = True
+    starts = np.flatnonzero(starts_run)
+    counts = np.diff(np.r_[starts, count])
+    run_refs = refs[starts]
+    lengths = counts * advance[starts]
+    predicted = _ends_before(run_refs, wide[starts], lengths)
+    runs_before = np.searchsorted(starts, bounds)
+    return (
+        run_refs,
+        zigzag(wide[starts] - predicted),
+        counts.astype(np.uint32),
+        np.diff(runs_before).astype(np.uint32),
+    )
+
+
+def expand(run_refs: U16, steps: U32, counts: U32, what: str) -> tuple[U16, U32]:
+    """Return (refs, ordinals), one row a location. Raises Corrupt when sums leave their bounds."""
+    total = int(counts.sum(dtype=np.uint64))
+    if total > EXPANDED_MAX:
+        raise Corrupt(f"{what}: {total} locations; at most {EXPANDED_MAX}")
+    wide_counts = counts.astype(np.int64)
+    lengths = np.where(run_refs == ZERO, 0, wide_counts)
+    jumps = unzigzag(steps)
+    starts = group_totals(run_refs, jumps + lengths) + jumps
+    within = np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(wide_counts) - wide_counts, wide_counts)
+    refs = np.repeat(run_refs, wide_counts)
+    ordinals = np.repeat(starts, wide_counts) + np.where(refs == ZERO, 0, within)
+    if total and (int(ordinals.min()) < 0 or int(ordinals.max()) > 0xFFFFFFFF):
+        raise Corrupt(f"{what}: an ordinal leaves 32 bits")
+    return refs, ordinals.astype(np.uint32)
+
+
+def _ends_before(refs: U16, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each run where the last run of the same container ended, 0 for the first."""
+    order = np.argsort(refs, kind="stable")
+    ends = (starts + lengths)[order]
+    grouped = refs[order]
+    previous = np.zeros(len(order), np.int64)
+    previous[1:] = np.where(grouped[1:] == grouped[:-1], ends[:-1], 0)
+    result = np.empty(len(order), np.int64)
+    result[order] = previous
+    return result
+
+
+def located(refs: U16, ordinals: U32, table: U64, holder: int, what: str) -> Locations:
+    """Return the rows as locations with real container ids."""
+    return Locations(from_table(refs, table, holder, what), ordinals)

@@ -1,0 +1,290 @@
+"""LMDB index. Invariant: every write is one transaction; the folder can be deleted at any time and rebuilt.
+
+    chunks      name 32                     -> container 8, ordinal 4
+    features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       first in stream order
+    segments    segment id 20               -> container 8, ordinal 4
+    counts      container 8, ordinal 4      -> how many versions hold that segment, 4
+    containers  container 8 (big-endian)    -> ContainerSummary as JSON
+    versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import lmdb
+import numpy as np
+from blake3 import blake3
+
+from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
+from nearkin.errors import FormatTooNew, StoreUnavailable
+from nearkin.formats.manifest import Manifest
+from nearkin.index.protocols import ContainerSummary
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Ledger, Locations
+
+VERSION = 1
+_LOCATION = Struct("<QI")
+_COUNT = Struct("<I")
+_NONE = _COUNT.pack(0)
+_LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
+_KEY_HEAD_BYTES = 400
+"""LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """What the catalog keeps of a version."""
+
+    key: str
+    version: int
+    manifest_bytes: int
+    seconds: float
+    ledger: Ledger
+
+
+class LmdbIndex:
+    """The embedded index: one folder, one writer, many readers."""
+
+    def __init__(self, folder: Path, domain: bytes, map_bytes: int, *, read_only: bool = False) -> None:
+        self.read_only = read_only
+        self._domain = domain
+        self._write_lock = threading.Lock()
+        try:
+            if not read_only:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._env = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                max_dbs=8,
+                readonly=read_only,
+                lock=True,
+                readahead=False,
+                meminit=False,
+                max_readers=512,
+            )
+            self._chunks = self._open("chunks", read_only)
+            self._features = self._open("features", read_only)
+            self._segments = self._open("segments", read_only)
+            self._counts = self._open("counts", read_only)
+            self._containers = self._open("containers", read_only)
+            self._versions = self._open("versions", read_only)
+            self._meta = self._open("meta", read_only)
+        except lmdb.Error as err:
+            raise StoreUnavailable(f"index {folder}: {err}; if it persists delete that folder and run rebuild-index") from err
+        self._check_version(read_only)
+
+    def _open(self, name: str, read_only: bool) -> Any:  # noqa: ANN401 - lmdb carries no types
+        return self._env.open_db(name.encode(), create=not read_only)
+
+    def _check_version(self, read_only: bool) -> None:
+        with self._reading() as txn:
+            found = txn.get(b"version", db=self._meta)
+        if found is None and not read_only:
+            with self._writing() as txn:
+                txn.put(b"version", str(VERSION).encode(), db=self._meta)
+        elif found is not None and int(found) > VERSION:
+            raise FormatTooNew(f"index format {int(found)}; this Nearkin reads up to {VERSION}: upgrade, or delete index/")
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        try:
+            with self._env.begin() as txn:
+                yield txn
+        except lmdb.Error as err:
+            raise StoreUnavailable(f"index: {err}") from err
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        try:
+            with self._write_lock, self._env.begin(write=True) as txn:
+                yield txn
+        except lmdb.MapFullError as err:
+            raise StoreUnavailable("index: full; raise index.map_bytes and run the same again") from err
+        except lmdb.Error as err:
+            raise StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again") from err
+
+    def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[n, 32] names."""
+        return self._locate(self._chunks, _rows(names, NAME_BYTES))
+
+    def locate_segments(self, segment_ids: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[s, 20] segment ids."""
+        return self._locate(self._segments, _rows(segment_ids, SEGMENT_ID_BYTES))
+
+    def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint64[n] super-features of one rank."""
+        keys = feature_keys(sketch, self._domain, rank, super_features)
+        return self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
+
+    def _locate(self, db: Any, keys: list[bytes]) -> tuple[Locations, Bools]:  # noqa: ANN401
+        locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
+        if not keys:
+            return locations, found
+        with self._reading() as txn:
+            values = dict(txn.cursor(db).getmulti(keys))
+        if values:
+            there = [i for i, key in enumerate(keys) if key in values]
+            data = b"".join([bytes(values[keys[i]])[: _LOCATION.size] for i in there])
+            rows = np.frombuffer(data, _LOCATION_DTYPE)
+            locations.containers[there], locations.ordinals[there] = rows["container"], rows["ordinal"]
+            found[there] = True
+        return locations, found
+
+    def publish(self, claims: ContainerClaims) -> None:
+        """Add a durable container's entries in one transaction; an entry that is there stays."""
+        directory = claims.directory
+        container = directory.container
+        chunks = zip(
+            _rows(directory.chunks.names, NAME_BYTES), _locations(container, np.arange(len(directory.chunks))), strict=True
+        )
+        segments = zip(
+            _rows(claims.segment_ids, SEGMENT_ID_BYTES),
+            _locations(container, np.arange(len(directory.segments))),
+            strict=True,
+        )
+        features: list[tuple[bytes, bytes]] = []
+        for sketch, (ordinals, super_features) in claims.super_features.items():
+            for rank in range(super_features.shape[1]):
+                rows = np.flatnonzero(super_features[:, rank])
+                keys = feature_keys(sketch, directory.domain, rank, super_features[rows, rank])
+                features += zip(_rows(keys, FEATURE_KEY_BYTES), _locations(container, ordinals[rows]), strict=True)
+        summary = summarise(claims)
+        with self._writing() as txn:
+            txn.cursor(self._chunks).putmulti(chunks, overwrite=False)
+            txn.cursor(self._features).putmulti(features, overwrite=False)
+            txn.cursor(self._segments).putmulti(segments, overwrite=False)
+            txn.put(container.to_bytes(8, "big"), json.dumps(asdict(summary)).encode(), db=self._containers)
+
+    def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
+        """Add a version to the catalog and count its segments, once, in one transaction."""
+        key = _version_key(manifest.tenant, manifest.key, manifest.version)
+        entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
+        rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
+        rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
+        held = _rows(np.unique(rows).view(np.uint8), _LOCATION.size)
+        with self._writing() as txn:
+            if txn.put(key, json.dumps(asdict(entry)).encode(), db=self._versions, overwrite=False):
+                cursor = txn.cursor(self._counts)
+                before = dict(cursor.getmulti(held))
+                cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])
+
+    def versions_of(self, tenant: str, key: str) -> list[int]:
+        """Return the version numbers of a key, ascending."""
+        start = _version_key(tenant, key, 0)
+        found = []
+        with self._reading() as txn:
+            cursor = txn.cursor(self._versions)
+            if cursor.set_range(start):
+                for entry in cursor.iternext(keys=True, values=False):
+                    if not entry.startswith(start[:-8]):
+                        break
+                    found.append(int.from_bytes(entry[-8:], "big"))
+        return found
+
+    def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
+        """Yield the versions of all keys that start with `prefix`, by key and version."""
+        head = _tenant_head(tenant) + prefix.encode()[:_KEY_HEAD_BYTES]
+        found = []
+        with self._reading() as txn:
+            cursor = txn.cursor(self._versions)
+            if cursor.set_range(head):
+                for key, value in cursor:
+                    if not key.startswith(head):
+                        break
+                    fields = json.loads(value)
+                    if fields["key"].startswith(prefix):
+                        found.append(CatalogEntry(**{**fields, "ledger": Ledger(**fields["ledger"])}))
+        found.sort(key=lambda entry: (entry.key.encode(), entry.version))
+        return iter(found)
+
+    def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
+        return ((entry.key, entry.version) for entry in self.catalog(tenant, prefix))
+
+    def containers(self) -> Iterator[ContainerSummary]:
+        """Yield what is known of each published container, in stream order."""
+        with self._reading() as txn:
+            summaries = [json.loads(value) for _, value in txn.cursor(self._containers)]
+        return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
+
+    def entries(self) -> dict[str, dict[bytes, bytes]]:
+        """Return every entry of every table: for comparing two indexes in tests and in `verify`."""
+        tables = {
+            "chunks": self._chunks,
+            "features": self._features,
+            "segments": self._segments,
+            "counts": self._counts,
+            "containers": self._containers,
+            "versions": self._versions,
+        }
+        with self._reading() as txn:
+            return {name: {bytes(k): bytes(v) for k, v in txn.cursor(db)} for name, db in tables.items()}
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the index was once in step with the store; a rebuild that was cut short is not."""
+        with self._reading() as txn:
+            return txn.get(b"complete", db=self._meta) is not None
+
+    def mark_complete(self) -> None:
+        """Say that the index holds all that the store does."""
+        with self._writing() as txn:
+            txn.put(b"complete", b"1", db=self._meta)
+
+    def close(self) -> None:
+        """Release the environment."""
+        self._env.close()
+
+
+def summarise(claims: ContainerClaims) -> ContainerSummary:
+    """Return what `stats` needs of a container."""
+    directory = claims.directory
+    chunks, blocks = directory.chunks, directory.blocks
+    deltas = chunks.depths > 0
+    raw_blocks = blocks.depths == 0
+    counted = np.bincount(directory.segments.sketches, minlength=len(directory.sketch_names))
+    return ContainerSummary(
+        container=directory.container,
+        container_bytes=directory.container_bytes,
+        directory_bytes=directory.directory_bytes,
+        recipe_bytes=directory.recipe_bytes,
+        name_bytes=len(chunks) * 28,
+        blocks=len(blocks),
+        segments=len(directory.segments),
+        raw_chunks=int(np.count_nonzero(~deltas)),
+        raw_block_bytes=int(blocks.stored[raw_blocks].sum()),
+        delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
+        unique_bytes=int(chunks.lengths.sum(dtype=np.uint64)),
+        delta_chunk_bytes=int(chunks.lengths[deltas].sum(dtype=np.uint64)),
+        delta_bytes=int(chunks.encoded[deltas].sum(dtype=np.uint64)),
+        depths=tuple(int(n) for n in np.bincount(chunks.depths)),
+        sketches={name: int(n) for name, n in zip(directory.sketch_names, counted, strict=True) if n},
+    )
+
+
+def _rows(array: U8, width: int) -> list[bytes]:
+    data = np.ascontiguousarray(array).tobytes()
+    return [data[start : start + width] for start in range(0, len(data), width)]
+
+
+def _locations(container: ContainerId, ordinals: Any) -> list[bytes]:  # noqa: ANN401 - any integer array
+    rows = np.empty(len(ordinals), _LOCATION_DTYPE)
+    rows["container"], rows["ordinal"] = container, ordinals
+    return _rows(rows.view(np.uint8), _LOCATION.size)
+
+
+def _tenant_head(tenant: str) -> bytes:
+    return blake3(tenant.encode()).digest(length=8)
+
+
+def _version_key(tenant: str, key: str, version: int) -> bytes:
+    encoded = key.encode()
+    digest = blake3(encoded).digest(length=16)
+    return _tenant_head(tenant) + encoded[:_KEY_HEAD_BYTES] + b"\0" + digest + version.to_bytes(8, "big")

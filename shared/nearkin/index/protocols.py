@@ -1,0 +1,78 @@
+"""What an index must do. Invariant: batch calls only; an entry names bytes that are durable (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from nearkin.claims import ContainerClaims
+from nearkin.formats.manifest import Manifest
+from nearkin.records import U8, U64, Bools, ContainerId, Locations
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSummary:
+    """What `stats` needs of a container, so that it need not read them all."""
+
+    container: ContainerId
+    container_bytes: int
+    directory_bytes: int
+    recipe_bytes: int
+    name_bytes: int
+    blocks: int
+    segments: int
+    raw_chunks: int
+    raw_block_bytes: int
+    delta_block_bytes: int
+    unique_bytes: int
+    delta_chunk_bytes: int
+    delta_bytes: int
+    depths: tuple[int, ...]
+    """Chunks by depth, from 0."""
+    sketches: dict[str, int]
+    """Segments by sketch."""
+
+
+class FingerprintIndex(Protocol):
+    """Chunk name -> where the chunk lies."""
+
+    def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[n, 32] names; rows not found are zeros."""
+
+
+class FeatureIndex(Protocol):
+    """Super-feature -> the first chunk that had it."""
+
+    def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint64[n] super-features of one rank: the first chunk stored with each."""
+
+
+class SegmentLedger(Protocol):
+    """Segment -> where its recipe lies, and how many versions hold it."""
+
+    def locate_segments(self, segment_ids: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[s, 20] segment ids; a location is (container, segment ordinal)."""
+
+
+class Catalog(Protocol):
+    """(tenant, key) -> versions."""
+
+    def versions_of(self, tenant: str, key: str) -> list[int]:
+        """Return the version numbers of a key, ascending."""
+
+    def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
+
+
+class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
+    """All of it, with the two writes that make entries appear."""
+
+    def publish(self, claims: ContainerClaims) -> None:
+        """Make a durable container's chunks, bases and segments findable. First entry wins; repeating changes nothing."""
+
+    def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
+        """Add a durable version to the catalog and count its segments. Repeating changes nothing."""
+
+    def close(self) -> None:
+        """Release all resources."""

@@ -1,0 +1,48 @@
+"""Fingerprints, check tags and names, compiled. Invariant: every argument is checked before a byte is read.
+
+In every function `payload` is a C-contiguous buffer of bytes (read-only will do), `offsets` uint64 and `lengths`
+uint32, both of shape (n,), in bytes: chunk i is `payload[offsets[i] : offsets[i] + lengths[i]]`. Chunks may overlap,
+repeat and be empty; n may be 0. `BadInput` names the argument of wrong type, dtype or shape, or the first chunk that
+does not lie within the payload. The arrays are copied before they are checked, and the work runs with the GIL released.
+"""
+
+import numpy as np
+from nearkin.kernels._fingerprint_reference import Payload, TagKey
+from numpy.typing import NDArray
+
+def cpu_path() -> str:
+    """Return the code path in use: "base", "avx2" or "avx512".
+
+    The best one the machine has, or the lower one that `NEARKIN_CPU` asked for when this module was imported.
+    """
+
+def sha1_many(payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """Return the SHA-1 of every chunk: uint8, shape (n, 20).
+
+    SHA-1: FIPS 180-4, section 6.1. Sixteen chunks at a time with AVX-512 (Gueron and Krasnov, "Simultaneous hashing of
+    multiple messages", 2012), two with SHA-NI, one in portable C. Raises `BadInput`.
+    """
+
+def check_tags(
+    payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32], key: TagKey
+) -> NDArray[np.uint64]:
+    """Return every chunk's check tag under `key`: uint64, shape (n,).
+
+    To whoever does not know the key, any two contents share a tag with a chance of at most 2^-62.99, whatever their
+    SHA-1 (docs/decisions/0002-check-tag.md). NH: Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC", CRYPTO '99,
+    section 4; SipHash: Aumasson and Bernstein, INDOCRYPT 2012, section 2. Raises `BadInput`, also when `key` is no
+    `TagKey`.
+    """
+
+def zero_mask(payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Return which chunks hold nothing but zero bytes: bool, shape (n,). An empty chunk does.
+
+    Reading stops at a chunk's first other byte. The built-in zero chunk: MAD2, MSST 2010. Raises `BadInput`.
+    """
+
+def names(fingerprints: NDArray[np.uint8], tags: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """Return every chunk's compound name: uint8, shape (n, 32).
+
+    Bytes 0 to 19 are the fingerprint, 20 to 27 the check tag and 28 to 31 the length, both little-endian. Raises
+    `BadInput` when `fingerprints` is not uint8 (n, 20), `tags` not uint64 (n,) or `lengths` not uint32 (n,).
+    """

@@ -1,0 +1,21 @@
+"""Super-features of chunks. Invariant: whichever kernel runs, a chunk has one answer; stored ones stay comparable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nearkin.kernels._select import USE_CYTHON
+
+if TYPE_CHECKING or USE_CYTHON:
+    from nearkin.kernels._features import cpu_path, finesse, finesse_scalar, ntransform, ntransform_scalar, odess
+else:
+    from nearkin.kernels._features_reference import (
+        cpu_path,
+        finesse,
+        finesse_scalar,
+        ntransform,
+        ntransform_scalar,
+        odess,
+    )
+
+__all__ = ["cpu_path", "finesse", "finesse_scalar", "ntransform", "ntransform_scalar", "odess"]

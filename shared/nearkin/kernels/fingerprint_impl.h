@@ -1,0 +1,40 @@
+/* Fingerprints and check tags. Invariant: every function reads exactly the pieces it is given, which the caller has proved to
+ * lie inside the payload, and every CPU path returns the same bytes. Nothing here allocates or touches Python.
+ */
+#ifndef NEARKIN_FINGERPRINT_IMPL_H
+#define NEARKIN_FINGERPRINT_IMPL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { NK_CPU_BASE = 0, NK_CPU_AVX2 = 1, NK_CPU_AVX512 = 2 };
+
+/* One NH block. 4 KiB gave 39 GB/s instead of 35 (fewer blocks to close), but its two keys would take 8 KiB of L1. */
+#define NK_NH_BLOCK_BYTES 2048
+#define NK_TAG_KEY_BYTES (2 * NK_NH_BLOCK_BYTES + 16 + 16)
+
+typedef struct {
+    /* Two independent NH keys, on a cache line of their own: a load that crosses lines costs two. */
+    _Alignas(64) uint32_t nh[2][NK_NH_BLOCK_BYTES / 4];
+    uint64_t point_low, point_high;        /* where the polynomial is evaluated: below 2^62 and 2^61 */
+    uint64_t sip_low, sip_high;
+} nk_tag_key;
+
+/* The highest path this machine has. */
+int nk_cpu_machine(void);
+/* Take `path` (at most the machine's) for every later call; to be called once, before any other thread runs. */
+void nk_cpu_use(int path);
+
+/* Write the 20-byte SHA-1 of piece `order[i]` to `digests + 20 * order[i]`, for every i below `pieces`. */
+void nk_sha1_many(const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths, const int64_t *order,
+                  size_t pieces, uint8_t *digests);
+
+/* Unpack `NK_TAG_KEY_BYTES` of derived key material. */
+void nk_tag_key_load(nk_tag_key *key, const uint8_t *material);
+void nk_check_tags(const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths, size_t pieces,
+                   const nk_tag_key *key, uint64_t *tags);
+
+/* 1 where every byte of the piece is zero (a piece without bytes is), else 0. */
+void nk_zero_mask(const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths, size_t pieces, uint8_t *mask);
+
+#endif

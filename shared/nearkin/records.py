@@ -1,0 +1,310 @@
+"""Records: what travels between stages and what callers see. Invariant: values never change after they are made.
+
+Chunks travel as arrays beside one payload, never as objects:
+
+    payload   | chunk 0 | chunk 1 | chunk 2 | ...      uint8
+    offsets   uint64[n] bytes from the payload's start
+    lengths   uint32[n] bytes
+    names     uint8[n, 32]: fingerprint 20, check tag 8, length 4
+    segments  chunk_bounds uint32[s + 1]: segment j is chunks chunk_bounds[j] .. chunk_bounds[j + 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+ContainerId = NewType("ContainerId", int)
+"""64 bits, growing with time: creation in ms since 1970 << 20, plus 20 random bits. Sorting by it gives stream order."""
+
+SELF = ContainerId(0)
+"""In a recipe: the container that holds the recipe."""
+ZERO = ContainerId(1)
+"""In a recipe: the built-in all-zero chunk (MAD2, section 4.2); its ordinal is the chunk's length in bytes."""
+CONTAINER_ID_MIN = 2
+
+NAME_BYTES = 32
+SEGMENT_ID_BYTES = 20
+
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """Where chunks lie: container ids uint64[n] and ordinals uint32[n] in that container's directory."""
+
+    containers: U64
+    ordinals: U32
+
+    def __len__(self) -> int:
+        return len(self.ordinals)
+
+    def take(self, index: NDArray[np.intp] | Bools | slice) -> Locations:
+        """Return the chosen rows."""
+        return Locations(self.containers[index], self.ordinals[index])
+
+    @staticmethod
+    def empty(count: int = 0) -> Locations:
+        """Return `count` rows of zeros."""
+        return Locations(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
+
+    @staticmethod
+    def join(parts: list[Locations]) -> Locations:
+        """Return all rows of `parts` in order."""
+        if not parts:
+            return Locations.empty()
+        return Locations(np.concatenate([p.containers for p in parts]), np.concatenate([p.ordinals for p in parts]))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBatch:
+    """Segments of one or more blobs, in stream order: the chunker's output, the dedup stage's input.
+
+    `blobs` uint32[s] says to which blob of the writer's session each segment belongs.
+    """
+
+    payload: U8
+    offsets: U64
+    lengths: U32
+    names: U8
+    zero: Bools
+    chunk_bounds: U32
+    blobs: U32
+    segment_ids: U8
+
+    @property
+    def segments(self) -> int:
+        """Return how many segments the batch holds."""
+        return len(self.blobs)
+
+    @property
+    def logical_bytes(self) -> int:
+        """Return the bytes of all chunks."""
+        return int(self.lengths.sum(dtype=np.uint64))
+
+
+@dataclass(frozen=True, slots=True)
+class FreshBatch:
+    """After dedup: `batch` with what is known of it.
+
+    `segment_known` bool[s]; `segment_locations` of known segments (container, segment ordinal), zeros elsewhere.
+    `chunk_known` bool[n]; `chunk_locations` of known chunks; `first` int64[n]: for a fresh chunk the row of its first
+    copy in this batch (itself when it is the first). Chunks of known segments count as known without a location.
+    """
+
+    batch: SegmentBatch
+    segment_known: Bools
+    segment_locations: Locations
+    chunk_known: Bools
+    chunk_locations: Locations
+    first: NDArray[np.int64]
+    fresh: NDArray[np.intp]
+    """Rows of the chunks that must be stored: not known, first of their kind in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairedBatch:
+    """After resemblance: `fresh` chunks with their sketches and base candidates.
+
+    `super_features` uint64[f, k], 0 where there is none; `sketch` names the algorithm with its parameters.
+    `base_found` bool[f]; `bases` the candidate's location; `base_rank` uint8[f] which SF matched.
+    """
+
+    fresh: FreshBatch
+    sketch: str
+    super_features: U64
+    base_found: Bools
+    bases: Locations
+    base_rank: U8
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the bytes of one put, or of a whole store, went. All bytes; the sums hold exactly.
+
+    logical - dedup_saved = unique; unique - delta_saved - compression_saved = block_bytes.
+    """
+
+    logical_bytes: int = 0
+    chunks: int = 0
+    duplicate_chunks: int = 0
+    delta_chunks: int = 0
+    raw_chunks: int = 0
+    zero_chunks: int = 0
+    unique_bytes: int = 0
+    """Bytes of fresh chunks, before delta and compression."""
+    delta_chunk_bytes: int = 0
+    """Of `unique_bytes`, those of chunks kept as deltas."""
+    delta_bytes: int = 0
+    """What these became, before block compression."""
+    block_bytes: int = 0
+    """All blocks as stored, after compression."""
+    raw_block_bytes: int = 0
+    """Of `block_bytes`, those of blocks that hold raw chunks (the bases)."""
+    stored_bytes: int = 0
+    """Every byte added under the object root: blocks, directories, recipes, manifests, framing."""
+
+    @property
+    def dedup_saved_bytes(self) -> int:
+        """Return what dedup kept out."""
+        return self.logical_bytes - self.unique_bytes
+
+    @property
+    def delta_saved_bytes(self) -> int:
+        """Return what delta encoding took off the fresh chunks."""
+        return self.delta_chunk_bytes - self.delta_bytes
+
+    @property
+    def compression_saved_bytes(self) -> int:
+        """Return what block compression took off after that."""
+        return self.unique_bytes - self.delta_saved_bytes - self.block_bytes
+
+    @property
+    def reduction_ratio(self) -> float:
+        """Return logical / stored; 0.0 for an empty store."""
+        return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    @property
+    def dcr(self) -> float:
+        """Return the Delta Compression Ratio: fresh bytes before / after delta compression (Finesse, section 5.1)."""
+        after = self.unique_bytes - self.delta_saved_bytes
+        return self.unique_bytes / after if after else 1.0
+
+    @property
+    def dce(self) -> float:
+        """Return the Delta Compression Efficiency: 1 - delta bytes / bytes of the similar chunks (Finesse, 5.1)."""
+        return 1.0 - self.delta_bytes / self.delta_chunk_bytes if self.delta_chunk_bytes else 0.0
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """A committed version, as callers see it."""
+
+    key: str
+    version: int
+    size_bytes: int
+    created: datetime
+    digest: str
+    """`blake3:` and 64 hex digits of the whole blob."""
+    sha256: str | None
+    segments: int
+    chunks: int
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What a put answers once the version is committed."""
+
+    info: VersionInfo
+    ledger: Ledger
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Sums over a store. `parts` says where `ledger.stored_bytes` lie, and adds up to them."""
+
+    ledger: Ledger
+    versions: int
+    keys: int
+    containers: int
+    segments: int
+    parts: Mapping[str, int]
+    """Bytes by use: base blocks, delta blocks, chunk names, recipes, directory rest, manifests, framing, descriptor."""
+    index_bytes: int
+    depths: Mapping[int, int]
+    """Chunks by depth."""
+    sketches: Mapping[str, int]
+    """Segments by the algorithm that sketched them."""
+    base_cache_hits: int
+    base_cache_misses: int
+    seconds: float
+    """Time spent in all puts that are still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One broken object and the versions it touches."""
+
+    object_name: str
+    problem: str
+    versions: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` read and found; `damage` empty means all is well."""
+
+    containers: int
+    chunks: int
+    versions: int
+    bytes_read: int
+    damage: tuple[Damage, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildReport:
+    """What `rebuild-index` read."""
+
+    containers: int
+    chunks: int
+    segments: int
+    versions: int
+    seconds: float
+    skipped: tuple[str, ...] = ()
+    """Objects that could not be read and were left out; `verify` says more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkExplained:
+    """How one chunk of a version is kept."""
+
+    offset: int
+    length_bytes: int
+    kind: str
+    """`duplicate`, `zero`, `delta` or `raw`; a duplicate was stored earlier, whatever its encoding."""
+    fingerprint: str
+    depth: int
+    stored_estimate_bytes: int
+    """Its share of its block, by encoded length."""
+    base_fingerprint: str | None = None
+    found_by: str | None = None
+    """Which super-feature found the base, such as `finesse SF1`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentExplained:
+    """How one segment of a version is kept; `known` segments cost one reference."""
+
+    sequence: int
+    offset: int
+    length_bytes: int
+    known: bool
+    chunks: tuple[ChunkExplained, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A version, segment by segment; `found_by` counts deltas by the super-feature that found their base."""
+
+    info: VersionInfo
+    segments: tuple[SegmentExplained, ...]
+    duplicate_chunks: int
+    zero_chunks: int
+    delta_chunks: int
+    raw_chunks: int
+    found_by: Mapping[str, int] = field(default_factory=dict)

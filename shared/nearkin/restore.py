@@ -1,0 +1,138 @@
+"""Restore. Invariant: nothing leaves before its fingerprint and tag are verified; a mismatch raises, it never ends quietly (I8).
+
+    manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, verify -> the bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import numpy as np
+from blake3 import blake3
+
+from nearkin.errors import Corrupt
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.manifest import Manifest
+from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo
+from nearkin.store.chunks import ChunkReader, Plan, offsets_of
+from nearkin.store.containers import ContainerSource, object_name
+
+BATCH_BYTES = 4 * 1024 * 1024
+GROUP_SEGMENTS = 64
+
+
+class Blob:
+    """A version, or a range of one: iterate it for verified pieces, `read` it, or `write_to` a file."""
+
+    def __init__(
+        self,
+        info: VersionInfo,
+        manifest: Manifest,
+        source: ContainerSource,
+        fingerprinter: Fingerprinter,
+        start: int,
+        stop: int,
+    ) -> None:
+        self.info = info
+        self.size_bytes = stop - start
+        """Bytes of the range, not of the version."""
+        self._manifest = manifest
+        self._source = source
+        self._reader = ChunkReader(source)
+        self._fingerprinter = fingerprinter
+        self._start, self._stop = start, stop
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is yielded."""
+        whole = self._start == 0 and self._stop == self.info.size_bytes
+        hasher, position = blake3(), 0
+        for locations in chunk_batches(self._manifest, self._source):
+            if position >= self._stop:
+                break
+            plan = self._reader.plan(locations)
+            ends = offsets_of(plan.lengths) + plan.lengths
+            total = int(ends[-1])
+            wanted_from, wanted_to = max(self._start - position, 0), min(self._stop - position, total)
+            position += total
+            if wanted_from >= total:
+                continue
+            first = int(np.searchsorted(ends, wanted_from, side="right"))
+            last = int(np.searchsorted(ends, wanted_to)) + 1
+            if (first, last) != (0, len(locations)):
+                plan = self._reader.plan(locations.take(slice(first, last)))
+            skipped = int(ends[first - 1]) if first else 0
+            payload = self._verified(plan)
+            if whole:
+                hasher.update(payload)
+                if position >= self._stop and hasher.digest() != self._manifest.blake3:
+                    # Before the last piece is given out: a wrong whole must not look like a good one.
+                    raise Corrupt(f"{self._named()}: BLAKE3 of the whole does not agree with its manifest: run `nearkin verify`")
+            yield payload.data[wanted_from - skipped : wanted_to - skipped]
+        if position < self._stop:
+            raise Corrupt(f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`")
+
+    def read(self) -> bytes:
+        """Return the range's bytes."""
+        return b"".join(self)
+
+    def write_to(self, file: BinaryIO, progress: Callable[[int], None] | None = None) -> int:
+        """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
+        written = 0
+        for piece in self:
+            file.write(piece)
+            written += len(piece)
+            if progress is not None:
+                progress(len(piece))
+        return written
+
+    def _verified(self, plan: Plan) -> U8:
+        payload = self._reader.fetch(plan)
+        found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
+        stored = plan.locations.containers != np.uint64(ZERO)
+        wrong = np.flatnonzero(np.any(found != plan.names, axis=1) & stored)
+        if len(wrong):
+            container = ContainerId(int(plan.locations.containers[wrong[0]]))
+            raise Corrupt(
+                f"{self._named()}: {len(wrong)} chunks are not what their names say, the first in {object_name(container)}: "
+                "run `nearkin verify`"
+            )
+        return payload
+
+    def _named(self) -> str:
+        return f"{self.info.key!r} version {self.info.version}"
+
+
+def chunk_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Locations]:
+    """Yield a version's chunk locations in order, about BATCH_BYTES of chunks at a time."""
+    reader = ChunkReader(source)
+    for start in range(0, len(manifest.segments), GROUP_SEGMENTS):
+        chunks, _ = segment_chunks(manifest.segments.take(slice(start, start + GROUP_SEGMENTS)), source)
+        portion = np.cumsum(reader.plan(chunks).lengths, dtype=np.int64) // BATCH_BYTES
+        for rows in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(portion)) + 1):
+            yield chunks.take(rows)
+
+
+def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locations, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Return (the chunk locations of segments, one segment after another; how many of each). Raises Corrupt."""
+    counts = np.zeros(len(segments), np.int64)
+    starts = np.zeros(len(segments), np.int64)
+    for container in np.unique(segments.containers):
+        mine = segments.containers == container
+        table = source.directory(ContainerId(int(container))).segments
+        ordinals = segments.ordinals[mine]
+        if int(ordinals.max()) >= len(table):
+            name = object_name(ContainerId(int(container)))
+            raise Corrupt(f"{name} has {len(table)} recipes, number {int(ordinals.max())} is wanted")
+        starts[mine] = table.bounds[ordinals]
+        counts[mine] = table.bounds[ordinals + 1].astype(np.int64) - table.bounds[ordinals]
+    total = int(counts.sum())
+    result = Locations.empty(total)
+    within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.repeat(starts, counts) + within
+    holders = np.repeat(segments.containers, counts)
+    for container in np.unique(segments.containers):
+        mine = holders == container
+        chunks = source.directory(ContainerId(int(container))).segments.chunks
+        result.containers[mine], result.ordinals[mine] = chunks.containers[rows[mine]], chunks.ordinals[rows[mine]]
+    return result, counts

@@ -1,0 +1,315 @@
+"""Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
+
+    caller's thread        reduce thread                        commit thread
+    read, cut, name  -->   dedup, resemblance, delta, seal -->  put container, publish, commit manifest
+             bounded queue                         bounded queue
+
+One thread reduces, so that what is stored depends on the input alone, never on timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from blake3 import blake3
+
+from nearkin.claims import SealedContainer
+from nearkin.config import Settings
+from nearkin.errors import Retryable
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.manifest import Manifest
+from nearkin.index.lmdb import summarise
+from nearkin.index.pending import PendingIndex
+from nearkin.index.protocols import Index
+from nearkin.records import U8, Bools, Ledger, Locations, PutResult, SegmentBatch, VersionInfo
+from nearkin.runners.facts import EmbeddedFacts, InFlight
+from nearkin.runners.workers import Worker
+from nearkin.stage import Facts, run_stage
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import AlreadyExists
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_dedup import DedupStage
+from nearkin_delta import DeltaOutcome, DeltaStage
+from nearkin_resemblance import ResemblanceStage
+
+VERSION_RACES_MAX = 1000
+CARRY_BYTES_MAX = 1024 * 1024
+"""A segment and a chunk at their bounds: what a batch may leave for the next one."""
+GROUP_BLOBS_MAX = 4096
+"""So many blobs share a commit at most; each is a file to write and sync."""
+
+
+@dataclass(slots=True)
+class _Blob:
+    """A blob on its way."""
+
+    number: int
+    key: str
+    metadata: Mapping[str, str]
+    sha256: bytes | None
+    started: float
+    size_bytes: int = 0
+    hasher: blake3 = field(default_factory=blake3)
+    segments: list[Locations] = field(default_factory=list)
+    known: list[Bools] = field(default_factory=list)
+    ledger: Ledger = Ledger()
+    done: Future[PutResult] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """All blobs that ended before this point, to be committed once the containers before it are durable."""
+
+    blobs: tuple[_Blob, ...]
+    seal: bool
+
+
+class EmbeddedWriter:
+    """Puts blobs into a store; commits them in groups. Not to be shared between threads."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        fingerprinter: Fingerprinter,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        index: Index,
+        last_container: int,
+    ) -> None:
+        self._settings = settings
+        self._containers = containers
+        self._manifests = manifests
+        self._index = index
+        self._pending = PendingIndex(index, fingerprinter.domain)
+        self._in_flight = InFlight(containers)
+        self._facts = EmbeddedFacts(self._pending, self._in_flight)
+        self._chunker = ChunkerStage(settings, fingerprinter)
+        self._dedup = DedupStage()
+        self._resemblance = ResemblanceStage(settings)
+        self._delta = DeltaStage(settings, fingerprinter.domain, last_container)
+        self._batch_bytes = int(settings.runner.batch_bytes)
+        self._arena: U8 = np.empty(self._batch_bytes + CARRY_BYTES_MAX, np.uint8)
+        self._used = 0
+        self._runs: list[BlobRun] = []
+        self._ended: list[_Blob] = []
+        self._by_number: dict[int, _Blob] = {}
+        self._blobs = 0
+        self._stored = Ledger()
+        self._reported = Ledger()
+        self._committer: Worker[SealedContainer | _Commit] = Worker("commit", self._commit, 2)
+        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, settings.runner.queue_batches)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+        self.close() if kind is None else self.abort()
+
+    # --- the caller's side -------------------------------------------------------------------------------------------
+
+    def begin(self, key: str, metadata: Mapping[str, str], sha256: bytes | None) -> _Blob:
+        """Start a blob; its bytes follow through `window` and `advance`."""
+        blob = _Blob(self._blobs, key, metadata, sha256, time.perf_counter())
+        self._by_number[self._blobs] = blob
+        self._blobs += 1
+        self._runs.append(BlobRun(blob.number, self._used, self._used, False))
+        return blob
+
+    def window(self) -> memoryview:
+        """Return where the blob's next bytes may be written."""
+        if self._used >= self._batch_bytes:
+            self._cut()
+        return self._arena.data[self._used :]
+
+    def advance(self, blob: _Blob, count: int) -> None:
+        """Take `count` bytes that were written to the window."""
+        blob.hasher.update(self._arena.data[self._used : self._used + count])
+        blob.size_bytes += count
+        self._used += count
+        run = self._runs[-1]
+        self._runs[-1] = BlobRun(run.blob, run.start, self._used, False)
+
+    def end(self, blob: _Blob) -> None:
+        """End a blob; it is committed with its group."""
+        run = self._runs[-1]
+        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)
+        self._ended.append(blob)
+        if len(self._ended) >= GROUP_BLOBS_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit all blobs that ended; wait until they are durable. Raises what went wrong."""
+        if self._runs:
+            self._cut()
+        self._reducer.put(_Commit(tuple(self._ended), seal=True))
+        self._ended = []
+        self._reducer.drain()
+        self._committer.drain()
+
+    def close(self) -> None:
+        """Commit what ended and stop."""
+        try:
+            self.flush()
+        except BaseException:
+            self.abort()
+            raise
+        self._reducer.stop()
+        self._committer.stop()
+
+    def abort(self) -> None:
+        """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
+        self._reducer.cancel()
+        self._committer.cancel()
+
+    def _cut(self) -> None:
+        """Hand all certain segments on; carry the rest into a new arena."""
+        chunked = self._chunker.decide(FrameRuns(self._arena[: self._used], tuple(self._runs)), Facts())
+        last = self._runs[-1]
+        if chunked.segments.segments:
+            self._reducer.put(chunked.segments)
+            arena = np.empty(len(self._arena), np.uint8)
+        else:
+            arena = self._arena
+        left = 0 if last.final else self._used - max(chunked.consumed, last.start)
+        arena[:left] = self._arena[self._used - left : self._used].copy()
+        self._arena, self._used = arena, left
+        self._runs = [] if last.final else [BlobRun(last.blob, 0, left, False)]
+
+    # --- the reduce thread -------------------------------------------------------------------------------------------
+
+    def _reduce(self, item: SegmentBatch | _Commit) -> None:
+        if isinstance(item, _Commit):
+            for container in self._delta.flush():
+                self._hand_on(container)
+            self._committer.put(item)
+            return
+        builder = self._delta.builder
+        self._in_flight.open = builder.container, builder
+        fresh = run_stage(self._dedup, item, self._facts)
+        paired = run_stage(self._resemblance, fresh, self._facts)
+        outcome = run_stage(self._delta, paired, self._facts)
+        placed = outcome.placed
+        self._pending.place(
+            placed.names,
+            placed.chunks,
+            placed.sketch,
+            placed.base_chunks,
+            placed.super_features,
+            placed.segment_ids,
+            placed.segments,
+        )
+        self._account(outcome)
+        for container in outcome.sealed:
+            self._hand_on(container)
+
+    def _hand_on(self, container: SealedContainer) -> None:
+        self._in_flight.sealed(container)
+        self._committer.put(container)
+
+    def _account(self, outcome: DeltaOutcome) -> None:
+        """Give each blob its segments and its share of the ledger: a step per blob, not per chunk."""
+        for number in np.unique(outcome.blobs):
+            blob = self._by_number[int(number)]
+            mine = outcome.blobs == number
+            blob.segments.append(outcome.segments.take(mine))
+            blob.known.append(outcome.segment_known[mine])
+            counts = outcome.counts
+            chunks = counts.blobs == number
+            duplicate, delta = chunks & counts.duplicate, chunks & counts.delta
+            stored = chunks & ~counts.duplicate
+            blob.ledger += Ledger(
+                logical_bytes=int(counts.lengths[chunks].sum(dtype=np.uint64)),
+                chunks=int(np.count_nonzero(chunks)),
+                duplicate_chunks=int(np.count_nonzero(duplicate)),
+                delta_chunks=int(np.count_nonzero(delta)),
+                raw_chunks=int(np.count_nonzero(stored & ~delta)),
+                zero_chunks=int(np.count_nonzero(chunks & counts.zero)),
+                unique_bytes=int(counts.lengths[stored].sum(dtype=np.uint64)),
+                delta_chunk_bytes=int(counts.lengths[delta].sum(dtype=np.uint64)),
+                delta_bytes=int(counts.delta_bytes[delta].sum(dtype=np.uint64)),
+            )
+
+    # --- the commit thread -------------------------------------------------------------------------------------------
+
+    def _commit(self, item: SealedContainer | _Commit) -> None:
+        """1 put  2 publish  3 manifest  4 catalog: dying between any two leaves dead space or a stale index, never loss."""
+        if isinstance(item, SealedContainer):
+            self._containers.put(item.container, item.data)  # 1
+            self._index.publish(item.claims)  # 2
+            self._pending.published(item.container)
+            self._in_flight.durable(item.container)
+            summary = summarise(item.claims)
+            self._stored += Ledger(
+                block_bytes=summary.raw_block_bytes + summary.delta_block_bytes,
+                raw_block_bytes=summary.raw_block_bytes,
+                stored_bytes=summary.container_bytes,
+            )
+            return
+        for blob in item.blobs:
+            self._commit_version(blob)
+        self._reported = self._stored
+
+    def _commit_version(self, blob: _Blob) -> None:
+        seconds = time.perf_counter() - blob.started
+        manifest, manifest_bytes = self._put_manifest(blob, seconds)
+        self._index.commit(manifest, manifest_bytes)  # 4
+        self._stored += Ledger(stored_bytes=manifest_bytes)
+        group = self._stored
+        before = self._reported
+        self._reported = group
+        ledger = blob.ledger + Ledger(
+            block_bytes=group.block_bytes - before.block_bytes,
+            raw_block_bytes=group.raw_block_bytes - before.raw_block_bytes,
+            stored_bytes=group.stored_bytes - before.stored_bytes,
+        )
+        del self._by_number[blob.number]
+        blob.done.set_result(PutResult(version_info(manifest), ledger, seconds))
+
+    def _put_manifest(self, blob: _Blob, seconds: float) -> tuple[Manifest, int]:
+        """Commit under the next free number; who loses a race for a number takes the one after it (I2)."""
+        tenant = self._settings.tenant
+        version = max(self._manifests.versions(tenant, blob.key), default=0)
+        for _ in range(VERSION_RACES_MAX):
+            version += 1
+            manifest = Manifest(
+                tenant=tenant,
+                key=blob.key,
+                version=version,
+                created_us=time.time_ns() // 1000,
+                size_bytes=blob.size_bytes,
+                blake3=blob.hasher.digest(),
+                sha256=blob.sha256,
+                seconds=seconds,
+                ledger=blob.ledger,
+                segments=Locations.join(blob.segments),
+                known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
+                metadata=dict(blob.metadata),
+            )
+            try:
+                return manifest, self._manifests.put(manifest)  # 3
+            except AlreadyExists:
+                continue
+        raise Retryable(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
+
+
+def version_info(manifest: Manifest) -> VersionInfo:
+    """Return a manifest as callers see it."""
+    return VersionInfo(
+        key=manifest.key,
+        version=manifest.version,
+        size_bytes=manifest.size_bytes,
+        created=datetime.fromtimestamp(manifest.created_us / 1e6, UTC),
+        digest=f"blake3:{manifest.blake3.hex()}",
+        sha256=manifest.sha256.hex() if manifest.sha256 else None,
+        segments=len(manifest.segments),
+        chunks=manifest.ledger.chunks,
+        metadata=manifest.metadata,
+    )

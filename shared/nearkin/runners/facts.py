@@ -1,0 +1,81 @@
+"""Facts for the embedded runner. Invariant: what is in flight is seen before what is durable, and each only once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from nearkin.claims import SealedContainer
+from nearkin.formats import container as fmt
+from nearkin.formats.container import Directory
+from nearkin.index.pending import PendingIndex
+from nearkin.records import U8, ContainerId
+from nearkin.stage import Facts, Found, FoundBases, Reads
+from nearkin.store.chunks import ChunkReader
+from nearkin.store.containers import ContainerSource, ContainerStore
+
+
+class InFlight:
+    """Containers by id, wherever they are: open, sealed and waiting to be put, or in the store."""
+
+    def __init__(self, store: ContainerStore) -> None:
+        self._store = store
+        self._sealed: dict[ContainerId, SealedContainer] = {}
+        self._lock = threading.Lock()
+        self.open: tuple[ContainerId, ContainerSource] | None = None
+
+    def sealed(self, container: SealedContainer) -> None:
+        """Keep a sealed container readable until it is durable."""
+        with self._lock:
+            self._sealed[container.container] = container
+
+    def durable(self, container: ContainerId) -> None:
+        """Forget a container: the store has it."""
+        with self._lock:
+            self._sealed.pop(container, None)
+
+    def directory(self, container: ContainerId) -> Directory:
+        """Return a container's directory."""
+        if self.open is not None and self.open[0] == container:
+            return self.open[1].directory(container)
+        with self._lock:
+            sealed = self._sealed.get(container)
+        return sealed.claims.directory if sealed is not None else self._store.directory(container)
+
+    def block(self, container: ContainerId, block: int) -> U8:
+        """Return a decoded block; blocks of sealed containers share the store's cache."""
+        if self.open is not None and self.open[0] == container:
+            return self.open[1].block(container, block)
+        with self._lock:
+            sealed = self._sealed.get(container)
+        if sealed is None:
+            return self._store.block(container, block)
+        cached = self._store.blocks.get((container, block))
+        if cached is None:
+            table = sealed.claims.directory.blocks
+            start = int(table.offsets[block]) - fmt.BLOCK.size
+            record = memoryview(sealed.data)[start : start + fmt.BLOCK.size + int(table.stored[block])]
+            cached = fmt.decode_block(record, "a container in flight")
+            self._store.blocks.put((container, block), cached, cached.nbytes)
+        return cached
+
+
+class EmbeddedFacts:
+    """Answers stages from the pending index and the containers in reach."""
+
+    def __init__(self, index: PendingIndex, source: ContainerSource) -> None:
+        self._index = index
+        self._reader = ChunkReader(source)
+
+    def answer(self, reads: Reads, facts: Facts) -> Facts:
+        """Return `facts` with the answers added."""
+        if reads.segment_ids is not None:
+            facts = replace(facts, segments=Found(*self._index.locate_segments(reads.segment_ids)))
+        if reads.names is not None:
+            facts = replace(facts, chunks=Found(*self._index.locate_chunks(reads.names)))
+        if reads.super_features is not None and reads.sketch is not None:
+            locations, ranks, found = self._index.locate_bases(reads.sketch, reads.super_features)
+            facts = replace(facts, bases=FoundBases(reads.super_features, locations, ranks, found))
+        if reads.contents is not None:
+            facts = replace(facts, contents=self._reader.contents(reads.contents))
+        return facts

@@ -1,0 +1,60 @@
+"""One thread, one bounded queue. Invariant: after the first failure nothing more is done, and whoever waits is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Queue
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Worker(Generic[Item]):
+    """Carries out items in order on a thread of its own."""
+
+    def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int) -> None:
+        self._carry_out = carry_out
+        self._queue: Queue[Item | None] = Queue(items_max)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"nearkin-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Queue an item, waiting for room. Raises what an earlier item failed with."""
+        self.check()
+        self._queue.put(item)
+
+    def check(self) -> None:
+        """Raise what an item failed with, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until all queued items are done. Raises what one failed with."""
+        self._queue.join()
+        self.check()
+
+    def stop(self) -> None:
+        """Let queued items finish (or be dropped after a failure) and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def cancel(self) -> None:
+        """Drop what is queued and end the thread."""
+        if self._failure is None:
+            self._failure = RuntimeError("cancelled")
+        self.stop()
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            try:
+                if item is None:
+                    return
+                if self._failure is None:
+                    self._carry_out(item)
+            except BaseException as err:  # noqa: BLE001 - handed to whoever waits, with its traceback
+                self._failure = err
+            finally:
+                self._queue.task_done()

@@ -1,0 +1,137 @@
+"""Containers in an object store. Invariant: a directory or block that this module returns has passed its checksum."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+from nearkin.errors import Corrupt, NotFound
+from nearkin.formats import container as fmt
+from nearkin.formats.container import Directory
+from nearkin.records import U8, ContainerId
+from nearkin.store.objects import ObjectStore
+
+DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
+TAIL_BYTES = 64 * 1024
+"""Footer and directory of most containers come with one read of the last 64 KiB."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class ByteBoundedLru(Generic[Key, Value]):
+    """Least-recently-used cache bounded in bytes, safe between threads. A value larger than the bound is not kept."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._used_bytes = 0
+        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.hits = 0
+        self.misses = 0
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value and make it the newest, or None."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self.misses += 1
+                return None
+            self.hits += 1
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Key, value: Value, value_bytes: int) -> None:
+        """Keep a value, dropping the oldest until all fit."""
+        with self._lock:
+            if key in self._entries or value_bytes > self._bytes_max:
+                return
+            self._entries[key] = (value, value_bytes)
+            self._used_bytes += value_bytes
+            while self._used_bytes > self._bytes_max:
+                _, (_, dropped_bytes) = self._entries.popitem(last=False)
+                self._used_bytes -= dropped_bytes
+
+
+class ContainerSource(Protocol):
+    """Where the chunks of containers can be read: the store, or a writer's memory before they are durable."""
+
+    def directory(self, container: ContainerId) -> Directory:
+        """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
+
+    def block(self, container: ContainerId, block: int) -> U8:
+        """Return a decoded block. Raises NotFound, Corrupt or StoreUnavailable."""
+
+
+def object_name(container: ContainerId) -> str:
+    """Return a container's object name; the first level is the id's time, 4.7 hours a folder."""
+    digits = f"{container:016x}"
+    return f"containers/{digits[:5]}/{digits}.nkc"
+
+
+class ContainerStore:
+    """Containers by id, with bounded caches of directories and decoded blocks."""
+
+    def __init__(self, objects: ObjectStore, domain: bytes, block_cache_bytes: int) -> None:
+        self._objects = objects
+        self._domain = domain
+        self._directories: ByteBoundedLru[ContainerId, Directory] = ByteBoundedLru(DIRECTORY_CACHE_BYTES)
+        self.blocks: ByteBoundedLru[tuple[ContainerId, int], U8] = ByteBoundedLru(block_cache_bytes)
+
+    def put(self, container: ContainerId, data: bytes) -> None:
+        """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
+        self._objects.put_new(object_name(container), data)
+
+    def ids(self) -> Iterator[tuple[ContainerId, int]]:
+        """Yield (id, bytes) of every container, in no order."""
+        for name, size_bytes in self._objects.names("containers"):
+            digits = name.rpartition("/")[2].removesuffix(".nkc")
+            try:
+                container = ContainerId(int(digits, 16))
+            except ValueError as err:
+                raise Corrupt(f"{name}: not a container's name; move it out of the store") from err
+            yield container, size_bytes
+
+    def raw(self, container: ContainerId) -> bytes:
+        """Return a container's bytes, unchecked."""
+        return self._objects.get(object_name(container))
+
+    def directory(self, container: ContainerId) -> Directory:
+        """Return a container's directory, from the cache or with one or two reads."""
+        known = self._directories.get(container)
+        if known is not None:
+            return known
+        name = object_name(container)
+        size_bytes = self._objects.size_bytes(name)
+        if size_bytes < fmt.HEADER.size + fmt.FOOTER.size:
+            raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
+        tail_start = max(0, size_bytes - TAIL_BYTES)
+        header, tail = self._objects.get_ranges(name, [0, tail_start], [fmt.HEADER.size, size_bytes])
+        found, domain = fmt.container_id_of(header, name)
+        if found != container or domain != self._domain:
+            raise Corrupt(f"{name}: holds container {found:016x}: was it renamed, or is it another tenant's?")
+        offset, length, check = fmt.footer_of(header, tail[-fmt.FOOTER.size :], size_bytes, name)
+        if offset >= tail_start:
+            data = tail[offset - tail_start : offset - tail_start + length]
+        else:
+            (data,) = self._objects.get_ranges(name, [offset], [offset + length])
+        directory = fmt.decode_directory(data, container, domain, size_bytes, check, name)
+        self._directories.put(container, directory, directory.memory_bytes)
+        return directory
+
+    def block(self, container: ContainerId, block: int) -> U8:
+        """Return a decoded block, from the cache or with one ranged read."""
+        known = self.blocks.get((container, block))
+        if known is not None:
+            return known
+        directory = self.directory(container)
+        if block >= len(directory.blocks):
+            raise NotFound(f"{object_name(container)}: has no block {block}")
+        start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
+        end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
+        (record,) = self._objects.get_ranges(object_name(container), [start], [end])
+        decoded = fmt.decode_block(record, f"{object_name(container)} block {block}")
+        self.blocks.put((container, block), decoded, decoded.nbytes)
+        return decoded

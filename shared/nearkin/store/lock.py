@@ -1,0 +1,50 @@
+"""The writer's lock. Invariant: one process writes a store at a time; a dead holder's lock is free at once.
+
+The kernel holds the lock (flock), so it ends with its process; a file beside it only names the holder for the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from nearkin.errors import StoreLocked, StoreUnavailable
+
+
+class WriterLock:
+    """Held from `acquire` to `release`."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "lock"
+        self._holder = root / "lock.holder"
+        self._lock = FileLock(self._path, timeout=0)
+
+    def acquire(self) -> None:
+        """Take the lock. Raises StoreLocked, naming the holder."""
+        try:
+            self._lock.acquire()
+        except Timeout as err:
+            raise StoreLocked(f"store {self._path.parent} is being written by {self._named()}; try again when it is done") from err
+        except OSError as err:
+            raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        try:
+            self._holder.write_text(json.dumps(holder))
+        except OSError:
+            return  # a full disk must not stop a delete or a retry; the lock itself is held
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def _named(self) -> str:
+        try:
+            holder = json.loads(self._holder.read_text())
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"

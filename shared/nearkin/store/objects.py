@@ -1,0 +1,174 @@
+"""Object stores. Invariant: an object appears whole and durable, or not at all, and is never overwritten.
+
+`put_new` returns only when the bytes would survive a power cut; a second `put_new` of a name raises AlreadyExists.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, GenericError
+from obstore.store import LocalStore, MemoryStore, ObjectStore as ObstoreStore
+
+from nearkin.errors import NotFound, Permanent, StoreUnavailable
+
+Payload = bytes | memoryview
+
+
+class AlreadyExists(Permanent):
+    """An object of this name is there; nothing was written."""
+
+
+class ObjectStore(Protocol):
+    """A flat space of immutable objects named by `/`-separated ASCII paths."""
+
+    def put_new(self, name: str, data: Payload) -> None:
+        """Write an object, durably. Raises AlreadyExists, or StoreUnavailable (nothing visible was written)."""
+
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound or StoreUnavailable."""
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable."""
+
+    def size_bytes(self, name: str) -> int:
+        """Return an object's size. Raises NotFound or StoreUnavailable."""
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (name, size in bytes) below `prefix`, in no order. An error is raised, never taken for "empty"."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is not there is fine."""
+
+
+class ObstoreObjects:
+    """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory: for tests; S3: by contract)."""
+
+    def __init__(self, client: ObstoreStore) -> None:
+        self._client = client
+
+    def put_new(self, name: str, data: Payload) -> None:  # noqa: D102
+        try:
+            obstore.put(self._client, name, data, mode="create", use_multipart=False)
+        except (AlreadyExistsError, FileExistsError) as err:
+            raise AlreadyExists(f"{name}: already there") from err
+        except (GenericError, OSError) as err:
+            raise _unavailable(name, err) from err
+
+    def get(self, name: str) -> bytes:  # noqa: D102
+        try:
+            return bytes(obstore.get(self._client, name).bytes())
+        except FileNotFoundError as err:
+            raise NotFound(f"{name}: no such object") from err
+        except (GenericError, OSError) as err:
+            raise _unavailable(name, err) from err
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:  # noqa: D102
+        try:
+            # The slices share one buffer with their neighbours: copied, so that a cache never pins the rest.
+            return [bytes(part) for part in obstore.get_ranges(self._client, name, starts=starts, ends=ends)]
+        except FileNotFoundError as err:
+            raise NotFound(f"{name}: no such object") from err
+        except (GenericError, OSError) as err:
+            raise _unavailable(name, err) from err
+
+    def size_bytes(self, name: str) -> int:  # noqa: D102
+        try:
+            return obstore.head(self._client, name)["size"]
+        except FileNotFoundError as err:
+            raise NotFound(f"{name}: no such object") from err
+        except (GenericError, OSError) as err:
+            raise _unavailable(name, err) from err
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:  # noqa: D102
+        try:
+            for page in obstore.list(self._client, prefix, chunk_size=1000):
+                for entry in page:
+                    yield entry["path"], entry["size"]
+        except FileNotFoundError:
+            return  # a folder that was never made: LocalStore's way to say that nothing is below the prefix
+        except (GenericError, OSError) as err:
+            raise _unavailable(prefix, err) from err
+
+    def delete(self, name: str) -> None:  # noqa: D102
+        try:
+            obstore.delete(self._client, name)
+        except FileNotFoundError:
+            return
+        except (GenericError, OSError) as err:
+            raise _unavailable(name, err) from err
+
+
+class LocalObjects(ObstoreObjects):
+    """A folder. obstore reads and lists it; writing is ours, since its LocalStore does not fsync (I1 needs it)."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._scratch = root / "tmp"
+        super().__init__(LocalStore(root))
+
+    def put_new(self, name: str, data: Payload) -> None:
+        """Write, fsync, link to the final name (fails if there), fsync the folder: dying between any two leaves no object."""
+        final = self._root / name
+        temporary = self._scratch / f"{secrets.token_hex(8)}.part"
+        try:
+            self._make_folder(final.parent)
+            self._scratch.mkdir(exist_ok=True)
+            try:
+                _write_durably(temporary, data)  # 1 bytes durable under a name nobody reads
+                os.link(temporary, final)  # 2 visible, atomically, only if the name is free
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(final.parent)  # 3 the name itself is durable
+        except FileExistsError as err:
+            raise AlreadyExists(f"{name}: already there") from err
+        except OSError as err:
+            raise _unavailable(name, err) from err
+
+    def sweep_scratch(self) -> None:
+        """Remove what a dead writer left half-written; only the holder of the store's lock may call this."""
+        for left in self._scratch.glob("*.part"):
+            left.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def memory_objects() -> ObstoreObjects:
+    """Return an empty object store in memory, for tests."""
+    return ObstoreObjects(MemoryStore())
+
+
+def _write_durably(path: Path, data: Payload) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unavailable(name: str, err: Exception) -> StoreUnavailable:
+    if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreUnavailable(f"{name}: no room left on the device; nothing was changed: make room and run the same again")
+    return StoreUnavailable(f"{name}: {str(err).splitlines()[0]}")

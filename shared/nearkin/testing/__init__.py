@@ -1,0 +1,1 @@
+"""Testing. Invariant: nothing outside tests and benchmarks imports this package, and anyone's tests may."""
