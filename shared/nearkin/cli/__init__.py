@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = given[: given.index("--")] if "--" in given else given
     as_json = "--json" in options
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
     try:
         code = _run(given, as_json)
         if sys.stdout is not None:
@@ -55,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail("Interrupted", "interrupted", EXIT_INTERRUPTED, as_json)
     except _Terminated:
         return _fail("Terminated", "terminated", EXIT_TERMINATED, as_json)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     return code
 
 

@@ -103,8 +103,9 @@ def _plan_tree(session: Session, prefix: str, folder: str, skipped: list[dict[st
     from nearkin.cli.output import notice, printable
 
     def skip(path: str, why: str) -> None:
-        notice(f"skipped, {why}: {printable(path)}")
-        if session.as_json and len(skipped) < JSON_BLOBS_MAX:
+        if not session.as_json:
+            notice(f"skipped, {why}: {printable(path)}")
+        elif len(skipped) < JSON_BLOBS_MAX:
             skipped.append({"path": printable(path), "why": why})
 
     if folder == "-":

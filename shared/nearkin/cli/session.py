@@ -53,8 +53,12 @@ class Session:
 
         settings, _ = self.load()
         folder = store_folder(settings.store)
+        import logging
+
         from nearkin.api import open_store
 
+        # with --json stderr is for the one error object; otherwise the store may say that it rebuilds an index
+        logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
         with open_store(folder, settings=settings, create=create, read_only=read_only) as store:
             yield store
 

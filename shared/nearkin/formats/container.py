@@ -145,7 +145,7 @@ def encode_block(raw: U8, kind: int, depth: int, compressor: ZstdCompressor) -> 
     frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
     payload: bytes | memoryview
     if len(frame) < len(raw):
-        if columns.inflate(frame, len(raw), "block") != raw.data:
+        if not np.array_equal(np.frombuffer(columns.inflate(frame, len(raw), "block"), np.uint8), raw):
             raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
         codec, payload = ZSTD, frame
     else:

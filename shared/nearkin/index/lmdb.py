@@ -270,8 +270,8 @@ def summarise(claims: ContainerClaims) -> ContainerSummary:
 
 
 def _rows(array: U8, width: int) -> list[bytes]:
-    data = np.ascontiguousarray(array).tobytes()
-    return [data[start : start + width] for start in range(0, len(data), width)]
+    rows: list[bytes] = np.ascontiguousarray(array).reshape(-1, width).view(f"V{width}").ravel().tolist()
+    return rows
 
 
 def _locations(container: ContainerId, ordinals: Any) -> list[bytes]:  # noqa: ANN401 - any integer array

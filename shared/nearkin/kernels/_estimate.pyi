@@ -2,10 +2,11 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Buffer
+
+from nearkin.kernels._features_reference import Payload
 
 def compressed_bytes_estimate(
-    payload: Buffer, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
+    payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
 ) -> NDArray[np.uint32]:
     """Return uint32[n]: about what zstd at level 3 would make of each chunk alone, in bytes, its frame's 10 included.
 

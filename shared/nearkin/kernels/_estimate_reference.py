@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from nearkin.kernels._features_reference import check_chunks
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from nearkin.kernels._features_reference import Payload
 
 FRAME_BYTES: Final = 10
 """A zstd frame's magic number and headers around one chunk; also the most an estimate exceeds its chunk by."""
@@ -122,7 +122,7 @@ def _estimate(chunk: bytes) -> int:
 
 
 def compressed_bytes_estimate(
-    payload: Buffer, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
+    payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
 ) -> NDArray[np.uint32]:
     """Estimated compressed bytes of each chunk alone; the compiled kernel's stub says the whole contract."""
     data, offsets, lengths = check_chunks(payload, offsets, lengths)

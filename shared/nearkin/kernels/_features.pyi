@@ -15,10 +15,11 @@ and a chunk that reaches past the payload. The GIL is released; the caller must 
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Buffer
+
+from nearkin.kernels._features_reference import Payload
 
 def ntransform(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,
@@ -33,7 +34,7 @@ def ntransform(
     """
 
 def ntransform_scalar(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,
@@ -44,7 +45,7 @@ def ntransform_scalar(
     """Return what `ntransform` returns, from scalar code on every machine (to compare as in the paper's Figure 4)."""
 
 def finesse(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,
@@ -60,7 +61,7 @@ def finesse(
     """
 
 def finesse_scalar(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,
@@ -71,7 +72,7 @@ def finesse_scalar(
     """Return what `finesse` returns, from scalar code on every machine: for comparisons as in the paper's Figure 4."""
 
 def odess(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ from nearkin.errors import BadInput
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    Payload: TypeAlias = Buffer | NDArray[Any]  # before Python 3.12 type checkers do not see that an array is a buffer
 
 FEATURES_MAX: Final = 64
 WINDOW_BYTES_MIN: Final = 4  # below it a window is shorter than the fingerprint and nothing is ever reduced
@@ -91,11 +93,11 @@ def check_plan(features: int, super_features: int, window_bytes: int, sampling_b
 
 
 def check_chunks(
-    payload: Buffer, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
+    payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32]]:
     """Return the payload as bytes, and the arrays, once every chunk is known to lie inside it. Raises BadInput."""
     try:
-        view = memoryview(payload)
+        view = memoryview(cast("Buffer", payload))
     except TypeError as err:
         raise BadInput(f"payload is a {type(payload).__name__}: give a bytes-like object") from err
     if not view.c_contiguous:
@@ -211,7 +213,7 @@ def _is_sketchable(chunk: NDArray[np.uint8], plan: Plan) -> bool:
 
 
 def ntransform(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,
@@ -231,7 +233,7 @@ def ntransform(
 
 
 def finesse(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,
@@ -251,7 +253,7 @@ def finesse(
 
 
 def odess(
-    payload: Buffer,
+    payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     *,

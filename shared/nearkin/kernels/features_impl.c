@@ -408,10 +408,10 @@ AVX512 static void doubled_to_16(const uint8_t *at, size_t count, planes *h8, pl
 
 /* H_48 of the 64 positions from j, as words; their order within the 64 is not that of the positions, which no maximum
    notices. */
-AVX512 static inline __attribute__((always_inline)) void doubled_to_48(const planes *h16, size_t j, __m512i words[4]) {
-    __m512i a[4], b[4], h48[4], matrix_128[4][4], matrix_256[4][4];
-    broadcast(&by_x128, matrix_128);
-    broadcast(&by_x256, matrix_256);
+AVX512 static inline __attribute__((always_inline)) void doubled_to_48(const planes *h16, size_t j,
+                                                                       __m512i matrix_128[4][4],
+                                                                       __m512i matrix_256[4][4], __m512i words[4]) {
+    __m512i a[4], b[4], h48[4];
     for (int p = 0; p < 4; p++) {
         a[p] = _mm512_loadu_si512(h16->of[p] + j);
         b[p] = _mm512_loadu_si512(h16->of[p] + j + 16);
@@ -431,7 +431,9 @@ AVX512 static inline __attribute__((always_inline)) void doubled_to_48(const pla
 /* The largest fingerprint of `positions` >= 64 windows, the first at `at`. */
 AVX512 static uint32_t doubled_maximum(const uint8_t *at, size_t positions) {
     planes h8, h16;
-    __m512i best = _mm512_setzero_si512();
+    __m512i matrix_128[4][4], matrix_256[4][4], best = _mm512_setzero_si512();
+    broadcast(&by_x128, matrix_128);
+    broadcast(&by_x256, matrix_256);
     for (size_t first = 0; first < positions; first += PLANE_POSITIONS) {
         size_t count = positions - first < PLANE_POSITIONS ? positions - first : PLANE_POSITIONS;
         if (count < VECTOR) { /* a short last pass is moved back to a whole vector */
@@ -442,7 +444,7 @@ AVX512 static uint32_t doubled_maximum(const uint8_t *at, size_t positions) {
         for (size_t j = 0;; j += VECTOR) {
             if (j + VECTOR > count) j = count - VECTOR;
             __m512i words[4];
-            doubled_to_48(&h16, j, words);
+            doubled_to_48(&h16, j, matrix_128, matrix_256, words);
             best = _mm512_max_epu32(best, _mm512_max_epu32(_mm512_max_epu32(words[0], words[1]),
                                                            _mm512_max_epu32(words[2], words[3])));
             if (j + VECTOR == count) break;
@@ -461,7 +463,10 @@ static void finesse_features_doubled(const features_plan *plan, const uint8_t *c
 AVX512 static void ntransform_features_doubled(const features_plan *plan, const uint8_t *chunk, size_t bytes,
                                                uint32_t *found) {
     planes h8, h16;
+    __m512i matrix_128[4][4], matrix_256[4][4];
     uint32_t fps[PLANE_POSITIONS + VECTOR];
+    broadcast(&by_x128, matrix_128);
+    broadcast(&by_x256, matrix_256);
     size_t positions = bytes - DOUBLED_WINDOW + 1;
     memset(found, 0, plan->features * sizeof *found);
     for (size_t first = 0; first < positions; first += PLANE_POSITIONS) {
@@ -474,7 +479,7 @@ AVX512 static void ntransform_features_doubled(const features_plan *plan, const 
         for (size_t j = 0;; j += VECTOR) {
             if (j + VECTOR > count) j = count - VECTOR;
             __m512i words[4];
-            doubled_to_48(&h16, j, words);
+            doubled_to_48(&h16, j, matrix_128, matrix_256, words);
             for (int w = 0; w < 4; w++) _mm512_storeu_si512(fps + filled + 16 * w, words[w]);
             filled += VECTOR;
             if (j + VECTOR == count) break;

@@ -86,9 +86,8 @@ def _demo(folder: Path, sources: Sequence[Path]) -> None:
     print("the index is deleted; containers and manifests are all that is left")
     with open_store(folder, create=False) as store:
         report = store.rebuild_index()
-        print(
-            f"rebuilt from {counted(report.containers, 'container')} and {counted(report.versions, 'manifest')} in {report.seconds:.2f} s"
-        )
+        found = f"{counted(report.containers, 'container')} and {counted(report.versions, 'manifest')}"
+        print(f"rebuilt from {found} in {report.seconds:.2f} s")
         _compare(store, len(sources), sources[-1])
 
 
