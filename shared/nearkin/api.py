@@ -133,7 +133,8 @@ class Store:
         `sha256` is what the caller holds the content to be. Raises BadInput (nothing stored), StoreLocked,
         StoreUnavailable (nothing visible stored; the same put may be tried again).
         """
-        return next(iter(self._put_all([(key, source, metadata or {}, sha256)], progress)))
+        (result,) = self._put_all([(key, source, metadata or {}, sha256)], progress)
+        return result
 
     def put_many(
         self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None

@@ -185,6 +185,10 @@ class ContainerBuilder:
         found = next(b for b in self._open.values() if b.number == block)
         return found.buffer[: found.used]
 
+    def is_closed(self, block: int) -> bool:
+        """Return whether a block will not grow any more."""
+        return block in self._closed
+
     def _chunk_table(self) -> ChunkTable:
         added = self._added
         blocks: U32 = np.concatenate([np.zeros(0, np.uint32), *self._block_numbers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,10 @@ class Restored:
 
     def __enter__(self) -> BinaryIO:
         if self._target is None:
-            return sys.stdout.buffer
+            # not sys.stdout.buffer: PYTHONUNBUFFERED makes that a raw file, whose write may end short without an error
+            sys.stdout.flush()
+            self._file = open(sys.stdout.fileno(), "wb", closefd=False)
+            return self._file
         try:
             mode = self._target.stat().st_mode if self._target.exists() else None
             if mode is not None and stat.S_ISDIR(mode):
@@ -42,7 +46,8 @@ class Restored:
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
         try:
             if self._file is not None:
-                self._file.close()
+                with suppress(OSError) if kind is not None else nullcontext():  # the first failure is the one to tell
+                    self._file.close()
             if kind is None and self._beside is not None and self._target is not None:
                 self._beside.replace(self._target)
                 self._beside = None

@@ -13,6 +13,7 @@ from nearkin.records import U8, ContainerId
 from nearkin.stage import Facts, Found, FoundBases, Reads
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource, ContainerStore
+from nearkin_delta.builder import ContainerBuilder
 
 
 class InFlight:
@@ -22,7 +23,7 @@ class InFlight:
         self._store = store
         self._sealed: dict[ContainerId, SealedContainer] = {}
         self._lock = threading.Lock()
-        self.open: tuple[ContainerId, ContainerSource] | None = None
+        self.open: tuple[ContainerId, ContainerBuilder] | None = None
 
     def sealed(self, container: SealedContainer) -> None:
         """Keep a sealed container readable until it is durable."""
@@ -43,21 +44,24 @@ class InFlight:
         return sealed.claims.directory if sealed is not None else self._store.directory(container)
 
     def block(self, container: ContainerId, block: int) -> U8:
-        """Return a decoded block; blocks of sealed containers share the store's cache."""
-        if self.open is not None and self.open[0] == container:
-            return self.open[1].block(container, block)
-        with self._lock:
-            sealed = self._sealed.get(container)
-        if sealed is None:
-            return self._store.block(container, block)
+        """Return a decoded block; closed blocks of containers in flight share the store's cache."""
         cached = self._store.blocks.get((container, block))
-        if cached is None:
+        if cached is not None:
+            return cached
+        if self.open is not None and self.open[0] == container:
+            decoded, final = self.open[1].block(container, block), self.open[1].is_closed(block)
+        else:
+            with self._lock:
+                sealed = self._sealed.get(container)
+            if sealed is None:
+                return self._store.block(container, block)
             table = sealed.claims.directory.blocks
             start = int(table.offsets[block]) - fmt.BLOCK.size
             record = memoryview(sealed.data)[start : start + fmt.BLOCK.size + int(table.stored[block])]
-            cached = fmt.decode_block(record, "a container in flight")
-            self._store.blocks.put((container, block), cached, cached.nbytes)
-        return cached
+            decoded, final = fmt.decode_block(record, "a container in flight"), True
+        if final:
+            self._store.blocks.put((container, block), decoded, decoded.nbytes)
+        return decoded
 
 
 class EmbeddedFacts:

@@ -39,6 +39,8 @@ class Worker(Generic[Item]):
         """Let queued items finish (or be dropped after a failure) and end the thread."""
         self._queue.put(None)
         self._thread.join()
+        # What carries items out mostly owns this worker: without the cycle, its buffers go at once and not at some later collection.
+        self._carry_out = _stopped
 
     def cancel(self) -> None:
         """Drop what is queued and end the thread."""
@@ -58,3 +60,8 @@ class Worker(Generic[Item]):
                 self._failure = err
             finally:
                 self._queue.task_done()
+                item = None
+
+
+def _stopped(_item: object) -> None:
+    raise RuntimeError("this worker has stopped")
