@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from nearkin import open_store
+from nearkin import Store, open_store
 from nearkin.cli import main
 from nearkin.cli.arguments import parse_range, parse_sample, store_folder
 from nearkin.cli.ledger import human_bytes
 from nearkin.errors import BadInput, ConfigError
+from nearkin.testing import demo
 
 COMMANDS = ("put", "get", "ls", "info", "stats", "verify", "rebuild-index", "explain", "config", "version")
 LEDGER = {
@@ -341,6 +342,14 @@ def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: P
     assert call("get", "sub/naïve [b].bin", env={"NEARKIN_STORE": str(tmp_path / "store")}).stdout == FIRST
 
 
+def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    call("put", "-r", tree, "--store", tree / "store")
+    put = call.answer("put", "-r", tree, "--store", tree / "store")
+    assert [blob["key"] for blob in put["blobs"]] == ["a.txt", "sub/naïve [b].bin"]
+    assert {"path": str(tree / "store"), "why": "the store itself"} in put["skipped"]
+    assert_refused(call("put", "-r", tree / "store", "--store", tree / "store"), 2, "is the store itself")
+
+
 def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tmp_path: Path, call: InProcess) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/a").write_bytes(b"fine")
@@ -526,6 +535,57 @@ def test_version_says_what_runs() -> None:
     assert answer("version").keys() == {"version", "python", "kernels"}
 
 
+# ---------------------------------------------------------------- the demo
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two small releases instead of the downloads."""
+    paths = [tmp_path / "one.tar", tmp_path / "two.tar"]
+    for path, content in zip(paths, (FIRST, SECOND), strict=True):
+        path.write_bytes(content)
+    monkeypatch.setattr(demo, "_releases", lambda _versions, _cache: paths)
+    return paths
+
+
+def test_the_demo_passes_when_everything_comes_back(
+    releases: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--store", str(tmp_path / "store")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == "PASS"
+    assert shown.count("came back byte for byte") == len(releases) + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (SECOND[:-1] + b"?", "version 2 differs from two.tar"),
+        (SECOND[:-1], "version 2 differs from two.tar"),
+        (SECOND + b"?", "two.tar goes on"),
+    ],
+)
+def test_the_demo_fails_on_any_difference(
+    releases: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    says: str,
+) -> None:
+    put = demo._put
+
+    def put_then_change(store: Store, source: Path) -> None:
+        put(store, source)
+        source.write_bytes(content if source == releases[1] else source.read_bytes())
+
+    monkeypatch.setattr(demo, "_put", put_then_change)
+    assert demo.main([]) == 1
+    captured = capsys.readouterr()
+    assert "PASS" not in captured.out
+    assert captured.err.startswith("FAIL: ")
+    assert says in captured.err
+
+
 # ---------------------------------------------------------------- pipes, terminals, signals
 
 
@@ -568,6 +628,14 @@ def test_a_reader_that_goes_away_is_no_error_to_speak_of(store: Path, env: dict[
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >&-', "sh", *command("--store", store, "get", "notes")],
+        stderr=subprocess.PIPE, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, b"nearkin: stdout is closed: name a file with -o\n")
 
 
 def test_a_full_disk_is_one_line(store: Path) -> None:

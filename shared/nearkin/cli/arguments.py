@@ -141,10 +141,11 @@ class TreeFile(NamedTuple):
     size_bytes: int
 
 
-def walk(folder: Path, prefix: str, notice: Callable[[str, str], None]) -> Iterator[TreeFile]:
+def walk(folder: Path, prefix: str, store: str, notice: Callable[[str, str], None]) -> Iterator[TreeFile]:
     """Yield the regular files below `folder`, sorted by name: the same tree is read in the same order each time.
 
-    Symbolic links and special files are left out and told to `notice(path, why)`. Raises BadInput for a name that is
+    Symbolic links, special files and `store`, the real path of the store that the files go to (it would be read while
+    it grows), are left out and told to `notice(path, why)`. Raises BadInput for a name that is
     not UTF-8, a key that is too long and a folder that cannot be listed: an error is never taken for an empty folder.
     """
     try:
@@ -159,7 +160,12 @@ def walk(folder: Path, prefix: str, notice: Callable[[str, str], None]) -> Itera
         if entry.is_symlink():
             notice(entry.path, "symbolic link")
         elif entry.is_dir(follow_symlinks=False):
-            yield from walk(Path(entry.path), f"{check_key(key)}/", notice)  # bounds the recursion: 512 folders deep
+            if os.path.realpath(entry.path) == store:
+                notice(entry.path, "the store itself")
+                continue
+            yield from walk(
+                Path(entry.path), f"{check_key(key)}/", store, notice
+            )  # bounds the recursion: 512 folders deep
         elif entry.is_file(follow_symlinks=False):
             yield TreeFile(check_key(key), Path(entry.path), entry.stat(follow_symlinks=False).st_size)
         else:

@@ -101,7 +101,7 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
             info = store.info(key, version)
             start, stop = wanted.resolve(info.size_bytes)
             blob = store.get(key, info.version, start=start, stop=stop)
-        quiet = session.as_json or (output in (None, "-") and sys.stdout.isatty())
+        quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
         with Restored(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
             blob.write_to(file, progress=progress)
     if session.as_json:

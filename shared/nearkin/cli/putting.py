@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 import time
@@ -76,7 +77,8 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     from nearkin.records import Ledger
 
     skipped: list[dict[str, str]] = []
-    root, under, plan = _plan_tree(session, prefix, folder, skipped)
+    store_path = os.path.realpath(session.folder())
+    root, under, plan = _plan_tree(session, prefix, folder, store_path, skipped)
     blobs: list[dict[str, object]] = []
     total, files = Ledger(), 0
     started = time.perf_counter()
@@ -84,7 +86,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
         session.open(create=True, read_only=False) as store,
         bytes_bar("put", plan.total_bytes, shown=not session.as_json) as progress,
     ):
-        for result in _put_files(store, root, under, metadata, progress):
+        for result in _put_files(store, root, under, store_path, metadata, progress):
             total, files = total + result.ledger, files + 1
             if session.as_json:
                 blobs.append(put_json(result))
@@ -97,7 +99,9 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
 
 
-def _plan_tree(session: Session, prefix: str, folder: str, skipped: list[dict[str, str]]) -> tuple[Path, str, _Plan]:
+def _plan_tree(
+    session: Session, prefix: str, folder: str, store_path: str, skipped: list[dict[str, str]]
+) -> tuple[Path, str, _Plan]:
     """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
     from nearkin.cli.arguments import check_key, walk
     from nearkin.cli.output import notice, printable
@@ -111,11 +115,13 @@ def _plan_tree(session: Session, prefix: str, folder: str, skipped: list[dict[st
     if folder == "-":
         raise BadInput("--recursive takes a folder, not stdin")
     root = Path(folder)
+    if os.path.realpath(root) == store_path:
+        raise BadInput(f'source "{folder}": is the store itself')
     if root.exists() and not root.is_dir():
         raise BadInput(f'source "{folder}": not a folder; leave out --recursive to put one file')
     under = f"{check_key(prefix).rstrip('/')}/" if prefix else ""
     files = total_bytes = 0
-    for file in walk(root, under, skip):
+    for file in walk(root, under, store_path, skip):
         files, total_bytes = files + 1, total_bytes + file.size_bytes
     if session.as_json and files > JSON_BLOBS_MAX:
         raise BadInput(f'folder "{folder}": {files:,} files, at most {JSON_BLOBS_MAX:,} with --json')
@@ -123,11 +129,16 @@ def _plan_tree(session: Session, prefix: str, folder: str, skipped: list[dict[st
 
 
 def _put_files(
-    store: Store, root: Path, under: str, metadata: dict[str, str], progress: Callable[[int], None] | None
+    store: Store,
+    root: Path,
+    under: str,
+    store_path: str,
+    metadata: dict[str, str],
+    progress: Callable[[int], None] | None,
 ) -> Iterator[PutResult]:
     from nearkin.cli.arguments import walk
 
-    files = walk(root, under, lambda _path, _why: None)  # told once, by the plan
+    files = walk(root, under, store_path, lambda _path, _why: None)  # told once, by the plan
     if not metadata:
         yield from store.put_many(((file.key, file.path) for file in files), progress=progress)
         return

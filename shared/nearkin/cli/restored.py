@@ -22,6 +22,8 @@ class Restored:
 
     def __enter__(self) -> BinaryIO:
         if self._target is None:
+            if sys.stdout is None:
+                raise BadInput("stdout is closed: name a file with -o")
             # not sys.stdout.buffer: PYTHONUNBUFFERED makes that a raw file, whose write may end short without an error
             sys.stdout.flush()
             self._file = open(sys.stdout.fileno(), "wb", closefd=False)

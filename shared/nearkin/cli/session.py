@@ -46,6 +46,12 @@ class Session:
 
         return load(self.config, {"store": self.store})
 
+    def folder(self) -> Path:
+        """Return the store's folder. Raises ConfigError."""
+        from nearkin.cli.arguments import store_folder
+
+        return store_folder(self.load()[0].store).expanduser()
+
     @contextmanager
     def open(self, *, create: bool = False, read_only: bool = True) -> Iterator[Store]:
         """Open the store that was named for as long as the block runs."""
