@@ -17,7 +17,9 @@ def xdelta3_source_dir() -> str:
     """Return the folder that holds `xdelta3.c` inside the build requirement `xdelta3==0.0.5`."""
     spec = find_spec("xdelta3")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("build requirement missing: xdelta3==0.0.5 (it carries the C source); see requirements/build.txt")
+        raise SystemExit(
+            "build requirement missing: xdelta3==0.0.5 (it carries the C source); see requirements/build.txt"
+        )
     return str(Path(next(iter(spec.submodule_search_locations))) / "lib")
 
 

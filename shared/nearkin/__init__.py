@@ -1,8 +1,8 @@
 """Nearkin: a store that keeps a chunk as its nearest kin plus the difference.
 
-    with nearkin.open_store("backups") as store:
-        store.put("db.dump", Path("db.dump"))
-        store.get("db.dump").read()
+with nearkin.open_store("backups") as store:
+store.put("db.dump", Path("db.dump"))
+store.get("db.dump").read()
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nearkin.api import Blob, Store, open_store
+    from nearkin.api import Store, open_store
     from nearkin.config import Settings, load
     from nearkin.errors import BadInput, ConfigError, Corrupt, NearkinError, NotFound, Permanent, Retryable
+    from nearkin.restore import Blob
 
 __version__ = "0.1.0"
 
@@ -33,7 +34,7 @@ __all__ = [
     "open_store",
 ]
 
-_HOME = {"Blob": "api", "Store": "api", "open_store": "api", "Settings": "config", "load": "config"}
+_HOME = {"Blob": "restore", "Store": "api", "open_store": "api", "Settings": "config", "load": "config"}
 
 
 def __getattr__(name: str) -> object:

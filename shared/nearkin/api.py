@@ -1,7 +1,7 @@
 """The store. Invariant: a put either ends as a committed version or changes nothing that a reader can see.
 
-    root/nearkin.json   containers/   manifests/      the truth: what is counted as stored
-    root/index/         lock          tmp/            rebuildable, transient
+root/nearkin.json   containers/   manifests/      the truth: what is counted as stored
+root/index/         lock          tmp/            rebuildable, transient
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
-from nearkin.config import KEY_BYTES_MAX, METADATA_BYTES_MAX, Settings, load
+from nearkin.config import Settings, load
 from nearkin.errors import BadInput, NotFound, StoreUnavailable
-from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.index.lmdb import LmdbIndex
+from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX
 from nearkin.records import (
     U8,
     U32,
@@ -44,7 +44,6 @@ from nearkin.store.containers import ContainerStore
 from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects
-from nearkin_janitor import rebuild_index, verify_store
 from nearkin_resemblance import Sketch
 
 READ_BYTES = 1024 * 1024
@@ -76,17 +75,21 @@ def open_store(
         if not create or read_only:
             raise NotFound(f"store {root}: there is none (no {descriptor.NAME}); put something to make one")
         if root.is_dir() and any(entry.name not in ("lock", "lock.holder", "tmp") for entry in root.iterdir()):
-            raise BadInput(f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder")
+            raise BadInput(
+                f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
+            )
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err
     objects = LocalObjects(root)
-    return Store(root, objects, descriptor.read(objects) if exists else descriptor.create(objects, fingerprint_bits), chosen)
+    return Store(
+        root, objects, descriptor.read(objects) if exists else descriptor.create(objects, fingerprint_bits), chosen
+    )
 
 
 class Store:
-    """An open store: one writer at a time (the first write takes the lock, `close` gives it back), any number of readers."""
+    """An open store: one writer (the first write takes the lock, `close` gives it back), any number of readers."""
 
     def __init__(self, root: Path, objects: LocalObjects, found: descriptor.Descriptor, settings: Settings) -> None:
         self.root = root
@@ -105,7 +108,9 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -136,9 +141,7 @@ class Store:
         (result,) = self._put_all([(key, source, metadata or {}, sha256)], progress)
         return result
 
-    def put_many(
-        self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None
-    ) -> Iterator[PutResult]:
+    def put_many(self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None) -> Iterator[PutResult]:
         """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit."""
         return self._put_all(((key, source, {}, None) for key, source in items), progress)
 
@@ -177,6 +180,8 @@ class Store:
 
     def explain(self, key: str, version: int | None = None) -> Explanation:
         """Return how each chunk of a version is kept. Raises NotFound, Corrupt."""
+        from nearkin.explain import explain
+
         manifest = self._manifest(key, version)
         return explain(version_info(manifest), manifest, self._restored)
 
@@ -200,7 +205,9 @@ class Store:
         try:
             return self._manifests.get(tenant, key, version)
         except NotFound as err:
-            raise NotFound(f"key {key!r} version {version}: the store has none; `nearkin ls --versions` lists them") from err
+            raise NotFound(
+                f"key {key!r} version {version}: the store has none; `nearkin ls --versions` lists them"
+            ) from err
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
 
@@ -263,16 +270,18 @@ class Store:
             seconds=seconds,
         )
 
-    def verify(
-        self, sample: float | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> VerifyReport:
+    def verify(self, sample: float | None = None, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read containers (all, or a share between 0 and 1 of them) and every manifest; name what is broken."""
+        from nearkin_janitor import verify_store
+
         if sample is not None and not 0 < sample <= 1:
             raise BadInput(f"sample {sample}: want a share above 0 and at most 1, such as 0.01")
         return verify_store(self._restored, self._manifests, self._fingerprinter, sample, progress)
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone."""
+        from nearkin_janitor import rebuild_index
+
         self._take_lock()
         if self._index is not None:
             self._index.close()
@@ -340,7 +349,7 @@ class Store:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that cannot be stored and listed faithfully. Any other UTF-8 is taken as it is: a key is never a path."""
+    """Refuse a key that cannot be listed as it was given. Any other UTF-8 is taken as it is: a key is never a path."""
     try:
         size_bytes = len(key.encode())
     except UnicodeEncodeError as err:

@@ -1,4 +1,4 @@
-"""Claims: what a durable container brings to the index. Invariant: made from the container alone, so a rebuild makes the same."""
+"""Claims: what a durable container brings to the index. Invariant: a rebuild from containers makes the same."""
 
 from __future__ import annotations
 

@@ -8,25 +8,16 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from nearkin.config_rules import Between, OneOf, Refused, Size, Text, Unknown
+from nearkin.errors import ConfigError, choose
+from nearkin.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 
-from nearkin.errors import BadInput, ConfigError, choose
-
-KIB = 1024
-MIB = 1024 * KIB
-GIB = 1024 * MIB
-
-FRAME_BYTES_MAX = 900 * KIB
-"""Frames and segments stay below Kafka's default message limit of 1 MiB, headers included."""
-SEGMENT_BYTES_MAX = FRAME_BYTES_MAX
-KEY_BYTES_MAX = 1024
-"""UTF-8 bytes of a key: S3's own limit, so that any object name is a key."""
-METADATA_BYTES_MAX = 64 * KIB
-TENANT_BYTES_MAX = 128
-DEPTH_MAX = 16
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 ENVIRONMENT_PREFIX = "NEARKIN_"
 
@@ -35,153 +26,147 @@ FEATURES = ("finesse", "ntransform", "odess", "none")
 BASE_POLICIES = ("first-fit",)
 DELTA_CODECS = ("xdelta3", "none")
 INDEXES = ("lmdb",)
+PROFILE_NAMES = ("default", "finesse-paper")
+
+_FORBID = {"extra": "forbid"}
 
 
-class _Choice(ValueError):
-    """An unknown name; carries the known ones to the one-line error."""
-
-    def __init__(self, known: tuple[str, ...]) -> None:
-        super().__init__(f"choose one of {', '.join(known)}")
-        self.known = known
-
-
-def _one_of(known: tuple[str, ...]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in known:
-            raise _Choice(known)
-        return name
-
-    return AfterValidator(check)
-
-
-def _bytes(least: int, most: int) -> Any:  # noqa: ANN401 - pydantic's Field is typed Any
-    return Field(ge=least, le=most)
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ChunkerSettings(_Section):
+@dataclass(frozen=True)
+class ChunkerSettings:
     """How a blob is cut into chunks; changing any of it stops new data from matching old chunks."""
 
-    algorithm: Annotated[str, _one_of(CHUNKERS)] = "fastcdc"
-    min_bytes: Annotated[ByteSize, _bytes(64, SEGMENT_BYTES_MAX)] = ByteSize(2 * KIB)
-    target_bytes: Annotated[ByteSize, _bytes(64, SEGMENT_BYTES_MAX)] = ByteSize(8 * KIB)
-    max_bytes: Annotated[ByteSize, _bytes(64, SEGMENT_BYTES_MAX)] = ByteSize(64 * KIB)
+    __pydantic_config__ = _FORBID
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    algorithm: Annotated[str, OneOf(CHUNKERS)] = "fastcdc"
+    min_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 2 * KIB
+    target_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX, power_of_two=True)] = 8 * KIB
+    max_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 64 * KIB
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are out of order."""
         if not self.min_bytes <= self.target_bytes <= self.max_bytes:
             raise ValueError(
-                f"min_bytes {int(self.min_bytes)}, target_bytes {int(self.target_bytes)}, max_bytes "
-                f"{int(self.max_bytes)}: want min <= target <= max"
+                f"min_bytes {self.min_bytes}, target_bytes {self.target_bytes}, max_bytes {self.max_bytes}: "
+                "want min <= target <= max"
             )
-        if self.target_bytes & (self.target_bytes - 1):
-            raise ValueError(f"target_bytes {int(self.target_bytes)}: want a power of two, such as 8KiB")
-        return self
+        if self.algorithm in ("rabin", "inck") and self.min_bytes < 256:
+            raise ValueError(f"min_bytes {self.min_bytes}: {self.algorithm} wants >= 256")
 
 
-class SegmentSettings(_Section):
+@dataclass(frozen=True)
+class SegmentSettings:
     """How chunks are grouped into segments."""
 
-    target_chunks: Annotated[int, Field(ge=1, le=1024)] = 16
-    max_bytes: Annotated[ByteSize, _bytes(64 * KIB, SEGMENT_BYTES_MAX)] = ByteSize(SEGMENT_BYTES_MAX)
+    __pydantic_config__ = _FORBID
 
-    @model_validator(mode="after")
-    def _power(self) -> Self:
-        if self.target_chunks & (self.target_chunks - 1):
-            raise ValueError(f"target_chunks {self.target_chunks}: want a power of two, such as 16")
-        return self
+    target_chunks: Annotated[int, Between(1, 1024, power_of_two=True)] = 16
+    max_bytes: Annotated[int, Size(64 * KIB, SEGMENT_BYTES_MAX)] = SEGMENT_BYTES_MAX
 
 
-class FeatureSettings(_Section):
+@dataclass(frozen=True)
+class FeatureSettings:
     """How resemblance is detected. Hot: toggling it never harms stored data."""
 
-    algorithm: Annotated[str, _one_of(FEATURES)] = "finesse"
-    count: Annotated[int, Field(ge=1, le=64)] = 12
-    super_features: Annotated[int, Field(ge=1, le=16)] = 3
-    window_bytes: Annotated[int, Field(ge=16, le=256)] = 48
-    sampling_bits: Annotated[int, Field(ge=0, le=16)] = 7
+    __pydantic_config__ = _FORBID
 
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
+    algorithm: Annotated[str, OneOf(FEATURES)] = "finesse"
+    count: Annotated[int, Between(1, 64)] = 12
+    super_features: Annotated[int, Between(1, 16)] = 3
+    window_bytes: Annotated[int, Between(48, 64)] = 48
+    sampling_bits: Annotated[int, Between(0, 16)] = 7
+
+    def __post_init__(self) -> None:
+        """Refuse groups of unequal size, and an odess window that cannot hold its hash."""
         if self.count % self.super_features:
             raise ValueError(f"count {self.count}: want a multiple of super_features ({self.super_features})")
-        return self
+        if self.algorithm == "odess" and 32 + self.sampling_bits > self.window_bytes:
+            raise ValueError(f"sampling_bits {self.sampling_bits}: want at most window_bytes - 32")
 
 
-class BaseChoiceSettings(_Section):
-    """Which similar chunk becomes the base, and how many base bytes stay in memory."""
+@dataclass(frozen=True)
+class BaseSettings:
+    """Which similar chunk becomes the base, and how many bytes of decoded base blocks stay in memory."""
 
-    policy: Annotated[str, _one_of(BASE_POLICIES)] = "first-fit"
-    cache_bytes: Annotated[ByteSize, _bytes(MIB, 64 * GIB)] = ByteSize(128 * MIB)
+    __pydantic_config__ = _FORBID
+
+    policy: Annotated[str, OneOf(BASE_POLICIES)] = "first-fit"
+    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 128 * MIB
 
 
-class DeltaSettings(_Section):
+@dataclass(frozen=True)
+class DeltaSettings:
     """How a chunk is written as a difference. Hot."""
 
-    codec: Annotated[str, _one_of(DELTA_CODECS)] = "xdelta3"
-    level: Annotated[int, Field(ge=1, le=9)] = 1
-    max_depth: Annotated[int, Field(ge=1, le=DEPTH_MAX)] = 2
+    __pydantic_config__ = _FORBID
+
+    codec: Annotated[str, OneOf(DELTA_CODECS)] = "xdelta3"
+    level: Annotated[int, Between(1, 9)] = 1
+    max_depth: Annotated[int, Between(1, DEPTH_MAX)] = 2
 
 
-class BlockSettings(_Section):
+@dataclass(frozen=True)
+class BlockSettings:
     """How fresh chunks are gathered and compressed. Hot."""
 
-    raw_bytes: Annotated[ByteSize, _bytes(64 * KIB, 16 * MIB)] = ByteSize(4 * MIB)
-    delta_bytes: Annotated[ByteSize, _bytes(4 * KIB, 16 * MIB)] = ByteSize(512 * KIB)
-    level: Annotated[int, Field(ge=1, le=22)] = 3
+    __pydantic_config__ = _FORBID
+
+    raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = 4 * MIB
+    delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 512 * KIB
+    level: Annotated[int, Between(1, 22)] = 3
 
 
-class ContainerSettings(_Section):
+@dataclass(frozen=True)
+class ContainerSettings:
     """How large a container grows before it is sealed."""
 
-    target_bytes: Annotated[ByteSize, _bytes(256 * KIB, 256 * MIB)] = ByteSize(4 * MIB)
+    __pydantic_config__ = _FORBID
+
+    target_bytes: Annotated[int, Size(256 * KIB, 256 * MIB)] = 4 * MIB
 
 
-class IndexSettings(_Section):
+@dataclass(frozen=True)
+class IndexSettings:
     """The rebuildable index."""
 
-    backend: Annotated[str, _one_of(INDEXES)] = "lmdb"
-    map_bytes: Annotated[ByteSize, _bytes(16 * MIB, 16 * 1024 * GIB)] = ByteSize(64 * GIB)
+    __pydantic_config__ = _FORBID
+
+    backend: Annotated[str, OneOf(INDEXES)] = "lmdb"
+    map_bytes: Annotated[int, Size(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
 
 
-class RestoreSettings(_Section):
+@dataclass(frozen=True)
+class RestoreSettings:
     """Bounds of a restore."""
 
-    cache_bytes: Annotated[ByteSize, _bytes(8 * MIB, 64 * GIB)] = ByteSize(96 * MIB)
+    __pydantic_config__ = _FORBID
+
+    cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 96 * MIB
 
 
-class RunnerSettings(_Section):
+@dataclass(frozen=True)
+class RunnerSettings:
     """Bounds of the embedded runner."""
 
-    batch_bytes: Annotated[ByteSize, _bytes(2 * MIB, 64 * MIB)] = ByteSize(4 * MIB)
-    queue_batches: Annotated[int, Field(ge=1, le=16)] = 1
+    __pydantic_config__ = _FORBID
+
+    batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 4 * MIB
+    queue_batches: Annotated[int, Between(1, 16)] = 1
 
 
-PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
-    "default": {},
-    # Finesse, FAST '19, section 5.1: Rabin chunks of 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
-    "finesse-paper": {
-        "chunker": {"algorithm": "rabin", "min_bytes": 2 * KIB, "target_bytes": 8 * KIB, "max_bytes": 64 * KIB},
-        "features": {"algorithm": "finesse", "count": 12, "super_features": 3, "window_bytes": 48},
-        "base": {"policy": "first-fit", "cache_bytes": 400_000_000},
-        "delta": {"codec": "xdelta3", "max_depth": 1},
-    },
-}
-
-
-class Settings(_Section):
+@dataclass(frozen=True)
+class Settings:
     """Every setting of a store and its runners."""
 
-    profile: Annotated[str, _one_of(tuple(PROFILES))] = "default"
-    store: str | None = Field(default=None, description="folder of the local store")
-    tenant: Annotated[str, Field(min_length=1, max_length=TENANT_BYTES_MAX)] = "default"
+    __pydantic_config__ = _FORBID
+
+    profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
+    store: str | None = None
+    """Folder of the local store."""
+    tenant: Annotated[str, Text(TENANT_BYTES_MAX)] = "default"
     chunker: ChunkerSettings = ChunkerSettings()
     segment: SegmentSettings = SegmentSettings()
     features: FeatureSettings = FeatureSettings()
-    base: BaseChoiceSettings = BaseChoiceSettings()
+    base: BaseSettings = BaseSettings()
     delta: DeltaSettings = DeltaSettings()
     block: BlockSettings = BlockSettings()
     container: ContainerSettings = ContainerSettings()
@@ -189,20 +174,30 @@ class Settings(_Section):
     restore: RestoreSettings = RestoreSettings()
     runner: RunnerSettings = RunnerSettings()
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
+    def __post_init__(self) -> None:
+        """Refuse sections that contradict one another."""
         if self.chunker.max_bytes > self.segment.max_bytes:
             raise ValueError(
-                f"chunker.max_bytes {int(self.chunker.max_bytes)}: want at most segment.max_bytes "
-                f"({int(self.segment.max_bytes)}): a chunk never spans segments"
+                f"chunker.max_bytes {self.chunker.max_bytes}: want at most segment.max_bytes "
+                f"({self.segment.max_bytes}): a chunk never spans segments"
             )
-        if self.chunker.algorithm in ("rabin", "inck") and self.chunker.min_bytes < 256:
-            raise ValueError(f"chunker.min_bytes {int(self.chunker.min_bytes)}: {self.chunker.algorithm} wants >= 256")
-        return self
 
 
-class Origin(BaseModel):
-    """Where one setting came from: `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`."""
+PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "default": {},
+    # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
+    "finesse-paper": {
+        "chunker": {"algorithm": "rabin", "min_bytes": 2 * KIB, "target_bytes": 8 * KIB, "max_bytes": 64 * KIB},
+        "features": {"algorithm": "finesse", "count": 12, "super_features": 3, "window_bytes": 48},
+        "base": {"policy": "first-fit", "cache_bytes": 400_000_000},
+        "delta": {"codec": "xdelta3", "max_depth": 1},
+    },
+}
+assert tuple(PROFILES) == PROFILE_NAMES
+
+
+class Origin(NamedTuple):
+    """A setting's value and where it came from: `default`, `profile NAME`, `file PATH`, `environment NAME`, `argument`."""
 
     value: object
     source: str
@@ -229,24 +224,28 @@ def load(
     sources: dict[str, str] = {}
     for source, layer in layers:
         _merge(merged, layer, source, sources, "")
-    try:
-        settings = Settings(**merged)
-    except ValidationError as err:
-        raise _one_line(err, sources) from err
+    settings = _validated(merged, sources)
     return settings, {
-        name: Origin(value=value, source=_named(sources.get(name, "default"), name))
-        for name, value in _flatten(settings.model_dump(mode="json"))
+        name: Origin(value, _named(sources.get(name, "default"), name)) for name, value in _flatten(asdict(settings))
     }
 
 
 def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
     """Return `settings` with nested `changes` merged in (RFC 7396 without deletion), validated again."""
-    merged = settings.model_dump()
-    _merge(merged, dict(changes), "argument", {}, "")
+    merged = asdict(settings)
+    _merge(merged, changes, "argument", {}, "")
+    return _validated(merged, {})
+
+
+def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
+    if all(name == "store" and isinstance(value, str) for name, value in merged.items()):
+        return replace(Settings(), **merged)  # nothing to validate: see config_rules
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        return Settings(**merged)
+        return TypeAdapter(Settings).validate_python(merged)
     except ValidationError as err:
-        raise _one_line(err, {}) from err
+        raise _one_line(err, sources) from err
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -260,14 +259,20 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
-    if not any(name.upper().startswith(ENVIRONMENT_PREFIX) for name in os.environ):
-        return {}
-    # pydantic-settings takes 130 ms to import: a third of a small put, and most calls set no variable.
+    given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
+    sections = {name for name in Settings.__dataclass_fields__ if name != "store"}
+    if not any(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0] in sections for name in given):
+        store = os.environ.get(f"{ENVIRONMENT_PREFIX}STORE")
+        return {} if store is None else {"store": store}
+    from pydantic import create_model
+    from pydantic_settings import BaseSettings as FromEnvironment
     from pydantic_settings import EnvSettingsSource
 
+    fields: dict[str, Any] = {name: (field.type, None) for name, field in Settings.__dataclass_fields__.items()}
+    model = create_model("Environment", __base__=FromEnvironment, __module__=__name__, **fields)
+    model.model_rebuild(_types_namespace=globals())
     try:
-        source = EnvSettingsSource(cast("Any", Settings), env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")
-        return source()
+        return EnvSettingsSource(model, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")()
     except Exception as err:  # pydantic-settings raises its own type for a section given as broken JSON
         raise ConfigError(f"NEARKIN_* variables: {err}") from err
 
@@ -277,7 +282,7 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources:
         if isinstance(value, Mapping):
             below = into.setdefault(name, {})
             if not isinstance(below, dict):
-                raise BadInput(f"{prefix}{name}: {below!r} is not a section")
+                raise ConfigError(f'{prefix}{name} "{below}": is one value, not a section')
             _merge(below, value, source, sources, f"{prefix}{name}.")
         else:
             into[name] = value
@@ -304,10 +309,12 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"])
     source = f" (set by {_named(sources[field], field)})" if field in sources else ""
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, _Choice):
+    if isinstance(cause, Unknown):
         return ConfigError(f"{choose(field, first['input'], cause.known)}{source}")
-    if first["type"] == "extra_forbidden":
+    if isinstance(cause, Refused):
+        return ConfigError(f'{field} "{first["input"]}": {cause}{source}')
+    if cause is not None:  # a section or the whole: the text names fields and values itself
+        return ConfigError(f"{field}: {cause}" if field else str(cause))
+    if first["type"] == "unexpected_keyword_argument":
         return ConfigError(f'{field} "{first["input"]}": no such setting; `nearkin config` lists them all{source}')
-    if cause is not None:  # our own validators name the field and the value themselves
-        return ConfigError(f"{field}: {cause}{source}" if field else f"{cause}{source}")
     return ConfigError(f'{field} "{first["input"]}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')

@@ -1,4 +1,4 @@
-"""Explain. Invariant: what it says is read from containers and the manifest, not guessed: each chunk's true encoding."""
+"""Explain. Invariant: what it says is read from containers and the manifest, never guessed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
     )
 
 
-def _first_own(chunks: Locations, bounds: np.ndarray[tuple[int], np.dtype[np.uint32]], ordinal: int, holder: int) -> int:
+def _first_own(
+    chunks: Locations, bounds: np.ndarray[tuple[int], np.dtype[np.uint32]], ordinal: int, holder: int
+) -> int:
     """Return how many chunks of the holder earlier recipes have introduced: they come in stream order, from 0."""
     before = slice(0, int(bounds[ordinal]))
     own = chunks.ordinals[before][chunks.containers[before] == np.uint64(holder)]

@@ -1,4 +1,4 @@
-"""Names of chunks and segments. Invariant: equal names mean equal contents, whatever an adversary sends (DESIGN section 1)."""
+"""Names of chunks and segments. Invariant: equal names mean equal contents, whatever an adversary sends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Fingerprinter:
     """Names chunks of one dedup domain (one tenant): its tags never agree with another domain's."""
 
     def __init__(self, secret: bytes, tenant: str, fingerprint_bits: int = 160) -> None:
-        self.domain = blake3(tenant.encode(), derive_key_context="nearkin 2026 dedup domain of a tenant").digest(DOMAIN_BYTES)
-        self._key = TagKey(secret, self.domain)
-        self._mask = np.frombuffer(
-            ((1 << 160) - (1 << (160 - fingerprint_bits))).to_bytes(20, "big"), np.uint8
+        self.domain = blake3(tenant.encode(), derive_key_context="nearkin 2026 dedup domain of a tenant").digest(
+            DOMAIN_BYTES
         )
+        self._key = TagKey(secret, self.domain)
+        self._mask = np.frombuffer(((1 << 160) - (1 << (160 - fingerprint_bits))).to_bytes(20, "big"), np.uint8)
         self._truncated = fingerprint_bits < 160
 
     def name_chunks(self, payload: U8, offsets: U64, lengths: U32) -> U8:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ContainerId = NewType("ContainerId", int)
-"""64 bits, growing with time: creation in ms since 1970 << 20, plus 20 random bits. Sorting by it gives stream order."""
+"""64 bits: creation in ms since 1970 << 20, plus 20 random bits. Sorting by it gives stream order."""
 
 SELF = ContainerId(0)
 """In a recipe: the container that holds the recipe."""

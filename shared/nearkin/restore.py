@@ -1,6 +1,6 @@
-"""Restore. Invariant: nothing leaves before its fingerprint and tag are verified; a mismatch raises, it never ends quietly (I8).
+"""Restore. Invariant: nothing leaves before its name is verified; a mismatch raises, it never ends quietly (I8).
 
-    manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, verify -> the bytes
+manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, verify -> the bytes
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
@@ -67,10 +68,14 @@ class Blob:
                 hasher.update(payload)
                 if position >= self._stop and hasher.digest() != self._manifest.blake3:
                     # Before the last piece is given out: a wrong whole must not look like a good one.
-                    raise Corrupt(f"{self._named()}: BLAKE3 of the whole does not agree with its manifest: run `nearkin verify`")
+                    raise Corrupt(
+                        f"{self._named()}: BLAKE3 of the whole does not agree with its manifest: run `nearkin verify`"
+                    )
             yield payload.data[wanted_from - skipped : wanted_to - skipped]
         if position < self._stop:
-            raise Corrupt(f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`")
+            raise Corrupt(
+                f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`"
+            )
 
     def read(self) -> bytes:
         """Return the range's bytes."""
@@ -80,7 +85,9 @@ class Blob:
         """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
         written = 0
         for piece in self:
-            file.write(piece)
+            left = piece
+            while left:  # a raw file may take less than it is given
+                left = left[file.write(left) or 0 :]
             written += len(piece)
             if progress is not None:
                 progress(len(piece))
@@ -113,7 +120,7 @@ def chunk_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Locat
             yield chunks.take(rows)
 
 
-def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locations, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locations, NDArray[np.int64]]:
     """Return (the chunk locations of segments, one segment after another; how many of each). Raises Corrupt."""
     counts = np.zeros(len(segments), np.int64)
     starts = np.zeros(len(segments), np.int64)

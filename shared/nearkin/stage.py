@@ -15,8 +15,8 @@ from nearkin.records import U8, U32, U64, Bools, Locations
 
 ROUNDS_MAX = 3
 
-BatchT = TypeVar("BatchT", contravariant=True)
-ResultT = TypeVar("ResultT", covariant=True)
+BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,15 @@ class Facts:
     contents: Contents | None = None
 
 
-class Stage(Protocol[BatchT, ResultT]):
+class Stage(Protocol[BatchT_contra, ResultT_co]):
     """A pure function over a batch, in two halves."""
 
     name: str
 
-    def reads(self, batch: BatchT, facts: Facts) -> Reads | None:
+    def reads(self, batch: BatchT_contra, facts: Facts) -> Reads | None:
         """Name the facts still missing, or None when `decide` may run."""
 
-    def decide(self, batch: BatchT, facts: Facts) -> ResultT:
+    def decide(self, batch: BatchT_contra, facts: Facts) -> ResultT_co:
         """Return the stage's result."""
 
 
@@ -92,7 +92,7 @@ class FactSource(Protocol):
         """Return `facts` with the answers to `reads` added."""
 
 
-def run_stage(stage: Stage[BatchT, ResultT], batch: BatchT, source: FactSource) -> ResultT:
+def run_stage(stage: Stage[BatchT_contra, ResultT_co], batch: BatchT_contra, source: FactSource) -> ResultT_co:
     """Run one stage over one batch."""
     facts = Facts()
     for _ in range(ROUNDS_MAX):

@@ -12,7 +12,7 @@ from nearkin.records import U8, U32, Bools
 
 
 def segment_bounds(names: U8, lengths: U32, zero: Bools, target_chunks: int, bytes_max: int, final: bool) -> U32:
-    """Return uint32[s + 1] chunk bounds, from 0. Without `final` the chunks after the last bound are not yet decided."""
+    """Return uint32[s + 1] chunk bounds, from 0. Without `final`, chunks after the last bound are not yet decided."""
     count = len(lengths)
     low = names[:, 0].astype(np.uint32) | (names[:, 1].astype(np.uint32) << 8)
     ends = np.flatnonzero(((low & np.uint32(target_chunks - 1)) == 0) & ~zero) + 1

@@ -1,7 +1,7 @@
 """Chunker stage. Invariant: what it leaves unconsumed starts at a segment's start, so nothing is carried but bytes.
 
-    payload   | blob 3: start .. stop | blob 4 ... |          runs of frames, several blobs where they are small
-                 cut -> name -> group                          one kernel call a run, one a batch, one a batch
+payload   | blob 3: start .. stop | blob 4 ... |          runs of frames, several blobs where they are small
+cut -> name -> group                          one kernel call a run, one a batch, one a batch
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class ChunkerStage:
         self._cut = chunker(settings.chunker, int(settings.segment.max_bytes))
         self._fingerprinter = fingerprinter
 
-    def reads(self, batch: FrameRuns, facts: Facts) -> Reads | None:  # noqa: ARG002
+    def reads(self, batch: FrameRuns, facts: Facts) -> Reads | None:
         """Ask nothing: cut points depend on the bytes alone."""
         return None
 
-    def decide(self, batch: FrameRuns, facts: Facts) -> ChunkedRuns:  # noqa: ARG002
+    def decide(self, batch: FrameRuns, facts: Facts) -> ChunkedRuns:
         """Return all segments that no later byte can change."""
         payload, runs = batch.payload, batch.runs
         cuts = [self._cut(payload[run.start : run.stop], run.final) for run in runs]
@@ -71,7 +71,12 @@ class ChunkerStage:
         for run, cut in zip(runs, cuts, strict=True):
             rows = slice(chunk, chunk + len(cut))
             bounds = segment_bounds(
-                names[rows], lengths[rows], zero[rows], self._segment.target_chunks, int(self._segment.max_bytes), run.final
+                names[rows],
+                lengths[rows],
+                zero[rows],
+                self._segment.target_chunks,
+                int(self._segment.max_bytes),
+                run.final,
             )
             parts.append(bounds[1:] + np.uint32(chunk))
             blobs.append(np.full(len(bounds) - 1, run.blob, np.uint32))

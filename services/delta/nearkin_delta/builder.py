@@ -1,4 +1,4 @@
-"""Container builder. Invariant: a chunk has its final (container, ordinal) as soon as it is added, and can be read back.
+"""Container builder. Invariant: a chunk has its (container, ordinal) for good once it is added, and can be read back.
 
 One open block per depth, so that a delta never makes its neighbours deeper:
 
@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from backports.zstd import CompressionParameter, ZstdCompressor
 from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims, SealedContainer
-from nearkin.config import SEGMENT_BYTES_MAX, BlockSettings
+from nearkin.config import BlockSettings
 from nearkin.formats import container as fmt
 from nearkin.formats.container import BlockTable, ChunkTable, Directory, EncodedBlock, SegmentTable
 from nearkin.kernels.gather import gather
+from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations
 
 CHUNKS_MAX = 1 << 20
 """A container is sealed before it names more chunks, whatever their size."""
 BLOCKS_MAX = 1 << 15
+_NO_SOURCES: tuple[U8, U8] = (np.zeros(0, np.uint8), np.zeros(0, np.uint8))
 
 
 def new_container_id(after: int) -> ContainerId:
@@ -115,7 +117,8 @@ class ContainerBuilder:
         for depth in np.unique(fresh.depths):
             self._append(fresh, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
-        self._added.append(fresh)
+        # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
+        self._added.append(replace(fresh, sources=_NO_SOURCES))
         self._block_numbers.append(numbers)
         self.chunks += count
         self._snapshot = None
@@ -134,7 +137,9 @@ class ContainerBuilder:
             until = min(int(np.searchsorted(sizes, before + block.limit_bytes - block.used)) + 1, len(rows))
             part = rows[taken:until]
             starts = (sizes[taken:until] - fresh.encoded[part] - before + block.used).astype(np.uint64)
-            gather(list(fresh.sources), fresh.which[part], fresh.offsets[part], fresh.encoded[part], block.buffer, starts)
+            gather(
+                list(fresh.sources), fresh.which[part], fresh.offsets[part], fresh.encoded[part], block.buffer, starts
+            )
             numbers[part] = block.number
             block.used += int(sizes[until - 1]) - before
             taken = until

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nearkin.config import DeltaSettings
 from nearkin.errors import Corrupt, choose
@@ -61,14 +62,17 @@ def _xdelta3(settings: DeltaSettings) -> Encode:
     return encode
 
 
-def _none(settings: DeltaSettings) -> Encode:  # noqa: ARG001
-    def encode(pairs: Pairs, limits: U32) -> Deltas:  # noqa: ARG001
+def _none(settings: DeltaSettings) -> Encode:
+    def encode(pairs: Pairs, limits: U32) -> Deltas:
         return Deltas(np.zeros(0, np.uint8), np.zeros(len(pairs), np.uint64), np.zeros(len(pairs), np.uint32))
 
     return encode
 
 
-CODECS: Mapping[str, tuple[int, Callable[[DeltaSettings], Encode]]] = {"xdelta3": (XDELTA3, _xdelta3), "none": (XDELTA3, _none)}
+CODECS: Mapping[str, tuple[int, Callable[[DeltaSettings], Encode]]] = {
+    "xdelta3": (XDELTA3, _xdelta3),
+    "none": (XDELTA3, _none),
+}
 NAMES = tuple(CODECS)
 
 
@@ -80,7 +84,7 @@ def codec(settings: DeltaSettings) -> tuple[int, Encode]:
     return kind, make(settings)
 
 
-def check_round_trip(pairs: Pairs, deltas: Deltas, kept: U64) -> None:
+def check_round_trip(pairs: Pairs, deltas: Deltas, kept: NDArray[np.intp]) -> None:
     """Decode the deltas of rows `kept` and compare with their targets. Raises Corrupt: memory or the library failed."""
     if not len(kept):
         return

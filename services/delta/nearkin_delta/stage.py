@@ -1,6 +1,6 @@
-"""Delta stage. Invariant: the index is asked again before a chunk is stored (I5), and every kept delta was decoded (I7).
+"""Delta stage. Invariant: the index is asked again before a chunk is stored (I5); every kept delta was decoded (I7).
 
-    recheck -> encode -> arbitrate -> place in the open container -> recipes -> seal when it is full
+recheck -> encode -> arbitrate -> place in the open container -> recipes -> seal when it is full
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class DeltaStage:
         locations.containers[rows], locations.ordinals[rows] = placed.containers, placed.ordinals
         repeated = fresh.first != np.arange(len(fresh.first))
         first = fresh.first[repeated]
-        locations.containers[repeated], locations.ordinals[repeated] = locations.containers[first], locations.ordinals[first]
+        locations.containers[repeated], locations.ordinals[repeated] = (
+            locations.containers[first],
+            locations.ordinals[first],
+        )
 
         eligible = encodings.depths < self._settings.delta.max_depth
         super_features = batch.super_features[still][eligible]
@@ -117,7 +120,7 @@ class DeltaStage:
         delta, delta_bytes = np.zeros(len(stored), np.bool_), np.zeros(len(stored), np.uint32)
         delta[rows] = encodings.depths > 0
         delta_bytes[rows] = np.where(encodings.depths > 0, encodings.encoded, 0)
-        sealed = ()
+        sealed: tuple[SealedContainer, ...] = ()
         if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
             sealed = self.flush()
         return DeltaOutcome(
@@ -126,7 +129,12 @@ class DeltaStage:
             segment_locations,
             known,
             ChunkCounts(
-                np.repeat(segments.blobs, np.diff(segments.chunk_bounds)), segments.lengths, ~stored, zero, delta, delta_bytes
+                np.repeat(segments.blobs, np.diff(segments.chunk_bounds)),
+                segments.lengths,
+                ~stored,
+                zero,
+                delta,
+                delta_bytes,
             ),
             sealed,
         )

@@ -1,4 +1,4 @@
-"""Index rebuild. Invariant: containers in stream order, then manifests, give the index that was lost, entry by entry."""
+"""Index rebuild. Invariant: containers in stream order, then manifests, give the lost index, entry by entry."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def rebuild_index(
         index.commit(manifest, size_bytes)
         if progress is not None:
             progress(len(ids) + done + 1, len(ids) + len(names))
-    return RebuildReport(
-        len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped)
-    )
+    return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
 
 
 def claims_of(
@@ -91,7 +89,9 @@ def _recipe_names(directory: Directory, reader: ChunkReader, fingerprinter: Fing
     names = reader.plan(recipes).names
     zero = np.flatnonzero(recipes.containers == np.uint64(ZERO))
     for length in np.unique(recipes.ordinals[zero]):
-        one = fingerprinter.name_chunks(np.zeros(length, np.uint8), np.zeros(1, np.uint64), np.array([length], np.uint32))
+        one = fingerprinter.name_chunks(
+            np.zeros(length, np.uint8), np.zeros(1, np.uint64), np.array([length], np.uint32)
+        )
         names[zero[recipes.ordinals[zero] == length]] = one
     return names
 
@@ -116,4 +116,3 @@ def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketche
         if parts:
             found[sketch] = (ordinals, np.concatenate(parts))
     return found
-

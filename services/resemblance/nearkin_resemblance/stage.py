@@ -9,7 +9,7 @@ from nearkin_resemblance.algorithms import sketcher
 
 
 class ResemblanceStage:
-    """FirstFit (Kulkarni et al., as used in Finesse, section 5.1): SFs in order, the first chunk that had one is the base."""
+    """FirstFit (Finesse, section 5.1): the SFs in order; the first chunk stored with one is the base."""
 
     name = "resemblance"
 
@@ -21,7 +21,9 @@ class ResemblanceStage:
         if facts.bases is not None:
             return None
         rows = batch.fresh
-        super_features = self.sketch.super_features(batch.batch.payload, batch.batch.offsets[rows], batch.batch.lengths[rows])
+        super_features = self.sketch.super_features(
+            batch.batch.payload, batch.batch.offsets[rows], batch.batch.lengths[rows]
+        )
         return Reads(sketch=self.sketch.name, super_features=super_features)
 
     def decide(self, batch: FreshBatch, facts: Facts) -> PairedBatch:

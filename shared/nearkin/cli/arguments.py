@@ -81,7 +81,7 @@ def parse_sha256(text: str) -> bytes:
 
 def check_key(key: str, what: str = "key") -> str:
     """Return `key` if a store takes it: UTF-8, 1 to KEY_BYTES_MAX bytes. Raises BadInput."""
-    from nearkin.config import KEY_BYTES_MAX
+    from nearkin.limits import KEY_BYTES_MAX
 
     if not key:
         raise BadInput(f"{what} '': must not be empty")

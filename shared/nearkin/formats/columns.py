@@ -1,6 +1,6 @@
-"""Columns: arrays as one compressed run. Invariant: what `unpack` returns has the dtypes and counts that were packed.
+"""Columns: a table as one compressed run. Invariant: what `unpack` returns has the dtypes and rows that were packed.
 
-    | count u32 ... (one per column) | raw u32 | stored u32 | zstd frame of the byte planes |
+    | rows u32 | stored u32 | zstd frame of the byte planes |
 
 Each column is split into byte planes (all lowest bytes, then all second bytes, ...): high planes of small numbers are
 runs of zeros, which is what brings a chunk's length or a recipe's run down to 1 to 2 bytes (docs/formats/columns.md).
@@ -8,8 +8,9 @@ runs of zeros, which is what brings a chunk's length or a recipe's run down to 1
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from struct import Struct, error as StructError
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ from nearkin.errors import Corrupt
 
 LEVEL = 12
 """Directories are a few KiB: level 12 costs under 2 ms a container and takes 4 % more off them than level 3."""
-COLUMN_BYTES_MAX = 256 * 1024 * 1024
 CHECK_BYTES = 8
 
-_COUNT = Struct("<I")
-_SIZES = Struct("<II")
+_HEAD = Struct("<II")
+assert _HEAD.size == 8  # docs/formats/columns.md
 
 Column = NDArray[Any]
 
@@ -39,35 +39,39 @@ def check_bytes(*parts: bytes | memoryview | NDArray[np.uint8]) -> bytes:
 
 
 def pack(columns: Sequence[Column]) -> bytes:
-    """Return the packed columns; each is one-dimensional, its dtype fixed by the format that calls this."""
+    """Return the packed table; each column has one dimension, all the same length, dtypes fixed by the caller."""
+    rows = len(columns[0])
+    if any(len(column) != rows for column in columns):
+        raise ValueError(f"columns of {[len(column) for column in columns]} rows: want one length")
     planes = b"".join(
-        np.ascontiguousarray(c).view(np.uint8).reshape(len(c), c.dtype.itemsize).T.tobytes() for c in columns if len(c)
+        np.ascontiguousarray(c).view(np.uint8).reshape(rows, c.dtype.itemsize).T.tobytes() for c in columns if rows
     )
-    frame = compress(planes, options={CompressionParameter.compression_level: LEVEL}) if planes else b""
-    counts = b"".join(_COUNT.pack(len(c)) for c in columns)
-    return counts + _SIZES.pack(len(planes), len(frame)) + frame
+    frame = compress(planes, options={CompressionParameter.compression_level: LEVEL}) if rows else b""
+    return _HEAD.pack(rows, len(frame)) + frame
 
 
-def unpack(data: memoryview, dtypes: Sequence[np.dtype[Any]], what: str) -> tuple[list[Column], int]:
-    """Return the columns and how many bytes of `data` they took. Raises Corrupt, naming `what`."""
+def unpack(data: memoryview, dtypes: Sequence[np.dtype[Any]], rows_max: int, what: str) -> tuple[list[Column], int]:
+    """Return the columns and how many bytes of `data` they took.
+
+    Raises Corrupt, naming `what`; more than `rows_max` rows are refused before any memory is taken for them.
+    """
     try:
-        counts = [_COUNT.unpack_from(data, 4 * i)[0] for i in range(len(dtypes))]
-        raw_bytes, stored_bytes = _SIZES.unpack_from(data, 4 * len(dtypes))
-    except StructError as err:
-        raise Corrupt(f"{what}: cut short in its column counts") from err
-    start = 4 * len(dtypes) + _SIZES.size
-    expected = sum(count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True))
-    if raw_bytes != expected or raw_bytes > COLUMN_BYTES_MAX or start + stored_bytes > len(data):
-        raise Corrupt(f"{what}: column sizes {raw_bytes} and {stored_bytes} do not fit")
-    planes = inflate(data[start : start + stored_bytes], raw_bytes, what) if raw_bytes else b""
+        rows, stored_bytes = _HEAD.unpack_from(data)
+    except struct.error as err:
+        raise Corrupt(f"{what}: cut short before a table") from err
+    end = _HEAD.size + stored_bytes
+    if rows > rows_max or end > len(data) or (not rows and stored_bytes):
+        raise Corrupt(f"{what}: a table of {rows} rows in {stored_bytes} bytes; at most {rows_max} in {len(data)}")
+    raw_bytes = rows * sum(dtype.itemsize for dtype in dtypes)
+    planes = inflate(data[_HEAD.size : end], raw_bytes, what) if rows else b""
     columns: list[Column] = []
     position = 0
-    for count, dtype in zip(counts, dtypes, strict=True):
+    for dtype in dtypes:
         width = dtype.itemsize
-        plane = np.frombuffer(planes, np.uint8, count * width, position).reshape(width, count)
-        columns.append(np.ascontiguousarray(plane.T).view(dtype).reshape(count))
-        position += count * width
-    return columns, start + stored_bytes
+        plane = np.frombuffer(planes, np.uint8, rows * width, position).reshape(width, rows)
+        columns.append(np.ascontiguousarray(plane.T).view(dtype).reshape(rows))
+        position += rows * width
+    return columns, end
 
 
 def inflate(frame: bytes | memoryview, raw_bytes: int, what: str) -> bytes:

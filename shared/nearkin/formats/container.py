@@ -9,24 +9,29 @@ names its chunks the same way, so that a fingerprint is written once in the life
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from struct import Struct, error as StructError
+from struct import Struct
+from typing import Any
 
 import numpy as np
 from backports.zstd import ZstdCompressor
 from numpy.typing import NDArray
 
-from nearkin.config import DEPTH_MAX, SEGMENT_BYTES_MAX
+from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
-from nearkin.records import NAME_BYTES, U8, U16, U32, U64, ContainerId, Locations
+from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations
 
 VERSION = 1
 DOMAIN_BYTES = 16
 CONTAINER_BYTES_MAX = 1 << 30
 BLOCK_RAW_BYTES_MAX = 32 * 1024 * 1024
 SKETCHES_MAX = 256
+BLOCKS_MAX = 1 << 16
+ROWS_MAX = 1 << 22
+"""Chunks, segments, and chunks named by recipes: bounds what a directory decodes to. Builders seal far below."""
 
 HEADER = Struct("<4sHHQ16s")
 assert HEADER.size == 32  # docs/formats/container.md
@@ -138,7 +143,7 @@ class EncodedBlock:
 
 
 def encode_block(raw: U8, kind: int, depth: int, compressor: ZstdCompressor) -> EncodedBlock:
-    """Return `raw` compressed, or stored as it is where that is not smaller. Decoded and compared before it is kept (I7).
+    """Return `raw` compressed, or as it is where that is not smaller. Decoded and compared before it is kept (I7).
 
     Raises Corrupt when the decoded bytes differ: memory or the library failed.
     """
@@ -159,20 +164,22 @@ def decode_block(record: bytes | memoryview, what: str) -> U8:
     """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`."""
     view = memoryview(record)
     try:
-        magic, codec, _kind, _depth, _, raw_bytes, stored_bytes, check = BLOCK.unpack_from(view)
-    except StructError as err:
+        magic, codec, kind, _depth, reserved, raw_bytes, stored_bytes, check = BLOCK.unpack_from(view)
+    except struct.error as err:
         raise Corrupt(f"{what}: cut short") from err
     payload = view[BLOCK.size :]
     if magic != b"NKB1" or len(payload) != stored_bytes or raw_bytes > BLOCK_RAW_BYTES_MAX:
         raise Corrupt(f"{what}: not a block of {stored_bytes} bytes")
     if columns.check_bytes(view[: BLOCK.size - 8], payload) != check:
         raise Corrupt(f"{what}: checksum does not agree")
+    if reserved or kind >= len(KINDS) or codec > ZSTD:
+        raise FormatTooNew(
+            f"{what}: compression {codec}, kind {kind}, flags {reserved}: unknown to this Nearkin; upgrade"
+        )
     if codec == STORED:
         if raw_bytes != stored_bytes:
             raise Corrupt(f"{what}: stored as {stored_bytes} bytes, announced as {raw_bytes}")
         return np.frombuffer(payload, np.uint8)
-    if codec != ZSTD:
-        raise Corrupt(f"{what}: unknown compression {codec}")
     return np.frombuffer(columns.inflate(payload, raw_bytes, what), np.uint8)
 
 
@@ -210,20 +217,15 @@ def _encode_directory(
     chunks: ChunkTable,
     segments: SegmentTable,
 ) -> tuple[bytes, int]:
-    table, refs = runs.container_table(np.concatenate([chunks.bases.containers, segments.chunks.containers]), container)
     deltas = np.flatnonzero(chunks.depths)
-    base_refs, chunk_refs = refs[: len(chunks)][deltas], refs[len(chunks) :]
-    base_ordinals = chunks.bases.ordinals[deltas]
+    bases = chunks.bases.take(deltas)
+    table, refs = runs.container_table(np.concatenate([bases.containers, segments.chunks.containers]), container)
+    base_refs, chunk_refs = refs[: len(deltas)], refs[len(deltas) :]
     # One run a base: each written as the step from the base before it in the same container.
     singles = np.arange(len(deltas) + 1, dtype=np.uint32)
-    _, base_steps, _, _ = runs.compress(base_refs, base_ordinals, singles)
+    _, base_steps, _, _ = runs.compress(base_refs, bases.ordinals, singles)
     run_refs, steps, counts, _ = runs.compress(chunk_refs, segments.chunks.ordinals, segments.bounds)
-    names = b"".join(
-        [
-            len(name.encode()).to_bytes(2, "little") + name.encode()
-            for name in sketch_names
-        ]
-    )
+    names = b"".join([len(name.encode()).to_bytes(2, "little") + name.encode() for name in sketch_names])
     recipes = columns.pack([np.diff(segments.bounds).astype("<u4"), segments.sketches]) + columns.pack(
         [run_refs, steps, counts]
     )
@@ -247,22 +249,31 @@ def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId,
     """Return (id, domain) of a container's header. Raises Corrupt, or FormatTooNew naming both versions."""
     try:
         magic, version, flags, container, domain = HEADER.unpack_from(header)
-    except StructError as err:
+    except struct.error as err:
         raise Corrupt(f"{what}: shorter than a header") from err
     if magic != b"NKC1":
         raise Corrupt(f"{what}: not a container (starts with {magic!r})")
     if version > VERSION or flags:
-        raise FormatTooNew(f"{what}: container format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade")
+        raise FormatTooNew(
+            f"{what}: container format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
+        )
+    if version < VERSION or container < CONTAINER_ID_MIN:
+        raise Corrupt(f"{what}: container format {version}, id {container}: neither was ever written")
     return ContainerId(container), domain
 
 
-def footer_of(header: bytes | memoryview, footer: bytes | memoryview, container_bytes: int, what: str) -> tuple[int, int, bytes]:
+def footer_of(
+    header: bytes | memoryview, footer: bytes | memoryview, container_bytes: int, what: str
+) -> tuple[int, int, bytes]:
     """Return (directory offset, directory bytes, its check). Raises Corrupt."""
     try:
         offset, size, check, frame_check, magic = FOOTER.unpack(footer)
-    except StructError as err:
+    except struct.error as err:
         raise Corrupt(f"{what}: shorter than a footer") from err
-    if magic != b"NKCF" or columns.check_bytes(memoryview(header)[: HEADER.size], memoryview(footer)[:20]) != frame_check:
+    if (
+        magic != b"NKCF"
+        or columns.check_bytes(memoryview(header)[: HEADER.size], memoryview(footer)[:20]) != frame_check
+    ):
         raise Corrupt(f"{what}: footer's checksum does not agree")
     if offset + size + FOOTER.size != container_bytes or offset < HEADER.size:
         raise Corrupt(f"{what}: {container_bytes} bytes where its footer says {offset + size + FOOTER.size}")
@@ -278,7 +289,7 @@ def decode_directory(
         raise Corrupt(f"{what}: directory's checksum does not agree")
     try:
         return _decode_directory(view, container, domain, container_bytes, what)
-    except (StructError, UnicodeDecodeError, ValueError, IndexError) as err:
+    except (struct.error, ValueError, IndexError) as err:
         raise Corrupt(f"{what}: directory does not parse: {err}") from err
 
 
@@ -286,7 +297,7 @@ def _decode_directory(
     view: memoryview, container: ContainerId, domain: bytes, container_bytes: int, what: str
 ) -> Directory:
     magic, block_count, chunk_count, segment_count, depth_max, sketch_count = DIRECTORY.unpack_from(view)
-    if magic != b"NKD1" or sketch_count > SKETCHES_MAX or depth_max > DEPTH_MAX:
+    if magic != b"NKD1" or sketch_count > SKETCHES_MAX or depth_max > DEPTH_MAX or chunk_count > ROWS_MAX:
         raise Corrupt(f"{what}: not a directory")
     position = DIRECTORY.size
     sketch_names: list[str] = []
@@ -297,60 +308,112 @@ def _decode_directory(
     names28 = np.frombuffer(view, np.uint8, chunk_count * 28, position).reshape(chunk_count, 28)
     position += chunk_count * 28
 
-    def take(dtypes: list[np.dtype[np.generic]]) -> list[NDArray[np.generic]]:
+    def take(dtypes: list[np.dtype[Any]], rows_max: int) -> list[NDArray[Any]]:
         nonlocal position
-        found, used = columns.unpack(view[position:], dtypes, what)
+        found, used = columns.unpack(view[position:], dtypes, rows_max, what)
         position += used
         return found
 
-    stored, raw, codecs, kinds, block_depths = take(_BLOCK_COLUMNS)
-    lengths, blocks16 = take(_CHUNK_COLUMNS)
-    delta_encoded, base_refs, base_steps, delta_ranks = take(_DELTA_COLUMNS)
-    (table,) = take(_REF_COLUMNS)
+    block_columns = take(_BLOCK_COLUMNS, BLOCKS_MAX)
+    chunk_columns = take(_CHUNK_COLUMNS, ROWS_MAX)
+    delta_columns = take(_DELTA_COLUMNS, ROWS_MAX)
+    (table,) = take(_REF_COLUMNS, runs.REFS_MAX - 2)
     recipe_start = position
-    segment_counts, sketches = take(_SEGMENT_COLUMNS)
-    run_refs, steps, counts = take(_RUN_COLUMNS)
-    blocks = blocks16.astype(np.uint32)
+    segment_columns = take(_SEGMENT_COLUMNS, ROWS_MAX)
+    run_columns = take(_RUN_COLUMNS, ROWS_MAX)
     _expect(position == len(view), what, "bytes left over")
-    _expect(len(stored) == block_count and len(lengths) == len(blocks) == chunk_count, what, "counts differ")
-    _expect(len(segment_counts) == len(sketches) == segment_count, what, "segment counts differ")
-    _expect(not chunk_count or int(blocks.max()) < block_count, what, "a chunk names a block that is not there")
-    _expect(not chunk_count or int(lengths.max()) <= SEGMENT_BYTES_MAX, what, "a chunk is longer than a segment")
-    _expect(not segment_count or int(sketches.max()) < sketch_count, what, "a segment names an unknown sketch")
-    _expect(not block_count or int(raw.max()) <= BLOCK_RAW_BYTES_MAX, what, "a block is too large")
-    offsets = HEADER.size + BLOCK.size + runs.group_totals(np.zeros(block_count, np.uint8), stored.astype(np.int64) + BLOCK.size)
-    depths = block_depths[blocks]
-    deltas = np.flatnonzero(depths)
-    _expect(len(deltas) == len(delta_encoded), what, "delta counts differ")
-    encoded = lengths.copy()
-    encoded[deltas] = delta_encoded
-    filled = np.bincount(blocks, weights=encoded, minlength=block_count) if chunk_count else np.zeros(block_count)
-    _expect(bool(np.array_equal(filled, raw)), what, "chunks do not fill their blocks")
-    bases = Locations.empty(chunk_count)
-    refs, ordinals = runs.expand(base_refs, base_steps, np.ones(len(base_refs), np.uint32), what)
-    bases.containers[deltas] = runs.from_table(refs, table, container, what)
-    bases.ordinals[deltas] = ordinals
-    ranks = np.zeros(chunk_count, np.uint8)
-    ranks[deltas] = delta_ranks
-    names = np.empty((chunk_count, NAME_BYTES), np.uint8)
-    names[:, :28] = names28
-    names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(chunk_count, 4)
-    chunk_refs, chunk_ordinals = runs.expand(run_refs, steps, counts, what)
-    bounds = np.zeros(segment_count + 1, np.uint32)
-    np.cumsum(segment_counts, out=bounds[1:])
-    _expect(int(bounds[-1]) == len(chunk_ordinals), what, "recipes do not add up")
+    found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
+    _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head says")
+    blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what)
+    scope = _Scope(container, table, what)
+    chunks = _chunks(names28, chunk_columns, delta_columns, blocks, scope)
+    segments = _segments(segment_columns, run_columns, chunk_count, scope)
+    _expect(_below(segments.sketches, sketch_count), what, "a segment names an unknown sketch")
+    directory_bytes, recipe_bytes = len(view), len(view) - recipe_start
     return Directory(
         container,
         domain,
         depth_max,
         tuple(sketch_names),
-        BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, block_depths),
-        ChunkTable(names, lengths, blocks, positions_in_blocks(blocks, encoded), encoded, depths, bases, ranks),
-        SegmentTable(bounds, sketches, runs.located(chunk_refs, chunk_ordinals, table, container, what)),
+        blocks,
+        chunks,
+        segments,
         container_bytes,
-        len(view),
-        len(view) - recipe_start,
+        directory_bytes,
+        recipe_bytes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What locations in a directory are relative to, and how errors name it."""
+
+    container: ContainerId
+    table: U64
+    what: str
+
+
+def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str) -> BlockTable:
+    """Return the block table; `other_bytes` of the container are not its directory: header, blocks and footer."""
+    stored, raw, codecs, kinds, depths = found
+    _expect(_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
+    _expect(_below(codecs, ZSTD + 1) and _below(kinds, len(KINDS)), what, "a block of unknown kind")
+    _expect(_below(depths, depth_max + 1), what, "a block deeper than its container allows")
+    records = stored.astype(np.int64) + BLOCK.size
+    _expect(HEADER.size + int(records.sum()) + FOOTER.size == other_bytes, what, "its blocks do not fill the container")
+    offsets = HEADER.size + BLOCK.size + np.cumsum(records) - records
+    return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths)
+
+
+def _chunks(
+    names28: U8, found: list[NDArray[Any]], deltas_found: list[NDArray[Any]], blocks: BlockTable, scope: _Scope
+) -> ChunkTable:
+    what, count = scope.what, len(names28)
+    lengths, block_numbers = found[0], found[1].astype(np.uint32)
+    delta_encoded, base_refs, base_steps, delta_ranks = deltas_found
+    _expect(_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
+    _expect(_below(lengths - np.uint32(1), SEGMENT_BYTES_MAX), what, "a chunk is empty, or longer than a segment")
+    depths = blocks.depths[block_numbers]
+    deltas = np.flatnonzero(depths)
+    _expect(len(deltas) == len(delta_encoded), what, "delta counts differ")
+    encoded = lengths.copy()
+    encoded[deltas] = delta_encoded
+    filled = np.bincount(block_numbers, weights=encoded, minlength=len(blocks)) if count else np.zeros(len(blocks))
+    _expect(bool(np.array_equal(filled, blocks.raw)), what, "chunks do not fill their blocks")
+    refs, ordinals = runs.expand(base_refs, base_steps, np.ones(len(base_refs), np.uint32), ROWS_MAX, what)
+    _expect(not np.any(refs == ZERO), what, "a delta against the zero chunk")
+    own = refs == SELF
+    _expect(_below(ordinals[own], count), what, "a base that is not there")
+    _expect(not np.any(depths[ordinals[own]] >= depths[deltas[own]]), what, "a base is not shallower than its delta")
+    bases, ranks = Locations.empty(count), np.zeros(count, np.uint8)
+    bases.containers[deltas] = runs.from_table(refs, scope.table, scope.container, what)
+    bases.ordinals[deltas] = ordinals
+    ranks[deltas] = delta_ranks
+    names = np.empty((count, NAME_BYTES), np.uint8)
+    names[:, :28] = names28
+    names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(count, 4)
+    positions = positions_in_blocks(block_numbers, encoded)
+    return ChunkTable(names, lengths, block_numbers, positions, encoded, depths, bases, ranks)
+
+
+def _segments(
+    found: list[NDArray[Any]], run_columns: list[NDArray[Any]], chunk_count: int, scope: _Scope
+) -> SegmentTable:
+    what = scope.what
+    counts, sketches = found
+    run_refs, steps, run_counts = run_columns
+    refs, ordinals = runs.expand(run_refs, steps, run_counts, ROWS_MAX, what)
+    _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "recipes do not add up")
+    _expect(_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
+    _expect(_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
+    bounds = np.zeros(len(counts) + 1, np.uint32)
+    np.cumsum(counts, out=bounds[1:])
+    return SegmentTable(bounds, sketches, runs.located(refs, ordinals, scope.table, scope.container, what))
+
+
+def _below(values: NDArray[Any], limit: int) -> bool:
+    """Return whether all of the values are below the limit."""
+    return not len(values) or int(values.max()) < limit
 
 
 def _expect(holds: bool, what: str, problem: str) -> None:

@@ -9,23 +9,28 @@ Segments are named as runs of (container, ordinal), like chunks in a recipe. doc
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import struct
 from collections.abc import Mapping
-from struct import Struct, error as StructError
+from dataclasses import dataclass, field
+from struct import Struct
 
 import numpy as np
 
-from nearkin.config import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
-from nearkin.records import Bools, Ledger, Locations
+from nearkin.records import ZERO, Bools, Ledger, Locations
 
 VERSION = 1
 HOLDER = 0
-"""A manifest holds no segments itself; location (0, _) never occurs in it."""
+"""A manifest holds no segments itself; locations (0, _) and (1, _) never occur in it."""
 
 FIXED = Struct("<4sHHQqQ32s32sIHHI" + "Q" * 8)
 assert FIXED.size == 172  # docs/formats/manifest.md
+SEGMENTS_MAX = 1 << 24
+"""2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
+CREATED_US_MAX = 253_402_300_799_999_999
+"""The last microsecond of the year 9999, where Python's datetime ends."""
 _HAS_SHA256 = 1
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u2", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
@@ -63,9 +68,15 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's bytes."""
-    tenant, key = manifest.tenant.encode(), manifest.key.encode()
-    metadata = json.dumps(dict(manifest.metadata), sort_keys=True, ensure_ascii=False).encode() if manifest.metadata else b""
+    """Return the manifest's bytes. Raises BadInput for what `decode_manifest` would not read again."""
+    try:
+        tenant, key = manifest.tenant.encode(), manifest.key.encode()
+    except UnicodeEncodeError as err:
+        raise BadInput(f"tenant or key {manifest.key!r}: not valid UTF-8 (position {err.start})") from err
+    metadata = encode_metadata(manifest.metadata)
+    problem = _problem(len(tenant), len(key), len(metadata), manifest.created_us, len(manifest.segments))
+    if problem is not None:
+        raise BadInput(f"{manifest.key!r}: {problem}")
     table, refs = runs.container_table(manifest.segments.containers, HOLDER)
     changes = np.flatnonzero(manifest.known[1:] != manifest.known[:-1]) + 1
     bounds = np.r_[0, changes, len(refs)].astype(np.uint32)
@@ -87,46 +98,86 @@ def encode_manifest(manifest: Manifest) -> bytes:
         len(metadata),
         *(getattr(manifest.ledger, name) for name in _LEDGER_FIELDS),
     )
-    body = fixed + tenant + key + metadata + columns.pack([table.astype("<u8")]) + columns.pack([run_refs, steps, counts, known])
+    body = fixed + tenant + key + metadata + columns.pack([table.astype("<u8")])
+    body += columns.pack([run_refs, steps, counts, known])
     return body + columns.check_bytes(body)
 
 
-def decode_manifest(data: bytes, what: str) -> Manifest:
+def encode_metadata(metadata: Mapping[str, str]) -> bytes:
+    """Return metadata as a manifest keeps it. Raises BadInput for what is not text, or too much of it."""
+    if not all(isinstance(part, str) for part in (*metadata, *metadata.values())):
+        raise BadInput(f"metadata {dict(metadata)!r:.100}: want names and values of text")
+    try:
+        encoded = json.dumps(dict(metadata), sort_keys=True, ensure_ascii=False).encode() if metadata else b""
+    except UnicodeEncodeError as err:
+        raise BadInput(f"metadata {dict(metadata)!r:.100}: not valid UTF-8") from err
+    if len(encoded) > METADATA_BYTES_MAX:
+        raise BadInput(f"metadata of {len(encoded)} bytes as JSON: want at most {METADATA_BYTES_MAX}")
+    return encoded
+
+
+def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us: int, segments: int) -> str | None:
+    """Return what leaves its bound, if anything does: asked before writing and after reading."""
+    for name, found, most in (
+        ("tenant", tenant_bytes, TENANT_BYTES_MAX),
+        ("key", key_bytes, KEY_BYTES_MAX),
+        ("metadata as JSON", metadata_bytes, METADATA_BYTES_MAX),
+    ):
+        if found > most:
+            return f"{name} of {found} bytes: want at most {most}"
+    if not 0 <= created_us <= CREATED_US_MAX:
+        return f"created {created_us} us after 1970: want a time from 1970 to 9999"
+    if segments > SEGMENTS_MAX:
+        return f"{segments} segments: want at most {SEGMENTS_MAX}; raise segment.target_chunks"
+    return None
+
+
+def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
     """Return the manifest. Raises Corrupt, or FormatTooNew naming both versions."""
-    if len(data) < FIXED.size + columns.CHECK_BYTES:
-        raise Corrupt(f"{what}: {len(data)} bytes are too few for a manifest")
-    if data[:4] != b"NKM1":
-        raise Corrupt(f"{what}: not a manifest (starts with {data[:4]!r})")
-    version = int.from_bytes(data[4:6], "little")
-    view = memoryview(data)[: -columns.CHECK_BYTES]
-    if columns.check_bytes(view) != data[-columns.CHECK_BYTES :]:
+    whole = memoryview(data)
+    if len(whole) < FIXED.size + columns.CHECK_BYTES:
+        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a manifest")
+    magic = bytes(whole[:4])
+    if magic != b"NKM1":
+        raise Corrupt(f"{what}: not a manifest (starts with {magic!r})")
+    view = whole[: -columns.CHECK_BYTES]
+    if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
         raise Corrupt(f"{what}: checksum does not agree")
-    if version > VERSION:
-        raise FormatTooNew(f"{what}: manifest format {version}; this Nearkin reads up to {VERSION}: upgrade")
+    version, flags = int.from_bytes(view[4:6], "little"), int.from_bytes(view[6:8], "little")
+    if version > VERSION or flags & ~_HAS_SHA256:
+        raise FormatTooNew(
+            f"{what}: manifest format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
+        )
+    if version < VERSION:
+        raise Corrupt(f"{what}: manifest format {version} was never written")
     try:
         return _decode(view, what)
-    except (StructError, ValueError, IndexError, AttributeError) as err:
+    except (struct.error, ValueError, IndexError) as err:
         raise Corrupt(f"{what}: does not parse: {err}") from err
 
 
 def _decode(view: memoryview, what: str) -> Manifest:
     fields = FIXED.unpack_from(view)
-    _, _, flags, number, created_us, size_bytes, blake3, sha256, millis, tenant_bytes, key_bytes, metadata_bytes = fields[:12]
-    if tenant_bytes > TENANT_BYTES_MAX or key_bytes > KEY_BYTES_MAX or metadata_bytes > METADATA_BYTES_MAX:
-        raise Corrupt(f"{what}: a field is longer than its bound")
+    _, _, flags, number, created_us, size_bytes, blake3, sha256, millis = fields[:9]
+    tenant_bytes, key_bytes, metadata_bytes = fields[9:12]
+    problem = _problem(tenant_bytes, key_bytes, metadata_bytes, created_us, 0)
+    if problem is not None:
+        raise Corrupt(f"{what}: {problem}")
     position = FIXED.size
     tenant = str(view[position : position + tenant_bytes], "utf-8")
     position += tenant_bytes
     key = str(view[position : position + key_bytes], "utf-8")
     position += key_bytes
-    metadata = json.loads(bytes(view[position : position + metadata_bytes])) if metadata_bytes else {}
+    metadata = _metadata(str(view[position : position + metadata_bytes], "utf-8"), what)
     position += metadata_bytes
-    (table,), used = columns.unpack(view[position:], _REF_COLUMNS, what)
+    (table,), used = columns.unpack(view[position:], _REF_COLUMNS, runs.REFS_MAX - 2, what)
     position += used
-    (run_refs, steps, counts, known), used = columns.unpack(view[position:], _RUN_COLUMNS, what)
+    (run_refs, steps, counts, known), used = columns.unpack(view[position:], _RUN_COLUMNS, SEGMENTS_MAX, what)
     if position + used != len(view):
         raise Corrupt(f"{what}: {len(view) - position - used} bytes left over")
-    refs, ordinals = runs.expand(run_refs, steps, counts, what)
+    if len(run_refs) and (int(run_refs.min()) <= ZERO or int(known.max()) > 1):
+        raise Corrupt(f"{what}: a segment that lies in no container")
+    refs, ordinals = runs.expand(run_refs, steps, counts, SEGMENTS_MAX, what)
     ledger = Ledger(logical_bytes=size_bytes, **dict(zip(_LEDGER_FIELDS, fields[12:20], strict=True)))
     return Manifest(
         tenant=tenant,
@@ -142,3 +193,16 @@ def _decode(view: memoryview, what: str) -> Manifest:
         known=np.repeat(known.astype(np.bool_), counts),
         metadata=metadata,
     )
+
+
+def _metadata(text: str, what: str) -> dict[str, str]:
+    """Return the metadata that `text` holds, one JSON object of strings."""
+    try:
+        found = json.loads(text) if text else {}
+    except RecursionError as err:
+        raise Corrupt(f"{what}: metadata nested too deep") from err
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise Corrupt(f"{what}: metadata is not one object of strings")
+    for part in (*found, *found.values()):
+        part.encode()  # a lone surrogate, which JSON can spell and UTF-8 can not: ValueError
+    return found

@@ -1,4 +1,4 @@
-"""Runs: lists of locations written as steps. Invariant: `expand(compress(x)) == x` for any list of locations.
+"""Runs: lists of locations written as steps. Invariant: `expand(compress(x)) == x` for ordinals up to ORDINAL_MAX.
 
 Duplicates mostly come in the order in which they were first stored, so a list of (container, ordinal) is a list of
 runs, and each run starts near the place where the last run in the same container ended:
@@ -13,15 +13,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import Corrupt
+from nearkin.errors import BadInput, Corrupt
 from nearkin.records import SELF, U16, U32, U64, ZERO, Locations
 
 REFS_MAX = 1 << 16
-EXPANDED_MAX = 1 << 26
+ORDINAL_MAX = (1 << 31) - 1
+"""Keeps every step, of either sign, within the 32 bits that a zigzag has."""
 
 
 def group_totals(groups: NDArray[np.integer], values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each row the sum of `values` of earlier rows in the same group: an exclusive grouped cumulative sum."""
+    """Return for each row the sum of `values` of earlier rows of the same group: an exclusive grouped running sum."""
     order = np.argsort(groups, kind="stable")
     ordered = values[order]
     before = np.cumsum(ordered) - ordered
@@ -47,7 +48,7 @@ def unzigzag(values: U32) -> NDArray[np.int64]:
 def container_table(containers: U64, holder: int) -> tuple[U64, U16]:
     """Return the table of foreign containers and each row's index: 0 the holder, 1 the zero chunk, then the table.
 
-    Raises Corrupt when there are more than 65,534 containers, far above what one container's recipes can name.
+    Raises BadInput when there are more than 65,534 of them.
     """
     table, inverse = np.unique(containers, return_inverse=True)
     refs = np.empty(len(table), np.int64)
@@ -57,15 +58,20 @@ def container_table(containers: U64, holder: int) -> tuple[U64, U16]:
     refs[own] = SELF
     refs[zero] = ZERO
     refs[foreign] = np.arange(2, 2 + np.count_nonzero(foreign))
-    if len(table) + 2 > REFS_MAX:
-        raise Corrupt(f"{len(table)} containers referenced from one; at most {REFS_MAX - 2}")
+    if np.count_nonzero(foreign) + 2 > REFS_MAX:
+        raise BadInput(
+            f"{np.count_nonzero(foreign)} containers named in one list: want at most {REFS_MAX - 2}; "
+            "raise container.target_bytes, so that fewer are made"
+        )
     return table[foreign], refs[inverse].astype(np.uint16)
 
 
 def from_table(refs: U16, table: U64, holder: int, what: str) -> U64:
-    """Undo `container_table`. Raises Corrupt for an index beyond the table."""
+    """Undo `container_table`. Raises Corrupt for an index beyond the table, or a table that it would not have made."""
     if len(refs) and int(refs.max()) >= len(table) + 2:
         raise Corrupt(f"{what}: names container {int(refs.max())} of {len(table) + 2}")
+    if len(table) and (int(table[0]) <= ZERO or np.any(table[1:] <= table[:-1]) or np.any(table == np.uint64(holder))):
+        raise Corrupt(f"{what}: its table of containers is not in order")
     return np.concatenate([np.array([holder, ZERO], np.uint64), table])[refs]
 
 
@@ -73,11 +79,14 @@ def compress(refs: U16, ordinals: U32, bounds: U32) -> tuple[U16, U32, U32, U32]
     """Return (run refs, steps, counts, runs per part) of the rows; `bounds` uint32[p + 1] cuts them into parts.
 
     No run crosses a part. Zero chunks (ref 1) repeat their ordinal, the length, instead of counting up.
+    Raises BadInput for an ordinal above ORDINAL_MAX.
     """
     count = len(refs)
     parts = len(bounds) - 1
     if count == 0:
         return np.zeros(0, np.uint16), np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(parts, np.uint32)
+    if int(ordinals.max()) > ORDINAL_MAX:
+        raise BadInput(f"ordinal {int(ordinals.max())}: want at most {ORDINAL_MAX}")
     wide = ordinals.astype(np.int64)
     advance = (refs != ZERO).astype(np.int64)
     starts_run = np.ones(count, np.bool_)
@@ -98,21 +107,29 @@ def compress(refs: U16, ordinals: U32, bounds: U32) -> tuple[U16, U32, U32, U32]
     )
 
 
-def expand(run_refs: U16, steps: U32, counts: U32, what: str) -> tuple[U16, U32]:
-    """Return (refs, ordinals), one row a location. Raises Corrupt when sums leave their bounds."""
+def expand(run_refs: U16, steps: U32, counts: U32, rows_max: int, what: str) -> tuple[U16, U32]:
+    """Return (refs, ordinals), one row a location.
+
+    Raises Corrupt when sums leave their bounds; more than `rows_max` rows are refused before memory is taken for them.
+    """
     total = int(counts.sum(dtype=np.uint64))
-    if total > EXPANDED_MAX:
-        raise Corrupt(f"{what}: {total} locations; at most {EXPANDED_MAX}")
+    if total > rows_max or (len(counts) and not counts.min()):
+        raise Corrupt(f"{what}: {len(counts)} runs of {total} locations; want none empty and at most {rows_max}")
     wide_counts = counts.astype(np.int64)
-    lengths = np.where(run_refs == ZERO, 0, wide_counts)
+    repeats = run_refs == ZERO
+    lengths = np.where(repeats, 0, wide_counts)
     jumps = unzigzag(steps)
     starts = group_totals(run_refs, jumps + lengths) + jumps
-    within = np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(wide_counts) - wide_counts, wide_counts)
+    if total and (int(starts.min()) < 0 or int((starts + np.maximum(lengths - 1, 0)).max()) > ORDINAL_MAX):
+        raise Corrupt(f"{what}: an ordinal leaves 0 to {ORDINAL_MAX}")
     refs = np.repeat(run_refs, wide_counts)
-    ordinals = np.repeat(starts, wide_counts) + np.where(refs == ZERO, 0, within)
-    if total and (int(ordinals.min()) < 0 or int(ordinals.max()) > 0xFFFFFFFF):
-        raise Corrupt(f"{what}: an ordinal leaves 32 bits")
-    return refs, ordinals.astype(np.uint32)
+    before = np.cumsum(wide_counts) - wide_counts
+    # Modulo 2^32: ten bytes a row where 64-bit steps would take forty.
+    ordinals = np.repeat((starts - before).astype(np.uint32), wide_counts)
+    ordinals += np.arange(total, dtype=np.uint32)
+    if repeats.any():
+        ordinals[refs == ZERO] = np.repeat(starts[repeats].astype(np.uint32), wide_counts[repeats])
+    return refs, ordinals
 
 
 def _ends_before(refs: U16, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

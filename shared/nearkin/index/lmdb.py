@@ -1,11 +1,11 @@
 """LMDB index. Invariant: every write is one transaction; the folder can be deleted at any time and rebuilt.
 
-    chunks      name 32                     -> container 8, ordinal 4
-    features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       first in stream order
-    segments    segment id 20               -> container 8, ordinal 4
-    counts      container 8, ordinal 4      -> how many versions hold that segment, 4
-    containers  container 8 (big-endian)    -> ContainerSummary as JSON
-    versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as JSON
+chunks      name 32                     -> container 8, ordinal 4
+features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       first in stream order
+segments    segment id 20               -> container 8, ordinal 4
+counts      container 8, ordinal 4      -> how many versions hold that segment, 4
+containers  container 8 (big-endian)    -> ContainerSummary as JSON
+versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as JSON
 """
 
 from __future__ import annotations
@@ -77,10 +77,12 @@ class LmdbIndex:
             self._versions = self._open("versions", read_only)
             self._meta = self._open("meta", read_only)
         except lmdb.Error as err:
-            raise StoreUnavailable(f"index {folder}: {err}; if it persists delete that folder and run rebuild-index") from err
+            raise StoreUnavailable(
+                f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
+            ) from err
         self._check_version(read_only)
 
-    def _open(self, name: str, read_only: bool) -> Any:  # noqa: ANN401 - lmdb carries no types
+    def _open(self, name: str, read_only: bool) -> Any:
         return self._env.open_db(name.encode(), create=not read_only)
 
     def _check_version(self, read_only: bool) -> None:
@@ -90,7 +92,9 @@ class LmdbIndex:
             with self._writing() as txn:
                 txn.put(b"version", str(VERSION).encode(), db=self._meta)
         elif found is not None and int(found) > VERSION:
-            raise FormatTooNew(f"index format {int(found)}; this Nearkin reads up to {VERSION}: upgrade, or delete index/")
+            raise FormatTooNew(
+                f"index format {int(found)}; this Nearkin reads up to {VERSION}: upgrade, or delete index/"
+            )
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
@@ -123,7 +127,7 @@ class LmdbIndex:
         keys = feature_keys(sketch, self._domain, rank, super_features)
         return self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
 
-    def _locate(self, db: Any, keys: list[bytes]) -> tuple[Locations, Bools]:  # noqa: ANN401
+    def _locate(self, db: Any, keys: list[bytes]) -> tuple[Locations, Bools]:
         locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
         if not keys:
             return locations, found
@@ -142,7 +146,9 @@ class LmdbIndex:
         directory = claims.directory
         container = directory.container
         chunks = zip(
-            _rows(directory.chunks.names, NAME_BYTES), _locations(container, np.arange(len(directory.chunks))), strict=True
+            _rows(directory.chunks.names, NAME_BYTES),
+            _locations(container, np.arange(len(directory.chunks))),
+            strict=True,
         )
         segments = zip(
             _rows(claims.segment_ids, SEGMENT_ID_BYTES),
@@ -274,7 +280,7 @@ def _rows(array: U8, width: int) -> list[bytes]:
     return rows
 
 
-def _locations(container: ContainerId, ordinals: Any) -> list[bytes]:  # noqa: ANN401 - any integer array
+def _locations(container: ContainerId, ordinals: Any) -> list[bytes]:
     rows = np.empty(len(ordinals), _LOCATION_DTYPE)
     rows["container"], rows["ordinal"] = container, ordinals
     return _rows(rows.view(np.uint8), _LOCATION.size)

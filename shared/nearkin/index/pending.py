@@ -1,4 +1,4 @@
-"""Pending index. Invariant: what is not yet durable is found by this writer alone, in the same order as it will be published.
+"""Pending index. Invariant: what is not yet durable is found by this writer alone, in the order of its publishing.
 
 Chunks wait here between being placed in a container and that container being durable (I1). Answers do not depend on
 when a container was published: what was stored first wins, here as in the index below.

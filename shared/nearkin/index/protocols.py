@@ -69,7 +69,7 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
     """All of it, with the two writes that make entries appear."""
 
     def publish(self, claims: ContainerClaims) -> None:
-        """Make a durable container's chunks, bases and segments findable. First entry wins; repeating changes nothing."""
+        """Make a durable container's entries findable. The first entry wins; repeating changes nothing."""
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a durable version to the catalog and count its segments. Repeating changes nothing."""

@@ -18,8 +18,9 @@ import operator
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
-from nearkin.errors import BadInput
 from numpy.typing import NDArray
+
+from nearkin.errors import BadInput
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -7,8 +7,9 @@ does not lie within the payload. The arrays are copied before they are checked, 
 """
 
 import numpy as np
-from nearkin.kernels._fingerprint_reference import Payload, TagKey
 from numpy.typing import NDArray
+
+from nearkin.kernels._fingerprint_reference import Payload, TagKey
 
 def cpu_path() -> str:
     """Return the code path in use: "base", "avx2" or "avx512".

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 import numpy as np
-from nearkin.errors import BadInput
 from numpy.typing import NDArray
+
+from nearkin.errors import BadInput
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

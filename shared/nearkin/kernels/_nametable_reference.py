@@ -6,8 +6,9 @@ from threading import Lock
 from typing import Final
 
 import numpy as np
-from nearkin.errors import BadInput, Retryable
 from numpy.typing import NDArray
+
+from nearkin.errors import BadInput, Retryable
 
 KEY_BYTES_MIN: Final = 8
 KEY_BYTES_MAX: Final = 40

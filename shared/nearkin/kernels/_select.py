@@ -1,4 +1,4 @@
-"""Which kernels run. Invariant: a kernel name is a demand; nothing falls back in silence (it would measure the wrong code)."""
+"""Which kernels run. Invariant: a kernel name is a demand; a silent fallback would measure the wrong code."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from nearkin.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ class _Blob:
     hasher: blake3 = field(default_factory=blake3)
     segments: list[Locations] = field(default_factory=list)
     known: list[Bools] = field(default_factory=list)
-    ledger: Ledger = Ledger()
+    ledger: Ledger = field(default_factory=Ledger)
     done: Future[PutResult] = field(default_factory=Future)
 
 
@@ -110,7 +110,9 @@ class EmbeddedWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close() if kind is None else self.abort()
 
     # --- the caller's side -------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ class EmbeddedWriter:
     # --- the commit thread -------------------------------------------------------------------------------------------
 
     def _commit(self, item: SealedContainer | _Commit) -> None:
-        """1 put  2 publish  3 manifest  4 catalog: dying between any two leaves dead space or a stale index, never loss."""
+        """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
         if isinstance(item, SealedContainer):
             self._containers.put(item.container, item.data)  # 1
             self._index.publish(item.claims)  # 2
@@ -258,7 +260,9 @@ class EmbeddedWriter:
         self._reported = self._stored
 
     def _commit_version(self, blob: _Blob) -> None:
-        seconds = time.perf_counter() - blob.started
+        seconds = round(
+            time.perf_counter() - blob.started, 3
+        )  # as its manifest keeps it, so that a rebuilt index agrees
         manifest, manifest_bytes = self._put_manifest(blob, seconds)
         self._index.commit(manifest, manifest_bytes)  # 4
         self._stored += Ledger(stored_bytes=manifest_bytes)

@@ -39,7 +39,7 @@ class Worker(Generic[Item]):
         """Let queued items finish (or be dropped after a failure) and end the thread."""
         self._queue.put(None)
         self._thread.join()
-        # What carries items out mostly owns this worker: without the cycle, its buffers go at once and not at some later collection.
+        # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.
         self._carry_out = _stopped
 
     def cancel(self) -> None:
@@ -56,7 +56,7 @@ class Worker(Generic[Item]):
                     return
                 if self._failure is None:
                     self._carry_out(item)
-            except BaseException as err:  # noqa: BLE001 - handed to whoever waits, with its traceback
+            except BaseException as err:
                 self._failure = err
             finally:
                 self._queue.task_done()

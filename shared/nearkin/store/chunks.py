@@ -1,6 +1,6 @@
 """Reading chunks back. Invariant: memory is bounded by the batch asked for and the block cache, whatever the chain.
 
-    wanted rows -> plan (directories) -> encodings (one visit a block) -> deltas: the same for their bases, level by level
+wanted rows -> plan (directories) -> encodings (one visit a block) -> deltas: the same for their bases, level by level
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.config import DEPTH_MAX
+from nearkin.limits import DEPTH_MAX
 from nearkin.errors import Corrupt, NotFound
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
@@ -68,7 +68,9 @@ class ChunkReader:
                 continue
             chunks = self._source.directory(ContainerId(container)).chunks
             if int(ordinals.max()) >= len(chunks):
-                raise Corrupt(f"container {container:016x} has {len(chunks)} chunks, number {int(ordinals.max())} is wanted")
+                raise Corrupt(
+                    f"container {container:016x} has {len(chunks)} chunks, number {int(ordinals.max())} is wanted"
+                )
             plan.lengths[rows] = chunks.lengths[ordinals]
             plan.encoded[rows] = chunks.encoded[ordinals]
             plan.blocks[rows] = chunks.blocks[ordinals]
@@ -159,7 +161,13 @@ class ChunkReader:
         starts = offsets_of(taken)
         deltas = np.flatnonzero(plan.depths)
         decoded = decode_many(
-            encodings, starts[deltas], plan.encoded[deltas], bases, offsets_of(base_lengths), base_lengths, plan.lengths[deltas]
+            encodings,
+            starts[deltas],
+            plan.encoded[deltas],
+            bases,
+            offsets_of(base_lengths),
+            base_lengths,
+            plan.lengths[deltas],
         )
         which = (plan.depths > 0).astype(np.int32)
         sources = starts.copy()
@@ -178,5 +186,3 @@ def _grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
     order = np.argsort(containers, kind="stable")
     changes = np.flatnonzero(np.diff(containers[order])) + 1
     return [(int(containers[rows[0]]), rows) for rows in np.split(order, changes)]
-
-

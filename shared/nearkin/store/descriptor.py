@@ -19,7 +19,7 @@ FINGERPRINT_BITS = 160
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a store is. `secret` is 32 bytes in hex; who holds it can craft aliases (docs/decisions/0002-check-tag.md)."""
+    """What a store is. `secret`: 32 bytes in hex; who has it can craft aliases (docs/decisions/0002-check-tag.md)."""
 
     store_id: str
     secret: str
@@ -52,5 +52,7 @@ def read(objects: ObjectStore) -> Descriptor:
         if len(bytes.fromhex(found.secret)) != 32:
             raise Corrupt(f"{NAME}: the secret is not 32 bytes")
     except (ValueError, KeyError, TypeError) as err:
-        raise Corrupt(f"{NAME}: does not parse: {err}; restore it from a copy, every chunk's tag depends on it") from err
+        raise Corrupt(
+            f"{NAME}: does not parse: {err}; restore it from a copy, every chunk's tag depends on it"
+        ) from err
     return found

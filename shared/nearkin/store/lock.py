@@ -22,17 +22,24 @@ class WriterLock:
     def __init__(self, root: Path) -> None:
         self._path = root / "lock"
         self._holder = root / "lock.holder"
-        self._lock = FileLock(self._path, timeout=0)
+        # Not thread-local: whoever closes the store gives the lock back, whichever thread took it.
+        self._lock = FileLock(self._path, timeout=0, thread_local=False)
 
     def acquire(self) -> None:
         """Take the lock. Raises StoreLocked, naming the holder."""
         try:
             self._lock.acquire()
         except Timeout as err:
-            raise StoreLocked(f"store {self._path.parent} is being written by {self._named()}; try again when it is done") from err
+            raise StoreLocked(
+                f"store {self._path.parent} is being written by {self._named()}; try again when it is done"
+            ) from err
         except OSError as err:
             raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
         try:
             self._holder.write_text(json.dumps(holder))
         except OSError:

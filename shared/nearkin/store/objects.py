@@ -14,7 +14,8 @@ from typing import Protocol
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError
-from obstore.store import LocalStore, MemoryStore, ObjectStore as ObstoreStore
+from obstore.store import LocalStore, MemoryStore
+from obstore.store import ObjectStore as ObstoreStore
 
 from nearkin.errors import NotFound, Permanent, StoreUnavailable
 
@@ -48,7 +49,7 @@ class ObjectStore(Protocol):
 
 
 class ObstoreObjects:
-    """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory: for tests; S3: by contract)."""
+    """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory is for tests)."""
 
     def __init__(self, client: ObstoreStore) -> None:
         self._client = client
@@ -114,7 +115,7 @@ class LocalObjects(ObstoreObjects):
         super().__init__(LocalStore(root))
 
     def put_new(self, name: str, data: Payload) -> None:
-        """Write, fsync, link to the final name (fails if there), fsync the folder: dying between any two leaves no object."""
+        """Write, fsync, link to the final name (fails if there), fsync the folder: dying in between leaves no object."""
         final = self._root / name
         temporary = self._scratch / f"{secrets.token_hex(8)}.part"
         try:
@@ -170,5 +171,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _unavailable(name: str, err: Exception) -> StoreUnavailable:
     if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreUnavailable(f"{name}: no room left on the device; nothing was changed: make room and run the same again")
+        return StoreUnavailable(
+            f"{name}: no room left on the device; nothing was changed: make room and run the same again"
+        )
     return StoreUnavailable(f"{name}: {str(err).splitlines()[0]}")

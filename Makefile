@@ -1,0 +1,43 @@
+# Nearkin. `make` prints the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
+  $(wildcard shared/nearkin/kernels/_*.pyx shared/nearkin/kernels/*.c shared/nearkin/kernels/*.h)
+export NEARKIN_KERNELS ?= cython
+
+.PHONY: help setup demo test check bench clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with nearkin, its kernels built, and the tools for tests
+
+$(STAMP): $(INPUTS) tools/system-packages
+	@bash tools/system-packages
+	@bash tools/make-venv $(VENV)
+	@touch $@
+
+demo: setup ## store three releases of a real package, show the savings, restore and compare them
+	@$(BIN)/python -m nearkin.testing.demo
+
+test: setup ## run every test
+	@bash tools/system-packages test
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: setup ## ruff, ruff format, mypy strict, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+bench: setup ## put and get against restic, borg and kopia, then the paper's table and figure
+	@$(BIN)/python bench/store.py --corpus botocore
+	@$(BIN)/python bench/resemblance.py --corpus botocore,rdb,vm
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find shared services -name '*.so' -delete
+	rm -f shared/nearkin/kernels/_*.c

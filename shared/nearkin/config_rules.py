@@ -1,0 +1,95 @@
+"""Rules for settings. Invariant: a rule is stated once, at the field; pydantic carries it out, and only when it must.
+
+Importing pydantic and building its validators takes 130 ms, more than restoring 50 MB does. The defaults need no
+validation (a test validates them), so it is imported when somebody sets something (docs/decisions/0004-settings.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+
+class Unknown(ValueError):
+    """A name that is not known; carries the known ones to the one-line error."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        super().__init__(f"choose one of {', '.join(known)}")
+        self.known = known
+
+
+class Refused(ValueError):
+    """A value out of its bounds; the text says what would be right."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A name out of a fixed list."""
+
+    known: tuple[str, ...]
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Unknown."""
+        if value not in self.known:
+            raise Unknown(self.known)
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number in a closed range; a power of two where the field needs one."""
+
+    least: int
+    most: int
+    power_of_two: bool = False
+
+    def check(self, value: int) -> int:
+        """Return `value`. Raises Refused."""
+        if not self.least <= value <= self.most:
+            raise Refused(f"want {self.least} to {self.most}")
+        if self.power_of_two and value & (value - 1):
+            raise Refused("want a power of two")
+        return int(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class Size(Between):
+    """Bytes, given as a number or as `8KiB`, `400MB`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic import ByteSize
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler.generate_schema(ByteSize))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of bounded length in UTF-8."""
+
+    bytes_max: int
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        if not 1 <= len(value.encode(errors="replace")) <= self.bytes_max:
+            raise Refused(f"want 1 to {self.bytes_max} bytes")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))

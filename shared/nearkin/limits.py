@@ -1,0 +1,17 @@
+"""Limits. Invariant: every bound that two modules share is written here, once (I10)."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+FRAME_BYTES_MAX = 900 * KIB
+"""Frames and segments stay below Kafka's default message limit of 1 MiB, headers included."""
+SEGMENT_BYTES_MAX = FRAME_BYTES_MAX
+KEY_BYTES_MAX = 1024
+"""UTF-8 bytes of a key: S3's own limit, so that any object name is a key."""
+METADATA_BYTES_MAX = 64 * KIB
+TENANT_BYTES_MAX = 128
+DEPTH_MAX = 16
+"""Deltas to decode before a chunk's bytes appear, whatever the settings say."""

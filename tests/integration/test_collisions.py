@@ -1,0 +1,119 @@
+"""SHA-1 collisions: two contents of one fingerprint stay two contents, published pairs and made ones alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import SMALL, settings
+
+PAIR = Path(__file__).parents[2].parent / "shared" / "data" / "sha1-collisions"
+SUFFIXES = [b"", b"!", b"one and the same ending " * 300, bytes(7000)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[bytes, bytes]:
+    files = [PAIR / f"sha-mbles-{number}.bin" for number in (1, 2)]
+    if not all(path.is_file() for path in files):
+        pytest.skip(f"the published SHA-1 collision (sha-mbles-1.bin, sha-mbles-2.bin) is not in {PAIR}")
+    one, other = (path.read_bytes() for path in files)
+    return one, other
+
+
+def whole(**changes):
+    return settings(SMALL, {"chunker": {"algorithm": "whole"}}, changes)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES, ids=len)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_published_pair_stays_two_contents_under_two_keys(pair, suffix, swapped, tmp_path):
+    one, other = (content + suffix for content in (reversed(pair) if swapped else pair))
+    assert one != other
+    assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
+    with open_store(tmp_path / "s", settings=whole()) as store:
+        first, second = store.put("one", one), store.put("other", other)
+        assert second.ledger.duplicate_chunks == 0
+        assert [r for r in store.put_many([("both", one), ("both", other)]) if r.ledger.duplicate_chunks != 1] == []
+    assert first.info.digest != second.info.digest
+    with open_store(tmp_path / "s", settings=whole()) as store:
+        for key, version, content in [("one", 1, one), ("other", 1, other), ("both", 1, one), ("both", 2, other)]:
+            assert store.get(key, version).read() == content
+        (chunk_one,), (chunk_other,) = (store.explain(key).segments[0].chunks for key in ("one", "other"))
+        assert chunk_one.fingerprint == chunk_other.fingerprint == hashlib.sha1(one).hexdigest()
+        assert store.verify().damage == ()
+        store.rebuild_index()
+        assert store.put("again", other).ledger.duplicate_chunks == 1
+        assert store.get("again").read() == other
+
+
+def test_the_published_pair_stays_two_contents_within_one_blob(pair, tmp_path):
+    # 8192-byte pieces, each one chunk: both contents, several times, in one batch and in one segment
+    one, other = (content + b"\7" * (8192 - len(content)) for content in pair)
+    assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
+    blob = one + other + other + random_bytes(8192) + one + other
+    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}})) as store:
+        put = store.put("k", blob)
+        assert (put.ledger.chunks, put.ledger.duplicate_chunks) == (6, 3)
+        store.put("turned", other + one)
+        assert store.get("k").read() == blob
+        assert store.get("turned").read() == other + one
+        for start in range(0, len(blob), 8192):
+            assert store.get("k", start=start, stop=start + 700).read() == blob[start : start + 700]
+        assert store.verify().damage == ()
+
+
+def test_segments_that_hold_one_or_the_other_are_told_apart(pair, tmp_path):
+    around = random_bytes(8192 * 5, 3)
+    blobs = [around[:8192] + (content + b"\7" * (8192 - len(content))) + around[8192:] for content in pair]
+    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}})) as store:
+        for key, blob in zip("ab", blobs, strict=True):
+            store.put(key, blob)
+        for key, blob in zip("ab", blobs, strict=True):
+            assert store.get(key).read() == blob
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_every_version_restores_where_fingerprint_collisions_abound(bits, tmp_path):
+    chosen = settings(
+        SMALL,
+        {"chunker": {"min_bytes": 64, "target_bytes": 128, "max_bytes": 1024}, "features": {"algorithm": "odess"}},
+    )
+    first = text_like(1_000_000, 5) + random_bytes(700_000, 6) + bytes(50_000)
+    contents = [first]
+    for seed in range(2):
+        contents.append(mutated(contents[-1], seed, edits=200))
+    with open_store(tmp_path / "s", settings=chosen, fingerprint_bits=bits) as store:
+        for content in contents:
+            store.put("k", content)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        by_fingerprint: dict[str, set[bytes]] = defaultdict(set)
+        chunks = 0
+        for version, content in enumerate(contents, 1):
+            assert store.get("k", version).read() == content
+            for segment in store.explain("k", version).segments:
+                for chunk in segment.chunks:
+                    if chunk.kind != "zero":
+                        piece = content[chunk.offset : chunk.offset + chunk.length_bytes]
+                        assert chunk.fingerprint[: bits // 4] == hashlib.sha1(piece).hexdigest()[: bits // 4]
+                        assert not int(chunk.fingerprint[bits // 4 :], 16)
+                        by_fingerprint[chunk.fingerprint].add(piece)
+                        chunks += 1
+        assert chunks > 10_000
+        shared = [pieces for pieces in by_fingerprint.values() if len(pieces) > 1]
+        assert sum(map(len, shared)) > 1000  # the collisions really happened
+        unique = len(set().union(*by_fingerprint.values()))
+        stats = store.stats()
+        # as many chunks were stored as there are contents, so none was taken for another and none was kept twice
+        assert stats.ledger.raw_chunks + stats.ledger.delta_chunks == unique
+        assert stats.ledger.logical_bytes == sum(map(len, contents))
+        assert store.verify().damage == ()
+        live = {name: dict(rows) for name, rows in store._readable_index().entries().items()}
+        store.rebuild_index()
+        assert store._readable_index().entries() == live
+        assert np.all([store.get("k", v).read() == c for v, c in enumerate(contents, 1)])

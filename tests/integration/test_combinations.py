@@ -1,0 +1,96 @@
+"""Every choice by name, with every other: what is put comes back, whichever algorithms kept it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from nearkin import open_store
+from nearkin.config import CHUNKERS, DELTA_CODECS, FEATURES
+from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
+from nearkin.testing.stores import SMALL, settings
+
+FIRST = text_like(150_000, 1) + bytes(100_000) + random_bytes(60_000, 2) + records_like(90_000, 3)
+VERSIONS = [FIRST]
+for seed in range(1, 4):
+    VERSIONS.append(mutated(VERSIONS[-1], seed, edits=12))
+FRESH = VERSIONS[3][:200_000] + text_like(50_000, 9)
+
+
+@pytest.mark.parametrize("chunker", CHUNKERS)
+@pytest.mark.parametrize(("codec", "depth"), [*product(DELTA_CODECS, (1, 3))])
+def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(chunker, codec, depth, tmp_path):
+    small = settings(SMALL, {"chunker": {"algorithm": chunker}, "delta": {"codec": codec, "max_depth": depth}})
+    for algorithm in FEATURES:
+        root = tmp_path / algorithm
+        with open_store(root, settings=settings(small.model_dump(), {"features": {"algorithm": algorithm}})) as store:
+            for content in VERSIONS:
+                store.put("k", content)
+        with open_store(root, settings=small) as store:
+            for version, content in enumerate(VERSIONS, 1):
+                assert store.get("k", version).read() == content
+            stats = store.stats()
+            assert max(stats.depths) <= depth
+            similar = codec != "none" and algorithm != "none" and chunker in ("fastcdc", "rabin", "inck")
+            if similar:
+                assert stats.ledger.delta_chunks > 0
+                assert max(stats.depths) == min(depth, 3)
+            if codec == "none" or algorithm == "none":
+                assert stats.ledger.delta_chunks == 0
+            assert store.verify().damage == ()
+            explained = store.explain("k", 4)
+            assert sum(segment.length_bytes for segment in explained.segments) == len(VERSIONS[3])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block": {"level": 1}},
+        {"block": {"level": 19}},
+        {"delta": {"level": 9, "max_depth": 16}},
+        {"segment": {"target_chunks": 1}},
+        {"segment": {"target_chunks": 1024, "max_bytes": 64 * 1024}},
+        {"features": {"count": 4, "super_features": 4, "window_bytes": 16}},
+        {"features": {"algorithm": "odess", "sampling_bits": 0}},
+        {"chunker": {"min_bytes": 64, "target_bytes": 64, "max_bytes": 64}},
+        {"chunker": {"min_bytes": 900 * 1024, "max_bytes": 900 * 1024, "target_bytes": 900 * 1024, "algorithm": "whole"}},
+        {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 2048}},
+        {"runner": {"batch_bytes": 64 << 20, "queue_batches": 16}},
+        {"base": {"cache_bytes": 1 << 20}, "restore": {"cache_bytes": 8 << 20}},
+        {"container": {"target_bytes": 64 << 20}, "block": {"raw_bytes": 16 << 20, "delta_bytes": 16 << 20}},
+    ],
+    ids=lambda changes: ",".join(f"{s}.{k}={v}" for s, section in changes.items() for k, v in section.items()),
+)
+def test_settings_at_their_bounds_round_trip(changes, tmp_path):
+    if "chunker" in changes and changes["chunker"]["target_bytes"] == 900 * 1024:
+        changes = {"chunker": {"algorithm": "whole"}}  # 900 KiB is no power of two: whole cuts there by itself
+    with open_store(tmp_path / "s", settings=settings(SMALL, changes)) as store:
+        for content in [*VERSIONS, FRESH]:
+            store.put("k", content)
+        for version, content in enumerate([*VERSIONS, FRESH], 1):
+            assert store.get("k", version).read() == content
+        assert store.verify().damage == ()
+    with open_store(tmp_path / "s", settings=settings()) as store:  # settings of the reader do not matter
+        assert store.get("k", 4).read() == VERSIONS[3]
+
+
+def test_a_store_goes_on_under_other_settings(tmp_path):
+    everything = []
+    for number, (chunker, algorithm) in enumerate(product(CHUNKERS, FEATURES)):
+        content = mutated(VERSIONS[number % 4], 100 + number)
+        everything.append(content)
+        changes = {
+            "chunker": {"algorithm": chunker},
+            "features": {"algorithm": algorithm},
+            "delta": {"max_depth": 1 + number % 4},
+            "block": {"level": 1 + number % 9},
+        }
+        with open_store(tmp_path / "s", settings=settings(SMALL, changes)) as store:
+            assert store.put("k", content).info.version == number + 1
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        for version, content in enumerate(everything, 1):
+            assert store.get("k", version).read() == content
+        assert store.verify().damage == ()
+        # lowering the cap later makes no stored chunk deeper, and none is ever above the highest there was
+        assert max(store.stats().depths) <= 4
