@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import BinaryIO, Self, cast
 
 from nearkin.config import Settings, load
-from nearkin.errors import BadInput, NotFound, StoreUnavailable
+from nearkin.errors import BadInput, FormatTooNew, NotFound, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.manifest import Manifest
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX
+from nearkin.formats.manifest import Manifest, encode_metadata
+from nearkin.index.lmdb import CatalogEntry, LmdbIndex
+from nearkin.limits import KEY_BYTES_MAX
 from nearkin.records import (
     U8,
     U32,
@@ -42,7 +42,7 @@ from nearkin.runners.embedded import EmbeddedWriter, version_info
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
 from nearkin.store.lock import WriterLock
-from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import ManifestStore, object_name as manifest_name
 from nearkin.store.objects import LocalObjects
 from nearkin_resemblance import Sketch
 
@@ -276,7 +276,25 @@ class Store:
 
         if sample is not None and not 0 < sample <= 1:
             raise BadInput(f"sample {sample}: want a share above 0 and at most 1, such as 0.01")
-        return verify_store(self._restored, self._manifests, self._fingerprinter, sample, progress)
+        remembered = {
+            manifest_name(self.settings.tenant, entry.key, entry.version): (entry.key, entry.version)
+            for entry in self._remembered()
+        }
+        return verify_store(self._restored, self._manifests, self._fingerprinter, sample, progress, remembered)
+
+    def _remembered(self) -> list[CatalogEntry]:
+        """Return the index's catalog where there is a sound one: `verify` can do without, and makes none."""
+        if self._index is None and not (self.root / "index" / "data.mdb").is_file():
+            return []
+        try:
+            index = self._index or self._open_index(read_only=True)
+            if not index.complete:
+                index.close()
+                return []
+            self._index = index
+            return list(index.catalog(self.settings.tenant))
+        except (StoreUnavailable, FormatTooNew):
+            return []
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone."""
@@ -364,9 +382,7 @@ def check_key(key: str) -> None:
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
     """Refuse metadata that is not text or too much of it."""
-    total = sum(len(name.encode()) + len(value.encode()) + 8 for name, value in metadata.items())
-    if total > METADATA_BYTES_MAX:
-        raise BadInput(f"metadata of {total} bytes: want at most {METADATA_BYTES_MAX}")
+    encode_metadata(metadata)
 
 
 def _feed(
@@ -419,7 +435,10 @@ def _read_into(file: BinaryIO | BytesIO, window: memoryview) -> int:
     """Fill the window's start from a file; 0 at its end. Files without `readinto` are read and copied."""
     reader = getattr(file, "readinto", None)
     if reader is not None:
-        return int(reader(window) or 0)
+        count = reader(window)
+        if count is None:  # not the end: taken for it, half a blob would be committed as a whole one
+            raise BadInput("source: has nothing to read yet; open it blocking, not non-blocking")
+        return int(count)
     data = file.read(min(len(window), READ_BYTES))
     window[: len(data)] = data
     return len(data)

@@ -90,7 +90,7 @@ class BaseSettings:
     __pydantic_config__ = _FORBID
 
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "first-fit"
-    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 128 * MIB
+    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class BlockSettings:
 
     __pydantic_config__ = _FORBID
 
-    raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = 4 * MIB
+    raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = MIB
     delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 512 * KIB
     level: Annotated[int, Between(1, 22)] = 3
 
@@ -140,7 +140,7 @@ class RestoreSettings:
 
     __pydantic_config__ = _FORBID
 
-    cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 96 * MIB
+    cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 48 * MIB
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locatio
 CHUNKS_MAX = 1 << 20
 """A container is sealed before it names more chunks, whatever their size."""
 BLOCKS_MAX = 1 << 15
+RECIPE_CHUNKS_MAX = 1 << 22
+"""Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
+NAMED_MAX = 1 << 15
+"""Nor do its bases and recipes name more containers: a table holds 65,534, and the next batch brings some more."""
 _NO_SOURCES: tuple[U8, U8] = (np.zeros(0, np.uint8), np.zeros(0, np.uint8))
 
 
@@ -87,6 +91,8 @@ class ContainerBuilder:
         self._segment_sketches: list[U8] = []
         self._segment_ids: list[U8] = []
         self._recipes: list[Locations] = []
+        self._recipe_chunks = 0
+        self._named: set[int] = set()
         self._features: dict[str, list[tuple[U32, U64]]] = {}
         self._snapshot: Directory | None = None
         self.chunks = 0
@@ -108,7 +114,12 @@ class ContainerBuilder:
     @property
     def full(self) -> bool:
         """Return whether the counts are near what a directory can name."""
-        return self.chunks > CHUNKS_MAX or self._blocks > BLOCKS_MAX
+        return (
+            self.chunks > CHUNKS_MAX
+            or self._blocks > BLOCKS_MAX
+            or self._recipe_chunks > RECIPE_CHUNKS_MAX
+            or len(self._named) > NAMED_MAX
+        )
 
     def add(self, fresh: Encodings) -> Locations:
         """Append chunks; return where they lie from now on."""
@@ -120,6 +131,7 @@ class ContainerBuilder:
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
         self._added.append(replace(fresh, sources=_NO_SOURCES))
         self._block_numbers.append(numbers)
+        self._named.update(np.unique(fresh.bases.containers).tolist())
         self.chunks += count
         self._snapshot = None
         return Locations(np.full(count, self.container, np.uint64), ordinals)
@@ -160,6 +172,8 @@ class ContainerBuilder:
         self._segment_counts.append(counts)
         self._segment_sketches.append(np.full(number, self._sketch_names.index(sketch), np.uint8))
         self._recipes.append(chunks)
+        self._recipe_chunks += len(chunks)
+        self._named.update(np.unique(chunks.containers).tolist())
         ordinals = np.arange(self.segments, self.segments + number, dtype=np.uint32)
         self.segments += number
         self._snapshot = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,7 +52,14 @@ class _Findings:
 class Verifier:
     """One pass over a store."""
 
-    def __init__(self, containers: ContainerStore, manifests: ManifestStore, fingerprinter: Fingerprinter) -> None:
+    def __init__(
+        self,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        fingerprinter: Fingerprinter,
+        remembered: Mapping[str, tuple[str, int]],
+    ) -> None:
+        self._remembered = remembered
         self._containers = containers
         self._manifests = manifests
         self._fingerprinter = fingerprinter
@@ -66,9 +73,10 @@ class Verifier:
     def run(self, sample: float | None, progress: Progress | None) -> VerifyReport:
         """Read containers (a share of them with `sample`), then every manifest. Raises only StoreUnavailable."""
         started = time.perf_counter()
-        ids = sorted(container for container, _ in self._containers.ids())
+        # Manifests first: all that one of them names is durable by then, so a put meanwhile never looks like damage.
         names = sorted(name for name, _ in self._manifests.names())
-        chosen = set(ids)
+        ids = sorted(container for container, _ in self._containers.ids())
+        listed, chosen = set(names), set(ids)
         if sample is not None:
             chosen = set(random.sample(ids, max(1, round(len(ids) * sample)))) if ids else set()
         total = len(ids) + len(names)
@@ -76,6 +84,10 @@ class Verifier:
             self._known[container] = self._container(container, deep=container in chosen)
             if progress is not None:
                 progress(done + 1, total)
+        for name, (key, version) in self._remembered.items():
+            if name not in listed:
+                self._findings.found(name, f"{name}: missing, and the index lists {key!r} version {version}")
+                self._findings.touched[name].add((key, version))
         for done, name in enumerate(names):
             self._manifest(name)
             if progress is not None:
@@ -166,6 +178,8 @@ class Verifier:
             manifest = self._manifests.read(name)
         except Permanent as err:
             self._findings.found(name, str(err))
+            if name in self._remembered:
+                self._findings.touched[name].add(self._remembered[name])
             return
         version = manifest.key, manifest.version
         for culprit, problem in self._touching(manifest).items():
@@ -226,6 +240,11 @@ def verify_store(
     fingerprinter: Fingerprinter,
     sample: float | None = None,
     progress: Progress | None = None,
+    remembered: Mapping[str, tuple[str, int]] | None = None,
 ) -> VerifyReport:
-    """Check a store; see Verifier."""
-    return Verifier(containers, manifests, fingerprinter).run(sample, progress)
+    """Check a store; see Verifier.
+
+    `remembered` says which (key, version) an index knows under which manifest's name: what lists a version whose
+    manifest is lost, or names one whose manifest cannot be read.
+    """
+    return Verifier(containers, manifests, fingerprinter, remembered or {}).run(sample, progress)

@@ -1,7 +1,5 @@
 """`python -m nearkin.cli` is the `nearkin` command."""
 
-import sys
+from nearkin.cli import run
 
-from nearkin.cli import main
-
-sys.exit(main())
+run()

@@ -19,9 +19,9 @@ import numpy as np
 from backports.zstd import ZstdCompressor
 from numpy.typing import NDArray
 
-from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
+from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations
 
 VERSION = 1
@@ -30,7 +30,7 @@ CONTAINER_BYTES_MAX = 1 << 30
 BLOCK_RAW_BYTES_MAX = 32 * 1024 * 1024
 SKETCHES_MAX = 256
 BLOCKS_MAX = 1 << 16
-ROWS_MAX = 1 << 22
+ROWS_MAX = 1 << 23
 """Chunks, segments, and chunks named by recipes: bounds what a directory decodes to. Builders seal far below."""
 
 HEADER = Struct("<4sHHQ16s")
@@ -428,6 +428,7 @@ def decode_container(data: bytes | memoryview, what: str) -> Directory:
         raise Corrupt(f"{what}: {len(view)} bytes are too few for a container")
     if len(view) > CONTAINER_BYTES_MAX:
         raise BadInput(f"{what}: {len(view)} bytes; a container has at most {CONTAINER_BYTES_MAX}")
-    container, domain = container_id_of(view, what)
+    # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
     offset, size, check = footer_of(view, view[-FOOTER.size :], len(view), what)
+    container, domain = container_id_of(view, what)
     return decode_directory(view[offset : offset + size], container, domain, len(view), check, what)

@@ -16,9 +16,9 @@ from struct import Struct
 
 import numpy as np
 
-from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
+from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import ZERO, Bools, Ledger, Locations
 
 VERSION = 1

@@ -11,6 +11,7 @@ versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class LmdbIndex:
                 meminit=False,
                 max_readers=512,
             )
+            self._fill_up(folder)
             self._chunks = self._open("chunks", read_only)
             self._features = self._open("features", read_only)
             self._segments = self._open("segments", read_only)
@@ -76,11 +78,22 @@ class LmdbIndex:
             self._containers = self._open("containers", read_only)
             self._versions = self._open("versions", read_only)
             self._meta = self._open("meta", read_only)
-        except lmdb.Error as err:
+        except (lmdb.Error, OSError) as err:
             raise StoreUnavailable(
                 f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
             ) from err
         self._check_version(read_only)
+
+    def _fill_up(self, folder: Path) -> None:
+        """Let zeros stand for pages beyond the file's end: LMDB maps them all, and touching none at all is SIGBUS.
+
+        A page that was freed before it was ever written may lie there; one that was lost is then refused as corrupt.
+        """
+        needed_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        with (folder / "data.mdb").open("r+b") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            if size_bytes < needed_bytes:  # fallocate never shrinks what a writer may have extended meanwhile
+                os.posix_fallocate(file.fileno(), size_bytes, needed_bytes - size_bytes)
 
     def _open(self, name: str, read_only: bool) -> Any:
         return self._env.open_db(name.encode(), create=not read_only)
@@ -102,17 +115,15 @@ class LmdbIndex:
             with self._env.begin() as txn:
                 yield txn
         except lmdb.Error as err:
-            raise StoreUnavailable(f"index: {err}") from err
+            raise _unavailable(err) from err
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
         try:
             with self._write_lock, self._env.begin(write=True) as txn:
                 yield txn
-        except lmdb.MapFullError as err:
-            raise StoreUnavailable("index: full; raise index.map_bytes and run the same again") from err
         except lmdb.Error as err:
-            raise StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again") from err
+            raise _unavailable(err) from err
 
     def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[n, 32] names."""
@@ -247,6 +258,14 @@ class LmdbIndex:
     def close(self) -> None:
         """Release the environment."""
         self._env.close()
+
+
+def _unavailable(err: lmdb.Error) -> StoreUnavailable:
+    if isinstance(err, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError):
+        return StoreUnavailable(f"index: {err}: it is damaged; run rebuild-index, which makes a new one")
+    if isinstance(err, lmdb.MapFullError):
+        return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
+    return StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again")
 
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.limits import DEPTH_MAX
 from nearkin.errors import Corrupt, NotFound
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
+from nearkin.limits import DEPTH_MAX
 from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
 from nearkin.stage import Contents
 from nearkin.store.containers import ContainerSource

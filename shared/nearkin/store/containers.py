@@ -99,20 +99,24 @@ class ContainerStore:
         return self._objects.get(object_name(container))
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return a container's directory, from the cache or with one or two reads."""
+        """Return a container's directory, from the cache or with one or two reads. Raises Corrupt where it is lost."""
         known = self._directories.get(container)
         if known is not None:
             return known
         name = object_name(container)
-        size_bytes = self._objects.size_bytes(name)
+        try:
+            size_bytes = self._objects.size_bytes(name)
+        except NotFound as err:
+            raise Corrupt(f"{name}: missing, and what is asked for lies in it: run `nearkin verify`") from err
         if size_bytes < fmt.HEADER.size + fmt.FOOTER.size:
             raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
         tail_start = max(0, size_bytes - TAIL_BYTES)
         header, tail = self._objects.get_ranges(name, [0, tail_start], [fmt.HEADER.size, size_bytes])
+        # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
+        offset, length, check = fmt.footer_of(header, tail[-fmt.FOOTER.size :], size_bytes, name)
         found, domain = fmt.container_id_of(header, name)
         if found != container or domain != self._domain:
             raise Corrupt(f"{name}: holds container {found:016x}: was it renamed, or is it another tenant's?")
-        offset, length, check = fmt.footer_of(header, tail[-fmt.FOOTER.size :], size_bytes, name)
         if offset >= tail_start:
             data = tail[offset - tail_start : offset - tail_start + length]
         else:
@@ -131,7 +135,10 @@ class ContainerStore:
             raise NotFound(f"{object_name(container)}: has no block {block}")
         start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
         end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
-        (record,) = self._objects.get_ranges(object_name(container), [start], [end])
+        try:
+            (record,) = self._objects.get_ranges(object_name(container), [start], [end])
+        except NotFound as err:
+            raise Corrupt(f"{object_name(container)}: missing since its directory was read: run `nearkin verify`") from err
         decoded = fmt.decode_block(record, f"{object_name(container)} block {block}")
         self.blocks.put((container, block), decoded, decoded.nbytes)
         return decoded

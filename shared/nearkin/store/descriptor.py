@@ -9,11 +9,15 @@ import json
 import secrets
 from dataclasses import asdict, dataclass
 
+from blake3 import blake3
+
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.store.objects import ObjectStore
 
 NAME = "nearkin.json"
+FORMAT = "nearkin-store"
 VERSION = 1
+BYTES_MAX = 64 * 1024
 FINGERPRINT_BITS = 160
 
 
@@ -25,7 +29,7 @@ class Descriptor:
     secret: str
     fingerprint_bits: int = FINGERPRINT_BITS
     """160; fewer only in tests, which make SHA-1 collisions abound."""
-    format: str = "nearkin-store"
+    format: str = FORMAT
     format_version: int = VERSION
 
 
@@ -34,7 +38,7 @@ def create(objects: ObjectStore, fingerprint_bits: int = FINGERPRINT_BITS) -> De
     if not 8 <= fingerprint_bits <= FINGERPRINT_BITS:
         raise BadInput(f"fingerprint_bits {fingerprint_bits}: want 8 to {FINGERPRINT_BITS}")
     made = Descriptor(secrets.token_hex(16), secrets.token_hex(32), fingerprint_bits)
-    objects.put_new(NAME, json.dumps(asdict(made), indent=1).encode())
+    objects.put_new(NAME, json.dumps(asdict(made) | {"check": _check(made)}, indent=1).encode())
     return made
 
 
@@ -42,17 +46,25 @@ def read(objects: ObjectStore) -> Descriptor:
     """Return the store's descriptor. Raises NotFound, Corrupt, or FormatTooNew naming both versions."""
     data = objects.get(NAME)
     try:
+        if len(data) > BYTES_MAX:
+            raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place adds the remedy
         fields = json.loads(data)
-        version = fields["format_version"]
-        if fields["format"] != "nearkin-store" or not isinstance(version, int):
-            raise Corrupt(f"{NAME}: not a Nearkin store's descriptor")
-        if version > VERSION:
-            raise FormatTooNew(f"store format {version}; this Nearkin reads up to {VERSION}: upgrade Nearkin")
+        if fields["format"] != FORMAT or type(fields["format_version"]) is not int:
+            raise ValueError("not a Nearkin store's descriptor")  # noqa: TRY301
+        if fields["format_version"] > VERSION:
+            raise FormatTooNew(
+                f"store format {fields['format_version']}; this Nearkin reads up to {VERSION}: upgrade Nearkin"
+            )
+        check = fields.pop("check")
         found = Descriptor(**fields)
-        if len(bytes.fromhex(found.secret)) != 32:
-            raise Corrupt(f"{NAME}: the secret is not 32 bytes")
-    except (ValueError, KeyError, TypeError) as err:
-        raise Corrupt(
-            f"{NAME}: does not parse: {err}; restore it from a copy, every chunk's tag depends on it"
-        ) from err
+        # One flipped bit in the secret changes every tag: all chunks would look broken, new ones would match none.
+        if check != _check(found) or found.format_version != VERSION or len(bytes.fromhex(found.secret)) != 32:
+            raise ValueError("its check does not agree")  # noqa: TRY301
+    except (ValueError, KeyError, TypeError, RecursionError) as err:
+        raise Corrupt(f"{NAME}: {err}; restore it from a copy, every chunk's tag depends on it") from err
     return found
+
+
+def _check(found: Descriptor) -> str:
+    """Return 16 hex digits over all fields, whatever their order and spacing in the file."""
+    return blake3(json.dumps(asdict(found), sort_keys=True, separators=(",", ":")).encode()).hexdigest(length=8)

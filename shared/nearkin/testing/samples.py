@@ -1,0 +1,143 @@
+"""Small containers and manifests. Invariant: the same call gives the same content, on every machine and for good.
+
+They show each thing that a format can say: raw and delta blocks, stored and compressed, bases here and elsewhere,
+recipes that name their own chunks, other containers' chunks and holes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from backports.zstd import CompressionParameter, ZstdCompressor
+
+from nearkin.formats import columns
+from nearkin.formats import container as fmt
+from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, SegmentTable
+from nearkin.formats.manifest import Manifest
+from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Ledger, Locations
+
+CONTAINER = ContainerId(0x0000_0193_5D4C_0001)
+OLDER = ContainerId(0x0000_0193_5D4B_0007)
+OLDEST = ContainerId(0x0000_0193_5D4A_0003)
+DOMAIN = bytes(range(16))
+SKETCHES = ("finesse/12/3/48", "none")
+
+
+def noise(byte_count: int, label: str) -> U8:
+    """Return `byte_count` bytes that nothing compresses, decided by `label` alone."""
+    return np.frombuffer(hashlib.shake_256(label.encode()).digest(byte_count), np.uint8)
+
+
+def names_of(lengths: list[int], label: str = "names") -> U8:
+    """Return uint8[n, 32] names with these lengths, made up otherwise."""
+    names = noise(len(lengths) * NAME_BYTES, label).reshape(len(lengths), NAME_BYTES).copy()
+    names[:, 28:] = np.array(lengths, "<u4").view(np.uint8).reshape(len(lengths), 4)
+    return names
+
+
+def compressor() -> ZstdCompressor:
+    """Return a compressor as builders use it."""
+    return ZstdCompressor(
+        options={CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+    )
+
+
+def small_container() -> bytes:
+    """Return a container of 6 chunks in 3 blocks (raw text, raw noise, deltas) and 3 segments: about 700 bytes."""
+    text = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:400]
+    packer = compressor()
+    blocks = [
+        fmt.encode_block(text, fmt.RAW, 0, packer),
+        fmt.encode_block(noise(20, "deltas"), fmt.XDELTA3, 1, packer),
+        fmt.encode_block(noise(80, "raw"), fmt.RAW, 0, packer),
+    ]
+    lengths = [100, 300, 90, 120, 30, 50]
+    chunks = ChunkTable(
+        names=names_of(lengths),
+        lengths=np.array(lengths, np.uint32),
+        blocks=np.array([0, 0, 1, 1, 2, 2], np.uint32),
+        positions=np.array([0, 100, 0, 12, 0, 30], np.uint32),
+        encoded=np.array([100, 300, 12, 8, 30, 50], np.uint32),
+        depths=np.array([0, 0, 1, 1, 0, 0], np.uint8),
+        bases=Locations(np.array([0, 0, CONTAINER, OLDER, 0, 0], np.uint64), np.array([0, 0, 1, 77, 0, 0], np.uint32)),
+        ranks=np.array([0, 0, 0, 2, 0, 0], np.uint8),
+    )
+    holders = [
+        CONTAINER,
+        CONTAINER,
+        OLDER,
+        OLDER,
+        OLDER,
+        ZERO,
+        ZERO,
+        CONTAINER,
+        CONTAINER,
+        OLDEST,
+        CONTAINER,
+        CONTAINER,
+    ]
+    ordinals = [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
+    segments = SegmentTable(
+        bounds=np.array([0, 5, 10, 12], np.uint32),
+        sketches=np.array([0, 0, 1], np.uint8),
+        chunks=Locations(np.array(holders, np.uint64), np.array(ordinals, np.uint32)),
+    )
+    return fmt.encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+
+
+def empty_container() -> bytes:
+    """Return a container that holds nothing: header, empty directory, footer."""
+    none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+    chunks = ChunkTable(
+        np.zeros((0, NAME_BYTES), np.uint8), none32, none32, none32, none32, none8, Locations.empty(), none8
+    )
+    segments = SegmentTable(np.zeros(1, np.uint32), none8, Locations.empty())
+    blocks: list[EncodedBlock] = []
+    return fmt.encode_container(CONTAINER, DOMAIN, 1, (), blocks, chunks, segments)[0]
+
+
+def small_manifest() -> Manifest:
+    """Return a manifest of 7 segments, some of them in other versions too."""
+    return Manifest(
+        tenant="default",
+        key="backups/täglich.tar",
+        version=3,
+        created_us=1_764_000_000_123_456,
+        size_bytes=1_234_567,
+        blake3=bytes(noise(32, "blake3")),
+        sha256=bytes(noise(32, "sha256")),
+        seconds=1.25,
+        ledger=Ledger(1_234_567, 150, 90, 40, 20, 5, 600_000, 400_000, 20_000),
+        segments=Locations(
+            np.array([OLDEST, OLDEST, OLDER, CONTAINER, CONTAINER, CONTAINER, OLDER], np.uint64),
+            np.array([4, 5, 0, 0, 1, 2, 1], np.uint32),
+        ),
+        known=np.array([True, True, True, False, False, True, True]),
+        metadata={"host": "db-1", "note": 'ein "Zitat"'},
+    )
+
+
+def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:
+    """Return the directory and all decoded blocks of a container. Raises Corrupt or FormatTooNew."""
+    directory = fmt.decode_container(data, "sample")
+    view = memoryview(data)
+    blocks = []
+    for number in range(len(directory.blocks)):
+        start = int(directory.blocks.offsets[number])
+        record = view[start - fmt.BLOCK.size : start + int(directory.blocks.stored[number])]
+        blocks.append(fmt.decode_block(record, f"sample block {number}").tobytes())
+    return directory, blocks
+
+
+def with_directory(data: bytes, directory: bytes) -> bytes:
+    """Return a container with another directory and checksums that agree: what only a writer could have made."""
+    offset, _, _, _, _ = fmt.FOOTER.unpack(data[-fmt.FOOTER.size :])
+    lead = fmt.FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
+    return data[:offset] + directory + lead + columns.check_bytes(data[: fmt.HEADER.size], lead) + b"NKCF"
+
+
+def directory_of(data: bytes) -> bytes:
+    """Return the directory's bytes of a container."""
+    offset, size, _, _, _ = fmt.FOOTER.unpack(data[-fmt.FOOTER.size :])
+    return data[offset : offset + size]

@@ -1,0 +1,301 @@
+"""Damage: what is broken is named, with exactly the versions it touches; no wrong byte leaves; what is whole restores."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import SMALL, attempt, broken, containers, manifests, settings
+
+CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "super_features": 6}})
+
+
+def contents_of_a_history() -> dict[tuple[str, int], bytes]:
+    """Versions that share chunks, that are deltas of one another over three levels, and some that share nothing."""
+    contents: dict[tuple[str, int], bytes] = {}
+    first = text_like(700_000, 1)
+    for version in range(1, 6):
+        contents["history", version] = first
+        first = mutated(first, version, edits=60, edit_bytes_max=90)
+    contents["alone", 1] = random_bytes(500_000, 7)
+    contents["alone", 2] = text_like(300_000, 8)
+    contents["mixed", 1] = contents["alone", 2][:150_000] + contents["history", 2][300_000:]
+    contents["zeros", 1] = bytes(200_000)
+    contents["empty", 1] = b""
+    return contents
+
+
+CONTENTS = contents_of_a_history()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("sound") / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        for (key, _), content in CONTENTS.items():
+            store.put(key, content)
+        assert max(store.stats().depths) >= 2
+    assert len(containers(root)) >= 6
+    return root
+
+
+@pytest.fixture
+def root(sound, tmp_path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def named(root: Path, path: Path) -> str:
+    return str(path.relative_to(root))
+
+
+def assert_verify_names(store: Store, root: Path, path: Path) -> set[tuple[str, int]]:
+    """What `verify` says is what trying every version says; returns the versions that are touched."""
+    failing = broken(store, CONTENTS)
+    damage = store.verify().damage
+    assert {d.object_name for d in damage} == {named(root, path)}
+    assert {version for d in damage for version in d.versions} == failing
+    assert all(d.object_name in d.problem or d.problem for d in damage)
+    return failing
+
+
+def places(path: Path, seed: int) -> list[int]:
+    """Header, first block, directory, footer, and some anywhere."""
+    size = path.stat().st_size
+    draw = random.Random(seed)
+    return [0, 4, 6, 9, 20, 33, 40, 60, size - 1, size - 10, size - 30, size - 40, *(draw.randrange(size) for _ in range(4))]
+
+
+def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(root):
+    touched: set[tuple[str, int]] = set()
+    for number, path in enumerate(containers(root)):
+        whole = path.read_bytes()
+        for at in places(path, number):
+            flip(path, at, bit=number % 8)
+            with open_store(root, settings=CHOSEN) as store:
+                failing = assert_verify_names(store, root, path)
+                assert failing < CONTENTS.keys(), (path.name, at)
+                for key, version in failing:
+                    assert isinstance(attempt(store, key, version)[1], Corrupt), (path.name, at)
+            touched |= failing
+            path.write_bytes(whole)
+    assert touched == CONTENTS.keys() - {("empty", 1)}  # each damage touched few, all together every one
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99, 0.9999])
+def test_a_truncated_container_is_named_with_the_versions_it_touches(root, share):
+    for path in containers(root):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(len(whole) * share)])
+        with open_store(root, settings=CHOSEN) as store:
+            for key, version in assert_verify_names(store, root, path):
+                assert isinstance(attempt(store, key, version)[1], Corrupt)
+        path.write_bytes(whole)
+
+
+def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases_too(root):
+    through_bases = 0
+    for path in containers(root):
+        whole = path.read_bytes()
+        path.unlink()
+        with open_store(root, settings=CHOSEN) as store:
+            failing = assert_verify_names(store, root, path)
+            assert failing
+            for key, version in failing:
+                assert isinstance(attempt(store, key, version)[1], Corrupt)
+            through_bases += len(failing) > 1
+        path.write_bytes(whole)
+    assert through_bases
+
+
+def test_two_damaged_containers_are_both_named_and_no_other_version_is(root):
+    first, *_, last = containers(root)
+    first.unlink()
+    flip(last, last.stat().st_size // 2)
+    with open_store(root, settings=CHOSEN) as store:
+        failing = broken(store, CONTENTS)
+        damage = store.verify().damage
+        assert {d.object_name for d in damage} == {named(root, first), named(root, last)}
+        assert {version for d in damage for version in d.versions} == failing
+
+
+def test_a_container_in_the_place_of_another_is_named(root):
+    first, second, *_ = containers(root)
+    first.write_bytes(second.read_bytes())
+    with open_store(root, settings=CHOSEN) as store:
+        assert_verify_names(store, root, first)
+
+
+def manifest_of(root: Path, version: tuple[str, int]) -> Path:
+    from nearkin.formats.manifest import decode_manifest
+
+    for path in manifests(root):
+        manifest = decode_manifest(path.read_bytes(), path.name)
+        if (manifest.key, manifest.version) == version:
+            return path
+    raise AssertionError(version)
+
+
+@pytest.mark.parametrize("version", [("history", 3), ("alone", 1), ("empty", 1)])
+def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(root, version):
+    path = manifest_of(root, version)
+    whole = path.read_bytes()
+    draw = random.Random(str(version))
+    for at in [0, 4, 6, 8, 20, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(10))]:
+        flip(path, at, at % 8)
+        with open_store(root, settings=CHOSEN) as store:
+            assert broken(store, CONTENTS) == {version}
+            (damage,) = store.verify().damage
+            assert (damage.object_name, damage.versions) == (named(root, path), (version,)), at
+        path.write_bytes(whole)
+    path.write_bytes(whole[: len(whole) // 2])
+    with open_store(root, settings=CHOSEN) as store:
+        assert_verify_names(store, root, path)
+
+
+def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root):
+    path = manifest_of(root, ("history", 3))
+    path.unlink()
+    with open_store(root, settings=CHOSEN) as store:
+        assert isinstance(attempt(store, "history", 3)[1], NotFound)
+        assert_verify_names(store, root, path)
+        assert store.get("history", 5).read() == CONTENTS["history", 5]
+
+
+def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root):
+    path = manifest_of(root, ("history", 3))
+    flip(path, 50)
+    shutil.rmtree(root / "index")
+    with open_store(root, settings=CHOSEN) as store:
+        assert named(root, path) in store.rebuild_index().skipped
+        assert broken(store, CONTENTS) == {("history", 3)}
+        assert {d.object_name for d in store.verify().damage} == {named(root, path)}
+        assert store.put("history", b"next").info.version == 6
+
+
+# ------------------------------------------------------------------ writing after damage
+
+
+@pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
+def test_a_put_after_damage_uses_no_broken_base(root, harm):
+    victims = containers(root)[:-1]
+    for path in victims:
+        hurt(path, harm)
+    fresh = mutated(CONTENTS["history", 5], 77, edits=600, edit_bytes_max=20)  # no chunk as it was, each similar
+    with open_store(root, settings=CHOSEN) as store:
+        result = store.put("after", fresh)
+        assert result.info.version == 1
+        assert store.get("after").read() == fresh
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.get("after").read() == fresh
+        assert ("after", 1) not in {version for d in store.verify().damage for version in d.versions}
+
+
+def hurt(path: Path, harm: str) -> None:
+    match harm:
+        case "flip":
+            flip(path, 40)
+        case "header":
+            flip(path, 4, 3)
+        case "delete":
+            path.unlink()
+        case "truncate":
+            path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
+def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root, harm):
+    for path in containers(root):
+        hurt(path, harm)
+    with open_store(root, settings=CHOSEN) as store:
+        assert len(store.rebuild_index().skipped) == (0 if harm == "delete" else len(containers(root)))
+        versions = {}
+        for key in ("history", "alone", "mixed"):
+            content = CONTENTS[key, 1]
+            versions[key, store.put(key, content).info.version] = content
+        assert broken(store, versions) == set()
+        assert not set(versions) & {version for d in store.verify().damage for version in d.versions}
+
+
+# ------------------------------------------------------------------ descriptor and index
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b"\0" * 300, b"\xff\xfe", b'{"format": "nearkin-store"}'])
+def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root, garbage):
+    (root / "nearkin.json").write_bytes(garbage)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with pytest.raises(Corrupt, match=r"nearkin\.json"):
+        open_store(root, settings=CHOSEN)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
+    path = root / "nearkin.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flip(path, at, at % 7)
+        try:
+            with open_store(root, settings=CHOSEN) as store:
+                broken(store, {("alone", 2): CONTENTS["alone", 2]})
+        except Permanent:
+            pass  # and never another error
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("harm", ["garbage", "empty", "cut", "zeros"])
+def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm):
+    data = root / "index" / "data.mdb"
+    size = data.stat().st_size
+    match harm:
+        case "garbage":
+            data.write_bytes(random_bytes(200_000, 3))
+        case "empty":
+            data.write_bytes(b"")
+        case "cut":
+            data.write_bytes(data.read_bytes()[: 3 * 4096])
+        case "zeros":
+            data.write_bytes(bytes(min(size, 1 << 20)))
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()  # reading needs no index
+    with open_store(root, settings=CHOSEN) as store:
+        try:
+            store.put("k", b"content")
+        except StoreUnavailable as err:
+            assert "rebuild-index" in str(err)
+    with open_store(root, settings=CHOSEN) as store:
+        store.rebuild_index()
+        assert store.put("history", CONTENTS["history", 1]).ledger.duplicate_chunks > 0
+        assert len(store.versions(all_versions=True)) >= len(CONTENTS)
+        assert store.verify().damage == ()
+
+
+def test_what_does_not_belong_into_the_store_is_named(root):
+    (root / "containers" / "notes.txt").write_text("mine")
+    with open_store(root, settings=CHOSEN) as store, pytest.raises(Corrupt, match=r"containers/notes\.txt"):
+        store.put("k", b"x")
+
+
+def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
+    containers(root)[0].unlink()
+    with open_store(root, settings=CHOSEN) as store:
+        for key, version in broken(store, CONTENTS):
+            err = attempt(store, key, version)[1]
+            assert isinstance(err, NearkinError)
+            assert "\n" not in str(err)
+    assert json.loads((root / "nearkin.json").read_bytes())["format_version"] == 1

@@ -1,0 +1,344 @@
+"""Containers: every damage is told, never decoded into something else; what hostile writers make is refused in bounds."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.formats import columns, runs
+from nearkin.formats import container as fmt
+from nearkin.limits import SEGMENT_BYTES_MAX
+from nearkin.records import SELF, ZERO
+from nearkin.testing import samples
+
+REFUSALS = (Corrupt, FormatTooNew)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two values of nested dataclasses, arrays and plain values are equal."""
+    if hasattr(left, "__dataclass_fields__"):
+        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
+    return np.array_equal(left, right) if isinstance(left, np.ndarray) else bool(left == right)
+
+
+def test_a_container_says_what_was_put_into_it() -> None:
+    directory, blocks = samples.read_all(samples.small_container())
+    assert (directory.container, directory.domain, directory.depth_max) == (samples.CONTAINER, samples.DOMAIN, 2)
+    assert directory.sketch_names == samples.SKETCHES
+    assert [len(b) for b in blocks] == directory.blocks.raw.tolist() == [400, 20, 80]
+    assert directory.blocks.codecs.tolist() == [fmt.ZSTD, fmt.STORED, fmt.STORED]
+    assert directory.chunks.bases.containers.tolist() == [0, 0, samples.CONTAINER, samples.OLDER, 0, 0]
+    assert directory.chunks.positions.tolist() == [0, 100, 0, 12, 0, 30]
+    assert directory.segments.chunks.ordinals.tolist() == [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
+    assert directory.chunks.names.tolist() == samples.names_of([100, 300, 90, 120, 30, 50]).tolist()
+
+
+def test_an_empty_container_is_132_bytes() -> None:
+    data = samples.empty_container()
+    directory, blocks = samples.read_all(data)
+    assert (len(data), blocks, len(directory.chunks), len(directory.segments)) == (132, [], 0, 0)
+
+
+@pytest.mark.parametrize("make", [samples.small_container, samples.empty_container])
+def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
+    data = bytearray(make())
+    for position in range(len(data) * 8):
+        data[position // 8] ^= 1 << position % 8
+        with pytest.raises(REFUSALS):
+            samples.read_all(data)
+        data[position // 8] ^= 1 << position % 8
+    samples.read_all(data)
+
+
+def test_every_truncation_and_every_extension_is_told() -> None:
+    data = samples.small_container()
+    for length in range(len(data)):
+        with pytest.raises(REFUSALS):
+            samples.read_all(data[:length])
+        with pytest.raises(REFUSALS):
+            samples.read_all(data[length + 1 :])
+    with pytest.raises(REFUSALS):
+        samples.read_all(data + b"\0")
+
+
+def test_random_bytes_are_no_container() -> None:
+    chance = random.Random(1)
+    for length in (0, 1, 31, 32, 63, 64, 65, 500, 5000):
+        for start in (b"", b"NKC1", b"NKC1\1\0\0\0"):
+            with pytest.raises(REFUSALS):
+                samples.read_all(start + chance.randbytes(length))
+
+
+def test_a_later_format_is_named_as_such() -> None:
+    data = bytearray(samples.small_container())
+    data[4:6] = (9).to_bytes(2, "little")
+    with pytest.raises(FormatTooNew, match="format 9.*reads up to 1: upgrade"):
+        samples.read_all(data)
+    data[4:6] = (0).to_bytes(2, "little")
+    with pytest.raises(Corrupt, match="never written"):
+        samples.read_all(data)
+
+
+def test_a_container_beyond_its_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fmt, "CONTAINER_BYTES_MAX", 714)
+    with pytest.raises(BadInput, match="at most 714"):
+        samples.read_all(samples.small_container())
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def block(codec: int = fmt.STORED, kind: int = 0, raw: int = 5, payload: bytes = b"hello", reserved: int = 0) -> bytes:
+    """Return a block record whose checksum agrees, whatever it says."""
+    lead = fmt.BLOCK.pack(b"NKB1", codec, kind, 0, reserved, raw, len(payload), b"")[:-8]
+    return lead + columns.check_bytes(lead, payload) + payload
+
+
+def test_a_block_of_nothing_is_stored() -> None:
+    made = fmt.encode_block(np.zeros(0, np.uint8), fmt.RAW, 0, samples.compressor())
+    assert (made.codec, made.stored_bytes) == (fmt.STORED, 0)
+    assert len(fmt.decode_block(made.header + bytes(made.payload), "b")) == 0
+
+
+def test_noise_is_stored_and_text_is_compressed() -> None:
+    for raw, codec in ((samples.noise(5000, "n"), fmt.STORED), (np.zeros(5000, np.uint8), fmt.ZSTD)):
+        made = fmt.encode_block(raw, fmt.RAW, 0, samples.compressor())
+        assert made.codec == codec
+        assert np.array_equal(fmt.decode_block(made.header + bytes(made.payload), "b"), raw)
+
+
+@pytest.mark.parametrize(
+    ("record", "error"),
+    [
+        (block(raw=6), Corrupt),
+        (block(codec=fmt.ZSTD), Corrupt),
+        (block(codec=fmt.ZSTD, payload=b""), Corrupt),
+        (block(raw=fmt.BLOCK_RAW_BYTES_MAX + 1), Corrupt),
+        (block(codec=2), FormatTooNew),
+        (block(kind=len(fmt.KINDS)), FormatTooNew),
+        (block(reserved=1), FormatTooNew),
+        (block()[:23], Corrupt),
+        (block() + b"x", Corrupt),
+    ],
+)
+def test_a_block_that_says_what_is_not_known_is_refused(record: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        fmt.decode_block(record, "b")
+
+
+def test_a_block_that_decompresses_to_more_than_announced_is_corrupt() -> None:
+    made = fmt.encode_block(np.zeros(5000, np.uint8), fmt.RAW, 0, samples.compressor())
+    for raw in (0, 4999, 5001, fmt.BLOCK_RAW_BYTES_MAX):
+        with pytest.raises(Corrupt):
+            fmt.decode_block(block(fmt.ZSTD, 0, raw, bytes(made.payload)), "b")
+
+
+# --- directories with checksums that agree: what only a writer could have made ----------------------------------------
+
+
+@dataclass
+class Parts:
+    """A directory taken apart; `tables` are lists of columns as docs/formats/container.md has them."""
+
+    head: list[Any]
+    names: list[bytes]
+    chunk_names: bytes
+    tables: list[list[Any]]
+
+    def joined(self) -> bytes:
+        named = b"".join(len(n).to_bytes(2, "little") + n for n in self.names)
+        return fmt.DIRECTORY.pack(*self.head) + named + self.chunk_names + b"".join(map(columns.pack, self.tables))
+
+
+TABLES = [
+    fmt._BLOCK_COLUMNS,
+    fmt._CHUNK_COLUMNS,
+    fmt._DELTA_COLUMNS,
+    fmt._REF_COLUMNS,
+    fmt._SEGMENT_COLUMNS,
+    fmt._RUN_COLUMNS,
+]
+BLOCKS, CHUNKS, DELTAS, REFS, SEGMENTS, RUNS = range(6)
+
+
+def parts() -> Parts:
+    data = samples.directory_of(samples.small_container())
+    position, names, tables = fmt.DIRECTORY.size, [], []
+    for _ in samples.SKETCHES:
+        length = int.from_bytes(data[position : position + 2], "little")
+        names.append(data[position + 2 : position + 2 + length])
+        position += 2 + length
+    chunk_names = data[position : position + 6 * 28]
+    position += 6 * 28
+    for dtypes in TABLES:
+        found, used = columns.unpack(memoryview(data)[position:], dtypes, 1000, "t")
+        tables.append(found)
+        position += used
+    return Parts(list(fmt.DIRECTORY.unpack_from(data)), names, chunk_names, tables)
+
+
+def read_with(changed: Parts) -> fmt.Directory:
+    return samples.read_all(samples.with_directory(samples.small_container(), changed.joined()))[0]
+
+
+def test_the_parts_joined_again_are_the_same_container() -> None:
+    assert samples.with_directory(samples.small_container(), parts().joined()) == samples.small_container()
+
+
+def changed(table: int, column: int, row: int, value: int) -> Callable[[Parts], None]:
+    def change(p: Parts) -> None:
+        p.tables[table][column][row] = value
+
+    return change
+
+
+def shortened(table: int) -> Callable[[Parts], None]:
+    def change(p: Parts) -> None:
+        p.tables[table] = [c[:-1] for c in p.tables[table]]
+
+    return change
+
+
+def counted(place: int, value: int) -> Callable[[Parts], None]:
+    def change(p: Parts) -> None:
+        p.head[place] = value
+
+    return change
+
+
+WRONG = {
+    "magic": counted(0, b"NKD2"),
+    "blocks": counted(1, 4),
+    "chunks": counted(2, 7),
+    "chunks, more than a file holds": counted(2, 0xFFFFFFFF),
+    "segments": counted(3, 0xFFFFFFFF),
+    "depth bound": counted(4, 17),
+    "depth bound below a block's": counted(4, 0),
+    "sketches, more than there are": counted(5, 3),
+    "sketches, too many": counted(5, 257),
+    "a sketch that is not UTF-8": lambda p: p.names.__setitem__(0, b"\xff\xfe"),
+    "a sketch too long": lambda p: p.names.append(b"x" * 60000),
+    "a block too short": changed(BLOCKS, 0, 0, 37),
+    "a block too long": changed(BLOCKS, 0, 0, 0xFFFFFFFF),
+    "a block's raw bytes": changed(BLOCKS, 1, 0, 401),
+    "a block's raw bytes, far too many": changed(BLOCKS, 1, 0, 0xFFFFFFFF),
+    "a block's codec": changed(BLOCKS, 2, 0, 2),
+    "a block's kind": changed(BLOCKS, 3, 0, 2),
+    "a block's depth": changed(BLOCKS, 4, 0, 3),
+    "a raw block said to be deltas": changed(BLOCKS, 4, 0, 1),
+    "a chunk longer than its block": changed(CHUNKS, 0, 0, 101),
+    "a chunk longer than a segment": changed(CHUNKS, 0, 0, SEGMENT_BYTES_MAX + 1),
+    "a chunk of nothing": changed(CHUNKS, 0, 0, 0),
+    "a chunk in no block": changed(CHUNKS, 1, 0, 3),
+    "a chunk in another block": changed(CHUNKS, 1, 0, 2),
+    "a delta too long": changed(DELTAS, 0, 0, 13),
+    "a delta in no container": changed(DELTAS, 1, 1, 4),
+    "a delta against a hole": changed(DELTAS, 1, 1, ZERO),
+    "a delta against itself": changed(DELTAS, 2, 0, 4),
+    "a delta against what is not there": changed(DELTAS, 2, 0, 60),
+    "a delta against ordinal -1": changed(DELTAS, 2, 0, 1),
+    "a table of containers out of order": changed(REFS, 0, 0, (1 << 64) - 1),
+    "a table that names the holder": changed(REFS, 0, 1, samples.CONTAINER),
+    "recipes that do not add up": changed(SEGMENTS, 0, 0, 6),
+    "recipes whose sum wraps": changed(SEGMENTS, 0, 0, 0xFFFFFFFF),
+    "an unknown sketch": changed(SEGMENTS, 1, 0, 2),
+    "a recipe of a chunk that is not there": changed(RUNS, 1, 0, 10),
+    "a hole too long": changed(RUNS, 1, 2, 2 * SEGMENT_BYTES_MAX + 2),
+    "runs of 4 billion chunks": changed(RUNS, 2, 0, 0xFFFFFFFF),
+    "an empty run": changed(RUNS, 2, 0, 0),
+    "a run in no container": changed(RUNS, 0, 1, 9),
+    "a block row missing": shortened(BLOCKS),
+    "a chunk row missing": shortened(CHUNKS),
+    "a delta row missing": shortened(DELTAS),
+    "a container missing from the table": shortened(REFS),
+    "a segment row missing": shortened(SEGMENTS),
+    "a run missing": shortened(RUNS),
+    "a table missing": lambda p: p.tables.pop(),
+    "a table too many": lambda p: p.tables.append([np.zeros(0, np.uint8)]),
+    "chunk names cut short": lambda p: setattr(p, "chunk_names", p.chunk_names[:-1]),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_a_directory_that_does_not_add_up_is_corrupt_whatever_its_checksum_says(
+    change: Callable[[Parts], None],
+) -> None:
+    wrong = parts()
+    change(wrong)
+    with pytest.raises(Corrupt):
+        read_with(wrong)
+
+
+def test_random_values_anywhere_are_refused_or_keep_every_bound() -> None:
+    chance = random.Random(2)
+    accepted = 0
+    for _ in range(1500):
+        wrong = parts()
+        for _ in range(chance.randint(1, 2)):
+            column = chance.choice(chance.choice(wrong.tables))
+            highest = int(np.iinfo(column.dtype).max)
+            column[chance.randrange(len(column))] = chance.choice(
+                (0, 1, 2, chance.randint(0, 12), highest, highest >> 1, chance.randint(0, highest))
+            )
+        try:
+            directory = read_with(wrong)
+        except Corrupt:
+            continue
+        accepted += 1
+        own = directory.segments.chunks.containers == directory.container
+        assert int(directory.segments.chunks.ordinals[own].max(initial=0)) < len(directory.chunks)
+        assert int(directory.segments.bounds[-1]) == len(directory.segments.chunks)
+        assert (np.diff(directory.segments.bounds.astype(np.int64)) >= 0).all()
+        ends = directory.chunks.positions.astype(np.int64) + directory.chunks.encoded
+        assert (ends <= directory.blocks.raw[directory.chunks.blocks]).all()
+        assert (directory.chunks.depths <= directory.depth_max).all()
+    assert accepted > 20  # ranks, sketches, foreign bases: what a reader has no way to doubt
+
+
+def test_random_bytes_in_a_directory_are_refused_or_parse() -> None:
+    chance = random.Random(3)
+    data = samples.small_container()
+    directory = samples.directory_of(data)
+    for _ in range(1500):
+        wrong = bytearray(directory)
+        for _ in range(chance.randint(1, 3)):
+            wrong[chance.randrange(len(wrong))] = chance.randrange(256)
+        try:
+            samples.read_all(samples.with_directory(data, bytes(wrong)))
+        except REFUSALS:
+            continue
+    for length in range(len(directory)):
+        with pytest.raises(REFUSALS):
+            samples.read_all(samples.with_directory(data, directory[:length]))
+
+
+def test_a_small_file_that_asks_for_billions_of_rows_takes_no_memory() -> None:
+    greedy = parts()
+    greedy.tables[RUNS] = [np.full(1000, 2, "<u2"), np.zeros(1000, "<u4"), np.full(1000, 0xFFFFFFFF, "<u4")]
+    many = parts()
+    many.tables[SEGMENTS] = [np.zeros(fmt.ROWS_MAX + 1, "<u4"), np.zeros(fmt.ROWS_MAX + 1, "u1")]
+    files = [samples.with_directory(samples.small_container(), p.joined()) for p in (greedy, many)]
+    for data in files:
+        assert len(data) < 20_000
+        tracemalloc.start()
+        try:
+            with pytest.raises(Corrupt):
+                samples.read_all(data)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_container_that_names_only_itself_has_an_empty_table() -> None:
+    """A raw chunk's base, (0, 0), is no container: it must not take a row."""
+    made = parts()
+    assert made.tables[REFS][0].tolist() == sorted([samples.OLDEST, samples.OLDER])
+    assert int(made.tables[DELTAS][1][0]) == SELF
+    assert runs.REFS_MAX == 65536
