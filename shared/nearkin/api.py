@@ -13,14 +13,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
 from nearkin.config import Settings, load
-from nearkin.errors import BadInput, FormatTooNew, NotFound, StoreUnavailable
+from nearkin.errors import BadInput, FormatTooNew, NotFound, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest, encode_metadata
 from nearkin.index.lmdb import CatalogEntry, LmdbIndex
@@ -43,7 +43,7 @@ from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
 from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore, object_name as manifest_name
-from nearkin.store.objects import LocalObjects
+from nearkin.store.objects import AlreadyExists, LocalObjects
 from nearkin_resemblance import Sketch
 
 READ_BYTES = 1024 * 1024
@@ -74,7 +74,8 @@ def open_store(
     if not exists:
         if not create or read_only:
             raise NotFound(f"store {root}: there is none (no {descriptor.NAME}); put something to make one")
-        if root.is_dir() and any(entry.name not in ("lock", "lock.holder", "tmp") for entry in root.iterdir()):
+        others = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+        if descriptor.NAME not in others and set(others) - {"lock", "lock.holder", "tmp"}:
             raise BadInput(
                 f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
             )
@@ -83,9 +84,12 @@ def open_store(
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err
     objects = LocalObjects(root)
-    return Store(
-        root, objects, descriptor.read(objects) if exists else descriptor.create(objects, fingerprint_bits), chosen
-    )
+    if not exists:
+        try:
+            return Store(root, objects, descriptor.create(objects, fingerprint_bits), chosen)
+        except AlreadyExists:
+            pass  # another process made the store meanwhile: it is the one to open
+    return Store(root, objects, descriptor.read(objects), chosen)
 
 
 class Store:
@@ -104,6 +108,7 @@ class Store:
         self._lock = WriterLock(root)
         self._writing = False
         self._index: LmdbIndex | None = None
+        self._behind = False
 
     def __enter__(self) -> Self:
         return self
@@ -116,6 +121,9 @@ class Store:
     def close(self) -> None:
         """Release the lock and the index."""
         if self._index is not None:
+            if self._writing and not self._index.read_only and not self._behind:
+                with suppress(StoreUnavailable):  # then the next writer looks for what is missing, and finds nothing
+                    self._index.mark_behind(False)
             self._index.close()
             self._index = None
         if self._writing:
@@ -151,6 +159,7 @@ class Store:
         progress: Progress | None,
     ) -> Iterator[PutResult]:
         index = self._writable_index()
+        self._behind = True  # until all is in the index, whatever ends this in between
         last = max((int(container) for container, _ in self._bases.ids()), default=0)
         with EmbeddedWriter(self.settings, self._fingerprinter, self._bases, self._manifests, index, last) as writer:
             waiting = []
@@ -162,6 +171,7 @@ class Store:
                     yield from (done.result() for done in waiting if done.done())
                     waiting = [pending for pending in waiting if not pending.done()]
             writer.flush()
+            self._behind = False
             yield from (done.result() for done in waiting)
 
     # --- get ---------------------------------------------------------------------------------------------------------
@@ -246,7 +256,8 @@ class Store:
             ledger=Ledger(
                 logical_bytes=ledger.logical_bytes,
                 chunks=ledger.chunks,
-                duplicate_chunks=ledger.chunks - raw_chunks - delta_chunks,
+                # Chunks of a put that failed may be stored and in no version: fewer are then needed than are there.
+                duplicate_chunks=max(0, ledger.chunks - raw_chunks - delta_chunks),
                 delta_chunks=delta_chunks,
                 raw_chunks=raw_chunks,
                 zero_chunks=ledger.zero_chunks,
@@ -331,19 +342,54 @@ class Store:
             self._index = None
         if self._index is None:
             self._index = self._complete_index() or self._rebuilt_index()
+            self._behind = self._index.behind
+            if not self._behind:
+                self._index.mark_behind(True)
+        if self._behind:
+            self._catch_up(self._index)
+            self._behind = False
         return self._index
+
+    def _catch_up(self, index: LmdbIndex) -> None:
+        """Add what a writer had stored, and not yet put into the index, when it died or failed."""
+        from nearkin_janitor import rebuild_index
+
+        containers = {summary.container for summary in index.containers()}
+        tenant = self.settings.tenant
+        manifests = {manifest_name(tenant, entry.key, entry.version) for entry in index.catalog(tenant)}
+        rebuild_index(
+            self._bases,
+            self._manifests,
+            index,
+            self._fingerprinter,
+            _sketches,
+            known_containers=containers,
+            known_manifests=manifests,
+        )
 
     def _readable_index(self) -> LmdbIndex:
         if self._index is None:
-            folder = self.root / "index"
-            if (folder / "data.mdb").is_file():
-                index = self._open_index(read_only=True)
-                if index.complete:
-                    self._index = index
-                    return index
+            if not (self.root / "index" / "data.mdb").is_file():
+                self._mend_index()
+            index = self._open_index(read_only=True)
+            if not index.complete or index.behind:
                 index.close()
-            return self._writable_index()
+                try:
+                    self._mend_index()
+                except (StoreLocked, StoreUnavailable):  # a writer is at work: what it has committed is there
+                    index = self._open_index(read_only=True)
+                    if not index.complete:
+                        index.close()
+                        raise
+                else:
+                    index = self._open_index(read_only=True)
+            self._index = index
         return self._index
+
+    def _mend_index(self) -> None:
+        """Make the index whole, as a writer would, and let go of the lock: readers must never keep writers out."""
+        self._writable_index()
+        self.close()
 
     def _complete_index(self) -> LmdbIndex | None:
         index = self._open_index(read_only=False)

@@ -90,7 +90,7 @@ class BaseSettings:
     __pydantic_config__ = _FORBID
 
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "first-fit"
-    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 64 * MIB
+    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 128 * MIB
 
 
 @dataclass(frozen=True)

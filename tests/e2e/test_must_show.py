@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -148,7 +147,11 @@ with open_store(sys.argv[1], settings=settings()) as store:
             assert part.tobytes() == zeros[: len(part)].tobytes()
         restored += len(piece)
     assert restored == SIZE
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+if sys.platform == "linux":  # where ru_maxrss of a child starts at what its parent had
+    (peak,) = (line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print(int(peak) * 1024)
+else:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
@@ -156,5 +159,4 @@ def test_gigabytes_of_zeros_take_bounded_memory_and_almost_no_room(tmp_path):
     process_of_its_own = process(ZEROS, tmp_path / "store")
     said, complained = process_of_its_own.communicate(timeout=120)
     assert (process_of_its_own.returncode, complained) == (0, "")
-    unit = 1 if sys.platform == "darwin" else 1024
-    assert int(said) * unit < 400 * MIB
+    assert int(said) < 400 * MIB

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from nearkin.errors import BadInput
 from nearkin.kernels import _chunking as compiled
 from nearkin.kernels import _chunking_reference as reference

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+
 from nearkin.errors import BadInput
 from nearkin.kernels import _fingerprint as fast
 from nearkin.kernels import _fingerprint_reference as plain
 from nearkin.kernels.fingerprint import TagKey
-from numpy.typing import NDArray
 
 KEY = TagKey(bytes(range(32)), b"tenant-a")
 PATHS = ("base", "avx2", "avx512")

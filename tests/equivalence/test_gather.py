@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from nearkin.errors import BadInput
 from nearkin.kernels import _gather, _gather_reference
 

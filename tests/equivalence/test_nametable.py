@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numpy.typing import NDArray
+
 from nearkin.errors import BadInput, Retryable
 from nearkin.kernels import _nametable as fast
 from nearkin.kernels import _nametable_reference as plain
-from numpy.typing import NDArray
 
 
 def keys_of(numbers: list[int], key_bytes: int) -> NDArray[np.uint8]:

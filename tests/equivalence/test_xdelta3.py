@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from nearkin.errors import BadInput, Corrupt
 from nearkin.kernels import _xdelta3, _xdelta3_reference
 from nearkin.kernels._xdelta3_reference import number

@@ -76,7 +76,7 @@ def places(path: Path, seed: int) -> list[int]:
     """Header, first block, directory, footer, and some anywhere."""
     size = path.stat().st_size
     draw = random.Random(seed)
-    return [0, 4, 6, 9, 20, 33, 40, 60, size - 1, size - 10, size - 30, size - 40, *(draw.randrange(size) for _ in range(4))]
+    return [0, 4, 9, 33, 60, size - 1, size - 10, size - 40, *(draw.randrange(size) for _ in range(2))]
 
 
 def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(root):

@@ -4,8 +4,9 @@ import hashlib
 
 import numpy as np
 import pytest
-from nearkin.kernels import chunking
 from numpy.typing import NDArray
+
+from nearkin.kernels import chunking
 
 
 def corpus() -> bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+from numpy.typing import NDArray
+
 from nearkin.kernels import _fingerprint as fast
 from nearkin.kernels import _fingerprint_reference as plain
 from nearkin.kernels.fingerprint import TagKey
-from numpy.typing import NDArray
 
 SECRET = bytes(range(32))
 LENGTHS = np.array([0, 1, 64, 65, 2048, 2049, 8192, 65536, 921600], np.uint32)

@@ -24,7 +24,7 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
     small = settings(SMALL, {"chunker": {"algorithm": chunker}, "delta": {"codec": codec, "max_depth": depth}})
     for algorithm in FEATURES:
         root = tmp_path / algorithm
-        with open_store(root, settings=settings(small.model_dump(), {"features": {"algorithm": algorithm}})) as store:
+        with open_store(root, settings=settings(small, {"features": {"algorithm": algorithm}})) as store:
             for content in VERSIONS:
                 store.put("k", content)
         with open_store(root, settings=small) as store:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from nearkin.errors import BadInput
 from nearkin.kernels import _chunking_reference as reference
 from nearkin.kernels import chunking
-from numpy.typing import NDArray
 
 Cut = Callable[[bytes, bool], NDArray[np.uint32]]
 MIN, TARGET, MAX = 256, 1024, 4096

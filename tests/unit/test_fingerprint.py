@@ -7,9 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from nearkin.errors import BadInput
 from nearkin.kernels.fingerprint import TagKey, check_tags, names, sha1_many, zero_mask
-from numpy.typing import NDArray
 
 SECRET = b"s" * 32
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from nearkin.errors import BadInput, Corrupt
 from nearkin.kernels import _xdelta3, _xdelta3_reference
 from nearkin.kernels.xdelta3 import DELTA_BYTES_MAX, PAIR_BYTES_MAX

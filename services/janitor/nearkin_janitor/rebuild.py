@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ from nearkin.store.manifests import ManifestStore
 
 READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and sketched so many bytes at a time."""
+COMMIT_VERSIONS = 256
+"""Versions go into the catalog so many a transaction."""
 
 
 class Sketches(Protocol):
@@ -40,11 +42,16 @@ def rebuild_index(
     fingerprinter: Fingerprinter,
     sketches: Sketches,
     progress: Progress | None = None,
+    known_containers: Collection[int] = (),
+    known_manifests: Collection[str] = (),
 ) -> RebuildReport:
-    """Fill an empty `index`. What cannot be read is left out and named; nothing is written to the object store."""
+    """Fill `index` with all but what it is known to hold: an empty one, or one whose writer died between two steps.
+
+    What cannot be read is left out and named; nothing is written to the object store.
+    """
     started = time.perf_counter()
-    ids = sorted(container for container, _ in containers.ids())
-    names = sorted(manifests.names())
+    ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
+    names = sorted(entry for entry in manifests.names() if entry[0] not in known_manifests)
     skipped: list[str] = []
     chunks = segments = 0
     for done, container in enumerate(ids):
@@ -65,10 +72,10 @@ def rebuild_index(
         except (Corrupt, NotFound):
             skipped.append(name)
     found.sort(key=lambda pair: (pair[0].created_us, pair[0].key, pair[0].version))
-    for done, (manifest, size_bytes) in enumerate(found):
-        index.commit(manifest, size_bytes)
+    for start in range(0, len(found), COMMIT_VERSIONS):
+        index.commit_many(found[start : start + COMMIT_VERSIONS])
         if progress is not None:
-            progress(len(ids) + done + 1, len(ids) + len(names))
+            progress(len(ids) + min(start + COMMIT_VERSIONS, len(found)), len(ids) + len(names))
     return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
 
 

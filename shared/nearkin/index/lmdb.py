@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,13 +181,19 @@ class LmdbIndex:
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a version to the catalog and count its segments, once, in one transaction."""
-        key = _version_key(manifest.tenant, manifest.key, manifest.version)
-        entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-        rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
-        rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
-        held = _rows(np.unique(rows).view(np.uint8), _LOCATION.size)
+        self.commit_many([(manifest, manifest_bytes)])
+
+    def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
+        """Add versions, each with its manifest's bytes, in one transaction."""
         with self._writing() as txn:
-            if txn.put(key, json.dumps(asdict(entry)).encode(), db=self._versions, overwrite=False):
+            for manifest, manifest_bytes in versions:
+                key = _version_key(manifest.tenant, manifest.key, manifest.version)
+                entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
+                if not txn.put(key, json.dumps(asdict(entry)).encode(), db=self._versions, overwrite=False):
+                    continue
+                rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
+                rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
+                held = _rows(np.unique(rows).view(np.uint8), _LOCATION.size)
                 cursor = txn.cursor(self._counts)
                 before = dict(cursor.getmulti(held))
                 cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])
@@ -254,6 +260,20 @@ class LmdbIndex:
         """Say that the index holds all that the store does."""
         with self._writing() as txn:
             txn.put(b"complete", b"1", db=self._meta)
+
+    @property
+    def behind(self) -> bool:
+        """Return whether a writer began and has not said that the index holds all it stored: it is at work, or died."""
+        with self._reading() as txn:
+            return txn.get(b"behind", db=self._meta) is not None
+
+    def mark_behind(self, behind: bool) -> None:
+        """Say that the store may come to hold more than the index, or that it does not any more."""
+        with self._writing() as txn:
+            if behind:
+                txn.put(b"behind", b"1", db=self._meta)
+            else:
+                txn.delete(b"behind", db=self._meta)
 
     def close(self) -> None:
         """Release the environment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,9 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a durable version to the catalog and count its segments. Repeating changes nothing."""
+
+    def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
+        """Do that for many versions at once, each with its manifest's bytes."""
 
     def close(self) -> None:
         """Release all resources."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ def payload_view(data: Payload) -> memoryview:
     Errors: BadInput when it is no bytes-like object, or not C-contiguous.
     """
     try:
-        view = memoryview(cast("Buffer", data))  # ndarray is a Buffer to type checkers only from Python 3.12 on
+        view = memoryview(data)
     except (TypeError, ValueError, BufferError) as err:
         raise BadInput(f"data of type {type(data).__name__}: give a C-contiguous bytes-like object") from err
     if not view.c_contiguous:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,7 @@ def check_chunks(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32]]:
     """Return the payload as bytes, and the arrays, once every chunk is known to lie inside it. Raises BadInput."""
     try:
-        view = memoryview(cast("Buffer", payload))
+        view = memoryview(payload)
     except TypeError as err:
         raise BadInput(f"payload is a {type(payload).__name__}: give a bytes-like object") from err
     if not view.c_contiguous:

@@ -127,7 +127,7 @@ def _check_array(what: str, array: object, dtype: type[np.generic], dimensions: 
 def _pieces(payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> Iterator[bytes]:
     """Return the chunks, after every argument has been checked."""
     try:
-        view = memoryview(payload)  # type: ignore[arg-type]  # before Python 3.12 arrays do not declare theirs
+        view = memoryview(payload)
     except TypeError as err:
         raise BadInput(f"payload {type(payload).__name__}: needs a C-contiguous buffer of bytes") from err
     if view.format != "B" or view.ndim != 1 or not view.c_contiguous:

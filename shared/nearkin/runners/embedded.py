@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from nearkin.claims import SealedContainer
 from nearkin.config import Settings
@@ -46,6 +48,8 @@ CARRY_BYTES_MAX = 1024 * 1024
 """A segment and a chunk at their bounds: what a batch may leave for the next one."""
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
+MANIFEST_THREADS = 8
+"""Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
 
 
 @dataclass(slots=True)
@@ -231,27 +235,32 @@ class EmbeddedWriter:
         self._committer.put(container)
 
     def _account(self, outcome: DeltaOutcome) -> None:
-        """Give each blob its segments and its share of the ledger: a step per blob, not per chunk."""
-        for number in np.unique(outcome.blobs):
-            blob = self._by_number[int(number)]
-            mine = outcome.blobs == number
-            blob.segments.append(outcome.segments.take(mine))
-            blob.known.append(outcome.segment_known[mine])
-            counts = outcome.counts
-            chunks = counts.blobs == number
-            duplicate, delta = chunks & counts.duplicate, chunks & counts.delta
-            stored = chunks & ~counts.duplicate
-            blob.ledger += Ledger(
-                logical_bytes=int(counts.lengths[chunks].sum(dtype=np.uint64)),
-                chunks=int(np.count_nonzero(chunks)),
-                duplicate_chunks=int(np.count_nonzero(duplicate)),
-                delta_chunks=int(np.count_nonzero(delta)),
-                raw_chunks=int(np.count_nonzero(stored & ~delta)),
-                zero_chunks=int(np.count_nonzero(chunks & counts.zero)),
-                unique_bytes=int(counts.lengths[stored].sum(dtype=np.uint64)),
-                delta_chunk_bytes=int(counts.lengths[delta].sum(dtype=np.uint64)),
-                delta_bytes=int(counts.delta_bytes[delta].sum(dtype=np.uint64)),
-            )
+        """Give each blob its segments and its share of the ledger: sums by blob, then a step a blob."""
+        changes = np.flatnonzero(np.diff(outcome.blobs)) + 1
+        for start, stop in pairwise([0, *changes.tolist(), len(outcome.blobs)]):
+            blob = self._by_number[int(outcome.blobs[start])]
+            blob.segments.append(outcome.segments.take(slice(start, stop)))
+            blob.known.append(outcome.segment_known[start:stop])
+        counts = outcome.counts
+        numbers, rows = np.unique(counts.blobs, return_inverse=True)
+        stored, delta = ~counts.duplicate, counts.delta
+
+        def summed(values: NDArray[np.generic]) -> NDArray[np.int64]:
+            return np.bincount(rows, values, len(numbers)).astype(np.int64)
+
+        sums = (
+            summed(counts.lengths),
+            summed(np.ones(len(rows))),
+            summed(counts.duplicate),
+            summed(delta),
+            summed(stored & ~delta),
+            summed(counts.zero),
+            summed(counts.lengths * stored),
+            summed(counts.lengths * delta),
+            summed(counts.delta_bytes),
+        )
+        for number, share in zip(numbers, np.stack(sums, axis=1).tolist(), strict=True):
+            self._by_number[int(number)].ledger += Ledger(*share)
 
     # --- the commit thread -------------------------------------------------------------------------------------------
 
@@ -269,16 +278,21 @@ class EmbeddedWriter:
                 stored_bytes=summary.container_bytes,
             )
             return
+        by_key: dict[str, list[_Blob]] = {}
         for blob in item.blobs:
-            self._commit_version(blob)
+            by_key.setdefault(blob.key, []).append(blob)
+        with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
+            done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
+        self._index.commit_many(list(done.values()))  # 4
+        for blob in item.blobs:
+            self._report(blob, *done[blob.number])
         self._reported = self._stored
 
-    def _commit_version(self, blob: _Blob) -> None:
-        seconds = round(
-            time.perf_counter() - blob.started, 3
-        )  # as its manifest keeps it, so that a rebuilt index agrees
-        manifest, manifest_bytes = self._put_manifest(blob, seconds)
-        self._index.commit(manifest, manifest_bytes)  # 4
+    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int]]]:
+        """Commit the versions of one key, in order."""
+        return [(blob.number, self._put_manifest(blob)) for blob in blobs]
+
+    def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
         self._stored += Ledger(stored_bytes=manifest_bytes)
         group = self._stored
         before = self._reported
@@ -289,11 +303,12 @@ class EmbeddedWriter:
             stored_bytes=group.stored_bytes - before.stored_bytes,
         )
         del self._by_number[blob.number]
-        blob.done.set_result(PutResult(version_info(manifest), ledger, seconds))
+        blob.done.set_result(PutResult(version_info(manifest), ledger, manifest.seconds))
 
-    def _put_manifest(self, blob: _Blob, seconds: float) -> tuple[Manifest, int]:
+    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int]:
         """Commit under the next free number; who loses a race for a number takes the one after it (I2)."""
         tenant = self._settings.tenant
+        seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         version = max(self._manifests.versions(tenant, blob.key), default=0)
         for _ in range(VERSION_RACES_MAX):
             version += 1

@@ -138,7 +138,9 @@ class ContainerStore:
         try:
             (record,) = self._objects.get_ranges(object_name(container), [start], [end])
         except NotFound as err:
-            raise Corrupt(f"{object_name(container)}: missing since its directory was read: run `nearkin verify`") from err
+            raise Corrupt(
+                f"{object_name(container)}: missing since its directory was read: run `nearkin verify`"
+            ) from err
         decoded = fmt.decode_block(record, f"{object_name(container)} block {block}")
         self.blocks.put((container, block), decoded, decoded.nbytes)
         return decoded

@@ -110,6 +110,9 @@ class ObstoreObjects:
             raise _unavailable(name, err) from err
 
 
+FOLDER_LOCKS = 64
+
+
 class LocalObjects(ObstoreObjects):
     """A folder. obstore reads and lists it; writing is ours, since its LocalStore does not fsync (I1 needs it)."""
 
@@ -117,7 +120,8 @@ class LocalObjects(ObstoreObjects):
         self._root = root
         self._scratch = root / "tmp"
         self._settled: set[Path] = set()
-        self._folders = threading.Lock()
+        # A thread must not take a folder for durable that another has only just made; striped, since a sync takes 1 ms.
+        self._folders = tuple(threading.Lock() for _ in range(FOLDER_LOCKS))
         super().__init__(LocalStore(root))
 
     def put_new(self, name: str, data: Payload) -> None:
@@ -125,8 +129,7 @@ class LocalObjects(ObstoreObjects):
         final = self._root / name
         temporary = self._scratch / f"{secrets.token_hex(8)}.part"
         try:
-            with self._folders:  # or another thread would take a folder for durable that was only just made
-                self._make_folder(final.parent)
+            self._make_folder(final.parent)
             self._scratch.mkdir(exist_ok=True)
             try:
                 _write_durably(temporary, data)  # 1 bytes durable under a name nobody reads
@@ -151,11 +154,13 @@ class LocalObjects(ObstoreObjects):
         """
         if folder == self._root:
             return
-        if folder.is_dir() and folder.parent in self._settled:
-            return
+        with self._folders[hash(folder) % FOLDER_LOCKS]:
+            if folder.is_dir() and folder.parent in self._settled:
+                return
         self._make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        with self._folders[hash(folder) % FOLDER_LOCKS]:
+            folder.mkdir(exist_ok=True)
+            _sync_folder(folder.parent)
         self._settled.add(folder.parent)
 
 

@@ -31,11 +31,11 @@ SMALL: Mapping[str, Mapping[str, object]] = {
 OBJECT_FOLDERS = ("containers", "manifests")
 
 
-def settings(*changes: Mapping[str, object]) -> Settings:
-    """Return the defaults with `changes` merged in one after another; variables of the environment do not count."""
+def settings(*changes: Settings | Mapping[str, object]) -> Settings:
+    """Return the defaults, or the settings given, with changes merged in; variables of the environment do not count."""
     chosen = Settings()
     for change in changes:
-        chosen = with_changes(chosen, change)
+        chosen = change if isinstance(change, Settings) else with_changes(chosen, change)
     return chosen
 
 

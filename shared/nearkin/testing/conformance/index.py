@@ -1,0 +1,230 @@
+"""What every index must do. Invariant: each test states one sentence of the Index protocol.
+
+Entries are made up: two containers of three chunks and two segments each, the second in part a copy of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from nearkin.claims import ContainerClaims
+from nearkin.formats import container as fmt
+from nearkin.formats.container import ChunkTable, SegmentTable
+from nearkin.formats.manifest import Manifest
+from nearkin.index.protocols import Index
+from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
+from nearkin.testing import samples
+
+FIRST, SECOND, THIRD = ContainerId(1 << 40), ContainerId((1 << 40) + 5), ContainerId(2 << 40)
+SKETCH, OTHER_SKETCH = "finesse/12/3/48", "odess/12/3/48/7"
+LENGTHS = [100, 200, 300]
+
+
+def ids(*labels: str) -> U8:
+    """Return uint8[n, 20] segment ids, one a label."""
+    return np.stack([samples.noise(SEGMENT_ID_BYTES, label) for label in labels])
+
+
+def chunk_names(*labels: str) -> U8:
+    """Return uint8[n, 32] names, one a label."""
+    return np.concatenate([samples.names_of([len(label)], label) for label in labels])
+
+
+def claims(
+    container: ContainerId, chunks: list[str], segments: list[str], super_features: list[list[int]]
+) -> ContainerClaims:
+    """Return the claims of a container of three raw chunks and two segments, with these names and super-features."""
+    names = chunk_names(*chunks)
+    lengths: U32 = names[:, 28:].copy().view("<u4").ravel().astype(np.uint32)
+    count = len(lengths)
+    zeros = np.zeros(count, np.uint8)
+    starts = np.cumsum(lengths, dtype=np.uint32) - lengths
+    block = fmt.encode_block(np.zeros(int(lengths.sum()), np.uint8), fmt.RAW, 0, samples.compressor())
+    table = ChunkTable(names, lengths, zeros.astype(np.uint32), starts, lengths, zeros, Locations.empty(count), zeros)
+    recipes = SegmentTable(
+        np.array([0, 1, count], np.uint32),
+        np.zeros(2, np.uint8),
+        Locations(np.full(count, container, np.uint64), np.arange(count, dtype=np.uint32)),
+    )
+    data, _, _ = fmt.encode_container(container, samples.DOMAIN, 1, [SKETCH], [block], table, recipes)
+    found: U64 = np.array(super_features, np.uint64)
+    ordinals = np.arange(count, dtype=np.uint32)
+    return ContainerClaims(fmt.decode_container(data, "claims"), ids(*segments), {SKETCH: (ordinals, found)})
+
+
+def first_claims() -> ContainerClaims:
+    """Chunks 0 and 1 share the super-feature 71 of rank 1; chunk 2 has none of rank 0."""
+    return claims(FIRST, ["a", "bb", "ccc"], ["s1", "s2"], [[70, 71], [80, 71], [0, 90]])
+
+
+def second_claims() -> ContainerClaims:
+    """Chunk 0, segment 0 and super-feature 80 are copies of the first container's."""
+    return claims(SECOND, ["bb", "dddd", "eeeee"], ["s2", "s3"], [[80, 91], [81, 92], [82, 71]])
+
+
+def manifest(key: str, version: int, segments: list[tuple[int, int]], tenant: str = "default") -> Manifest:
+    """Return a manifest of these segments."""
+    locations = Locations(np.array([c for c, _ in segments], np.uint64), np.array([o for _, o in segments], np.uint32))
+    known = np.zeros(len(segments), np.bool_)
+    return Manifest(tenant, key, version, 5, 10, bytes(32), None, 1.0, Ledger(logical_bytes=10), locations, known)
+
+
+def rows(answer: tuple[Locations, Bools]) -> list[tuple[int, int] | None]:
+    """Return an answer row by row: (container, ordinal), or None where nothing was found."""
+    locations, found = answer
+    assert locations.containers.dtype == np.uint64
+    assert locations.ordinals.dtype == np.uint32
+    assert not locations.containers[~found].any()
+    assert not locations.ordinals[~found].any()
+    places = zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True)
+    return [(c, o) if there else None for (c, o), there in zip(places, found.tolist(), strict=True)]
+
+
+class IndexContract:
+    """Give `index`, a fixture that returns an empty Index of domain `samples.DOMAIN`, and `counts`."""
+
+    def counts(self, index: Index) -> Mapping[tuple[int, int], int]:
+        """Return how many versions hold each segment that any holds."""
+        raise NotImplementedError
+
+    # --- chunks ------------------------------------------------------------------------------------------------------
+
+    def test_nothing_is_found_in_an_empty_index(self, index: Index) -> None:
+        """Not found is an answer, not an error."""
+        assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
+        assert rows(index.locate_segments(ids("s1"))) == [None]
+        assert rows(index.locate_rank(SKETCH, 0, np.array([70], np.uint64))) == [None]
+        assert list(index.versions_of("default", "k")) == []
+        assert list(index.manifest_names("default", "")) == []
+
+    def test_asking_for_nothing_answers_nothing(self, index: Index) -> None:
+        """Batches may be empty."""
+        index.publish(first_claims())
+        assert rows(index.locate_chunks(np.zeros((0, 32), np.uint8))) == []
+        assert rows(index.locate_segments(np.zeros((0, 20), np.uint8))) == []
+        assert rows(index.locate_rank(SKETCH, 0, np.zeros(0, np.uint64))) == []
+
+    def test_published_chunks_are_found_where_they_lie(self, index: Index) -> None:
+        """In the order asked for, repeats included."""
+        index.publish(first_claims())
+        found = rows(index.locate_chunks(chunk_names("ccc", "zz", "a", "ccc")))
+        assert found == [(FIRST, 2), None, (FIRST, 0), (FIRST, 2)]
+
+    def test_a_name_is_all_of_its_bytes(self, index: Index) -> None:
+        """Fingerprint, tag and length must all agree (DESIGN section 1)."""
+        index.publish(first_claims())
+        for position in (0, 19, 20, 27, 28, 31):
+            other = chunk_names("a").copy()
+            other[0, position] ^= 1
+            assert rows(index.locate_chunks(other)) == [None]
+
+    def test_the_first_copy_of_a_chunk_wins(self, index: Index) -> None:
+        """A later container's copy is dead space, not a new truth (I5)."""
+        index.publish(first_claims())
+        index.publish(second_claims())
+        assert rows(index.locate_chunks(chunk_names("bb", "dddd"))) == [(FIRST, 1), (SECOND, 1)]
+
+    # --- super-features ----------------------------------------------------------------------------------------------
+
+    def test_a_super_feature_finds_the_first_chunk_that_had_it(self, index: Index) -> None:
+        """In stream order: within a container by ordinal, between containers by publishing."""
+        index.publish(first_claims())
+        index.publish(second_claims())
+        assert rows(index.locate_rank(SKETCH, 0, np.array([80, 70, 82, 1], np.uint64))) == [
+            (FIRST, 1),
+            (FIRST, 0),
+            (SECOND, 2),
+            None,
+        ]
+        assert rows(index.locate_rank(SKETCH, 1, np.array([71, 92], np.uint64))) == [(FIRST, 0), (SECOND, 1)]
+
+    def test_ranks_and_sketches_do_not_meet(self, index: Index) -> None:
+        """A super-feature of another rank, algorithm or parameter is another thing."""
+        index.publish(first_claims())
+        assert rows(index.locate_rank(SKETCH, 1, np.array([70], np.uint64))) == [None]
+        assert rows(index.locate_rank(OTHER_SKETCH, 0, np.array([70], np.uint64))) == [None]
+
+    def test_no_super_feature_is_never_found(self, index: Index) -> None:
+        """0 says that a chunk has none."""
+        index.publish(first_claims())
+        assert rows(index.locate_rank(SKETCH, 0, np.zeros(1, np.uint64))) == [None]
+
+    # --- segments ----------------------------------------------------------------------------------------------------
+
+    def test_segments_are_found_and_the_first_wins(self, index: Index) -> None:
+        """A location is (container, segment ordinal)."""
+        index.publish(first_claims())
+        index.publish(second_claims())
+        assert rows(index.locate_segments(ids("s3", "s2", "s1", "s9"))) == [(SECOND, 1), (FIRST, 1), (FIRST, 0), None]
+
+    def test_publishing_twice_is_publishing_once(self, index: Index) -> None:
+        """A redelivered container changes nothing, not even after later ones."""
+        for again in (first_claims(), second_claims(), first_claims(), second_claims()):
+            index.publish(again)
+        assert rows(index.locate_chunks(chunk_names("a", "bb", "eeeee"))) == [(FIRST, 0), (FIRST, 1), (SECOND, 2)]
+        assert rows(index.locate_segments(ids("s2"))) == [(FIRST, 1)]
+        assert rows(index.locate_rank(SKETCH, 0, np.array([80], np.uint64))) == [(FIRST, 1)]
+
+    def test_a_container_of_nothing_can_be_published(self, index: Index) -> None:
+        """All its chunks were folded away, or it holds recipes alone."""
+        made = replace(second_claims(), super_features={})
+        index.publish(made)
+        assert rows(index.locate_rank(SKETCH, 0, np.array([80], np.uint64))) == [None]
+        assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
+
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    def test_versions_are_listed_in_order(self, index: Index) -> None:
+        """Whatever the order in which they were committed."""
+        for version in (3, 1, 300, 2):
+            index.commit(manifest("k", version, []), 100)
+        index.commit(manifest("k2", 7, []), 100)
+        assert index.versions_of("default", "k") == [1, 2, 3, 300]
+        assert index.versions_of("default", "k2") == [7]
+
+    def test_keys_are_listed_by_prefix_in_order(self, index: Index) -> None:
+        """Prefixes end anywhere, also within a character's bytes' neighbours; order is that of UTF-8."""
+        long = "k" * 1000
+        for key in ("b", "a/2", "a/1", "ä", "a", long + "2", long + "1"):
+            index.commit(manifest(key, 2, []), 100)
+            index.commit(manifest(key, 1, []), 100)
+        assert list(index.manifest_names("default", "a")) == [
+            (key, version) for key in ("a", "a/1", "a/2") for version in (1, 2)
+        ]
+        assert [key for key, version in index.manifest_names("default", "") if version == 1] == [
+            *("a", "a/1", "a/2", "b"),
+            long + "1",
+            long + "2",
+            "ä",
+        ]
+        assert [key for key, _ in index.manifest_names("default", long + "1")] == [long + "1"] * 2
+        assert list(index.manifest_names("default", "c")) == []
+
+    def test_tenants_do_not_see_each_other(self, index: Index) -> None:
+        """The same key of another tenant is another key (I9)."""
+        index.commit(manifest("k", 1, [], "one"), 100)
+        index.commit(manifest("k", 2, [], "two"), 100)
+        assert index.versions_of("one", "k") == [1]
+        assert list(index.manifest_names("two", "")) == [("k", 2)]
+
+    def test_segments_are_counted_once_a_version(self, index: Index) -> None:
+        """However often a version names one."""
+        index.commit(manifest("k", 1, [(FIRST, 0), (FIRST, 1), (FIRST, 0)]), 100)
+        index.commit(manifest("k", 2, [(FIRST, 1), (SECOND, 0)]), 100)
+        assert self.counts(index) == {(FIRST, 0): 1, (FIRST, 1): 2, (SECOND, 0): 1}
+
+    def test_committing_twice_is_committing_once(self, index: Index) -> None:
+        """References are a set, not a blind increment (DESIGN section 2, idea 3)."""
+        for _ in range(3):
+            index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
+        assert self.counts(index) == {(FIRST, 0): 1}
+        assert index.versions_of("default", "k") == [1]
+
+    def test_a_version_without_segments_counts_none(self, index: Index) -> None:
+        """The empty blob."""
+        index.commit(manifest("k", 1, []), 100)
+        assert self.counts(index) == {}
+        assert index.versions_of("default", "k") == [1]

@@ -1,0 +1,16 @@
+"""A folder as an object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nearkin.store.objects import LocalObjects
+from nearkin.testing.conformance import ObjectStoreContract
+
+
+class TestLocalObjects(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self, tmp_path: Path) -> LocalObjects:
+        return LocalObjects(tmp_path)

@@ -1,0 +1,124 @@
+"""A full disk: a put that does not fit fails whole, what was there stays, and after making room the same put succeeds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.errors import NotFound, StoreUnavailable
+from nearkin.testing.generated import random_bytes, text_like
+from nearkin.testing.stores import SMALL, settings
+
+MIB = 1 << 20
+DISK_MIB = 48
+CHOSEN = settings(SMALL, {"container": {"target_bytes": 2 * MIB}, "runner": {"batch_bytes": 2 * MIB}})
+EARLIER = text_like(3 * MIB, 1)
+LARGE = random_bytes(20 * MIB, 2)
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """A disk of its own, of 48 MiB."""
+    if os.name != "posix" or os.geteuid() != 0:
+        pytest.skip("only root may mount the small disk that this test fills")
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path, but_bytes: int) -> Path:
+    """Leave `but_bytes` of room."""
+    ballast = disk / "ballast"
+    left = os.statvfs(disk)
+    with ballast.open("wb") as file:
+        for _ in range((left.f_bavail * left.f_frsize - but_bytes) // 4096):
+            file.write(bytes(4096))
+    return ballast
+
+
+def assert_nothing_happened(store: Store) -> None:
+    with pytest.raises(NotFound):
+        store.get("large")
+    assert [(info.key, info.version) for info in store.versions(all_versions=True)] == [("earlier", 1)]
+    assert store.get("earlier").read() == EARLIER
+    assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("room_mib", [0, 1, 3, 7, 12])
+def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_room(disk, room_mib):
+    root = disk / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("earlier", EARLIER)
+        ballast = fill(disk, room_mib * MIB)
+        with pytest.raises(StoreUnavailable, match="make room and run the same again"):
+            store.put("large", LARGE)
+        assert_nothing_happened(store)
+        assert not list((root / "tmp").iterdir())  # nothing half-written takes what room there is
+        ballast.unlink()
+        assert store.put("large", LARGE).info.version == 1  # through the same handle
+        assert store.get("large").read() == LARGE
+        assert store.verify().damage == ()
+        left = os.statvfs(disk)
+        # what the failed put had stored serves the second: 20 MiB, 3 of text, the index; never 20 twice
+        assert DISK_MIB * MIB - left.f_bavail * left.f_frsize < 34 * MIB
+
+
+def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk):
+    root = disk / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("earlier", EARLIER)
+    ballast = fill(disk, 0)
+    with open_store(root, settings=CHOSEN) as store:
+        with pytest.raises(StoreUnavailable, match="make room"):
+            store.put("large", LARGE)
+        assert_nothing_happened(store)
+    with open_store(root, settings=CHOSEN) as store:
+        assert_nothing_happened(store)
+    ballast.unlink()
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("large", LARGE)
+        assert store.get("large").read() == LARGE
+
+
+def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk):
+    ballast = fill(disk, 0)
+    with pytest.raises(StoreUnavailable, match="make room"):
+        open_store(disk / "store", settings=CHOSEN)
+    ballast.unlink()
+    with open_store(disk / "store", settings=CHOSEN) as store:
+        store.put("earlier", EARLIER)
+        assert store.get("earlier").read() == EARLIER
+
+
+def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path):
+    tiny = settings(CHOSEN, {"index": {"map_bytes": 16 * MIB}, "chunker": SMALL_CHUNKS})
+    content = random_bytes(6 * MIB, 4)
+    with open_store(tmp_path / "s", settings=tiny) as store:
+        store.put("earlier", EARLIER)
+        with pytest.raises(StoreUnavailable, match=r"index\.map_bytes"):
+            for number in range(20):
+                store.put(f"large {number}", random_bytes(6 * MIB, number + 10))
+        assert store.get("earlier").read() == EARLIER
+    wide = settings(CHOSEN, {"chunker": SMALL_CHUNKS})
+    with open_store(tmp_path / "s", settings=wide) as store:
+        store.put("large", content)
+        assert store.get("large").read() == content
+        assert store.get("earlier").read() == EARLIER
+        assert store.verify().damage == ()
+
+
+SMALL_CHUNKS = {"min_bytes": 64, "target_bytes": 128, "max_bytes": 256}

@@ -1,0 +1,61 @@
+"""Frozen bytes: files written by the first release must be read for ever, and the same input gives the same bytes.
+
+To freeze a new format version add its files beside these; the old ones stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backports import zstd
+from nearkin.formats.manifest import decode_manifest, encode_manifest
+from nearkin.testing import samples
+
+HERE = Path(__file__).parent
+ZSTD = "1.5.7"
+"""The library that made the frozen bytes: another one may compress otherwise, and must still read them."""
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+@pytest.mark.skipif(zstd.zstd_version != ZSTD, reason=f"frozen with zstd {ZSTD}: another one compresses otherwise")
+def test_the_same_input_gives_the_frozen_bytes() -> None:
+    assert digest(samples.small_container()) == "62191d6f112f36bef2bf2ae551199f4b"
+    assert digest(encode_manifest(samples.small_manifest())) == "403eaf6c21e1412f53eaf63ce0abb9d8"
+
+
+def test_what_is_not_compressed_is_frozen_whatever_the_library() -> None:
+    data = samples.empty_container() + encode_manifest(samples.small_manifest())[:172]
+    assert digest(data) == "92584e04c3f9f8dd29b95133643af401"
+
+
+def test_the_frozen_container_is_still_read() -> None:
+    found, blocks = samples.read_all((HERE / "container_v1.bin").read_bytes())
+    made, made_blocks = samples.read_all(samples.small_container())
+    assert blocks == made_blocks
+    assert digest(b"".join(blocks)) == "c7183e8baa9436f51e31fe9e8a321115"
+    assert (found.container, found.domain, found.sketch_names) == (made.container, made.domain, made.sketch_names)
+    for name in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):
+        assert np.array_equal(getattr(found.chunks, name), getattr(made.chunks, name)), name
+    assert found.chunks.bases.containers.tolist() == [0, 0, samples.CONTAINER, samples.OLDER, 0, 0]
+    assert found.chunks.bases.ordinals.tolist() == [0, 0, 1, 77, 0, 0]
+    assert found.segments.bounds.tolist() == [0, 5, 10, 12]
+    assert found.segments.chunks.containers.tolist() == made.segments.chunks.containers.tolist()
+    assert found.segments.chunks.ordinals.tolist() == [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
+
+
+def test_the_frozen_manifest_is_still_read() -> None:
+    found = decode_manifest((HERE / "manifest_v1.bin").read_bytes(), "frozen")
+    made = samples.small_manifest()
+    assert (found.tenant, found.key, found.version) == ("default", "backups/täglich.tar", 3)
+    assert (found.created_us, found.size_bytes, found.seconds) == (1_764_000_000_123_456, 1_234_567, 1.25)
+    assert (found.blake3, found.sha256, found.ledger) == (made.blake3, made.sha256, made.ledger)
+    assert found.metadata == {"host": "db-1", "note": 'ein "Zitat"'}
+    assert found.segments.containers.tolist() == made.segments.containers.tolist()
+    assert found.segments.ordinals.tolist() == [4, 5, 0, 0, 1, 2, 1]
+    assert found.known.tolist() == [True, True, True, False, False, True, True]

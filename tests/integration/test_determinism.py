@@ -1,0 +1,56 @@
+"""Determinism: what a store keeps depends on what was put, never on timing, queues or the store's own ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from nearkin import open_store
+from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
+from nearkin.testing.stores import SMALL, settings
+
+FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)
+HISTORY = [FIRST, mutated(FIRST, 1, edits=300), mutated(FIRST, 2, edits=500)]
+
+
+def kept(root, changes):
+    with open_store(root, settings=settings(SMALL, changes)) as store:
+        for content in HISTORY:
+            store.put("k", content)
+        list(store.put_many((f"part {number}", FIRST[number * 7000 :][:20_000]) for number in range(40)))
+        stats = store.stats()
+        explained = [
+            (chunk.offset, chunk.kind, chunk.fingerprint, chunk.depth, chunk.base_fingerprint, chunk.found_by)
+            for version in (1, 2, 3)
+            for segment in store.explain("k", version).segments
+            for chunk in segment.chunks
+        ]
+        counts = {name: getattr(stats.ledger, name) for name in stats.ledger.__slots__ if name != "stored_bytes"}
+        return counts, stats.depths, stats.containers, stats.segments, explained
+
+
+@pytest.mark.parametrize("algorithm", ["finesse", "odess"])
+def test_the_same_puts_are_kept_the_same_way_whatever_the_queues_hold(algorithm, tmp_path):
+    def kept_with(name: str, queue_batches: int):
+        changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
+        return kept(tmp_path / name, changes)
+
+    first = kept_with("a", 1)
+    assert first[0]["delta_chunks"] > 100  # there is something that could differ
+    for name, queue_batches in (("b", 1), ("c", 4), ("d", 4), ("e", 16)):
+        assert kept_with(name, queue_batches) == first
+
+
+def test_a_slow_disk_changes_nothing_that_is_kept(tmp_path, monkeypatch):
+    import time
+
+    from nearkin.store.objects import LocalObjects
+
+    quick = kept(tmp_path / "quick", {"runner": {"queue_batches": 4}})
+    real = LocalObjects.put_new
+
+    def slow(self, name, data):
+        time.sleep(0.01 if "containers" in name else 0)
+        real(self, name, data)
+
+    monkeypatch.setattr(LocalObjects, "put_new", slow)
+    assert kept(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick

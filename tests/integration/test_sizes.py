@@ -1,0 +1,107 @@
+"""Sizes: at every bound of a chunk, segment, block, batch and container, one byte less and one more, all comes back."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import pytest
+
+from nearkin import open_store
+from nearkin.config import CHUNKERS
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, settings
+
+KIB = 1024
+BOUNDS = {
+    "chunk": 8 * KIB,
+    "largest chunk": 64 * KIB,
+    "container": 256 * KIB,
+    "segment": 900 * KIB,
+    "batch": 2048 * KIB,
+    "batch and what it may carry over": 3072 * KIB,
+    "two batches": 4096 * KIB,
+}
+RANDOM = random_bytes(4096 * KIB + 1, 11)
+
+
+@pytest.mark.parametrize("chunker", CHUNKERS)
+def test_every_size_around_every_bound_comes_back(chunker, tmp_path):
+    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": chunker}})) as store:
+        for size in [0, 1, 2, *(bound + off for bound in BOUNDS.values() for off in (-1, 0, 1))]:
+            for content in (RANDOM[:size], bytes(size)):
+                result = store.put("k", content)
+                assert (result.info.size_bytes, result.ledger.logical_bytes) == (size, size)
+                assert store.get("k").read() == content
+                assert store.get("k", start=max(0, size - 3)).read() == content[max(0, size - 3) :]
+        assert store.verify().damage == ()
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        assert store.get("k").read() == bytes(BOUNDS["two batches"] + 1)
+        assert store.rebuild_index().skipped == ()
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("size", [8 * KIB - 1, 8 * KIB, 8 * KIB + 1])
+def test_fixed_chunks_end_where_they_should(size, tmp_path):
+    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}})) as store:
+        ledger = store.put("k", RANDOM[:size]).ledger
+        assert ledger.chunks == 1 + (size > 8 * KIB)
+        assert [c.length_bytes for s in store.explain("k").segments for c in s.chunks][0] == min(size, 8 * KIB)
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 4096, 100_003])
+def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
+    """A pipe gives what it has; what is stored must depend on the bytes alone."""
+
+    class Trickling(BytesIO):
+        def readinto(self, window):
+            return super().readinto(memoryview(window)[:pieces])
+
+    class OnlyReads:
+        def __init__(self, data: bytes) -> None:
+            self._file = BytesIO(data)
+
+        def read(self, count: int) -> bytes:
+            return self._file.read(min(count, pieces))
+
+    size = 20_000 if pieces == 1 else 150_000 if pieces == 7 else len(RANDOM)
+    content = RANDOM[: size // 2] + RANDOM[: size // 2]
+    ledgers = []
+    for number, source in enumerate((content, Trickling(content), OnlyReads(content))):
+        with open_store(tmp_path / str(number), settings=settings(SMALL)) as store:
+            store.put("k", source)
+            assert store.get("k").read() == content
+            ledgers.append(counts(store))
+    assert ledgers[0] == ledgers[1] == ledgers[2]
+
+
+def test_many_blobs_in_one_call_come_back_in_order(tmp_path):
+    # above 4096 blobs a second group begins; sizes from nothing to several batches among them
+    sizes = [number % 50 for number in range(4200)]
+    sizes[100], sizes[2000], sizes[4199] = len(RANDOM), 900 * KIB, 2048 * KIB
+    items = [(f"k{number % 4000}", RANDOM[number : number + size]) for number, size in enumerate(sizes)]
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        results = list(store.put_many(items))
+        assert [(r.info.key, r.info.size_bytes) for r in results] == [(key, len(content)) for key, content in items]
+        assert sum(r.ledger.stored_bytes for r in results) + store.stats().parts["descriptor"] == (
+            store.stats().ledger.stored_bytes
+        )
+        for (key, content), result in list(zip(items, results, strict=True))[::97]:
+            assert store.get(key, result.info.version).read() == content
+        assert len(store.versions()) == 4000
+        assert store.versions("k399") == [info for info in store.versions() if info.key.startswith("k399")]
+        assert store.verify().versions == 4200
+
+
+def test_a_consumer_that_stops_early_loses_only_what_it_did_not_wait_for(tmp_path):
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        results = store.put_many((f"k{number}", b"%d" % number) for number in range(10))
+        first = next(results)
+        results.close()
+        assert store.get(first.info.key).read() == b"0"
+        assert list(store.put_many([])) == []
+        assert store.put("later", b"x").info.version == 1
+
+
+def counts(store):
+    ledger = store.stats().ledger
+    return {name: getattr(ledger, name) for name in ledger.__slots__ if name != "stored_bytes"}

@@ -1,0 +1,204 @@
+"""A folder as an object store: what was answered survives a power cut, and what was not leaves nothing half-made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from nearkin.errors import Retryable, StoreUnavailable
+from nearkin.store import objects as module
+from nearkin.store.objects import LocalObjects, memory_objects
+from nearkin.testing.faulty import FaultyObjects
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Record (operation, inode) of each fsync and link, carried out as ever.
+
+    No observation from outside shows whether a sync came before a link: only the order of the calls does.
+    """
+    recorded: list[tuple[str, int]] = []
+    fsync, link = os.fsync, os.link
+
+    def recording_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        recorded.append(("sync folder" if stat.S_ISDIR(found.st_mode) else "sync file", found.st_ino))
+
+    def recording_link(source: Path, target: Path) -> None:
+        link(source, target)
+        recorded.append(("link", os.stat(target).st_ino))
+
+    monkeypatch.setattr(module.os, "fsync", recording_fsync)
+    monkeypatch.setattr(module.os, "link", recording_link)
+    return recorded
+
+
+def test_bytes_are_synced_before_the_name_appears_and_the_folder_after(
+    tmp_path: Path, calls: list[tuple[str, int]]
+) -> None:
+    store = LocalObjects(tmp_path)
+    store.put_new("a/first", b"1")
+    calls.clear()
+    store.put_new("a/second", b"2")
+    made, folder = (tmp_path / "a/second").stat().st_ino, (tmp_path / "a").stat().st_ino
+    assert calls == [("sync file", made), ("link", made), ("sync folder", folder)]
+
+
+def test_new_folders_are_synced_into_their_parents_from_the_root_down(
+    tmp_path: Path, calls: list[tuple[str, int]]
+) -> None:
+    LocalObjects(tmp_path).put_new("a/b/x", b"1")
+    inodes = {folder: (tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")}
+    assert [inode for kind, inode in calls if kind == "sync folder"] == [inodes["."], inodes["a"], inodes["a/b"]]
+
+
+def test_folders_of_a_writer_that_died_are_synced_by_the_next_one(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)  # made, but nobody knows whether they were synced
+    LocalObjects(tmp_path).put_new("a/b/x", b"1")
+    synced = {inode for kind, inode in calls if kind == "sync folder"}
+    assert {(tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")} <= synced
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from nearkin.store import objects
+steps = 0
+def dying(real):
+    def call(*given, **named):
+        global steps
+        if steps == int(sys.argv[2]):
+            os._exit(9)
+        steps += 1
+        return real(*given, **named)
+    return call
+for name in ("open", "write", "fsync", "link", "close"):
+    setattr(objects.os, name, dying(getattr(os, name)))
+objects.LocalObjects(Path(sys.argv[1])).put_new("a/x", b"content")
+print("done", steps, flush=True)
+os._exit(0)
+"""
+
+
+def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> None:
+    visible = []
+    for step in range(40):
+        root = tmp_path / str(step)
+        root.mkdir()
+        found = subprocess.run(
+            [sys.executable, "-c", DYING, str(root), str(step)], capture_output=True, timeout=20, check=False
+        )
+        store = LocalObjects(root)
+        names = list(store.names("a"))
+        if found.returncode == 0:
+            assert names == [("a/x", 7)]
+            break
+        assert found.returncode == 9, found.stderr
+        visible.append(bool(names))
+        assert not names or store.get("a/x") == b"content"
+        store.sweep_scratch()
+        assert not (root / "tmp").is_dir() or not list((root / "tmp").iterdir())
+        if not names:
+            store.put_new("a/x", b"again")
+            assert store.get("a/x") == b"again"
+    else:
+        raise AssertionError("put_new takes more than 40 calls")
+    assert visible == sorted(visible)  # nothing before the link, the whole after it
+    assert visible[0] is False
+    assert visible[-1] is True
+
+
+def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalObjects(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", full)
+        with pytest.raises(StoreUnavailable, match="make room") as raised:
+            store.put_new("a/x", b"content")
+    assert isinstance(raised.value, Retryable)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert list(store.names("")) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    store.put_new("a/x", b"content")
+
+
+def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(module.os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
+    LocalObjects(tmp_path).put_new("a/x", b"0123456789")
+    assert (tmp_path / "a/x").read_bytes() == b"0123456789"
+
+
+def test_objects_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    LocalObjects(tmp_path).put_new("a/x", b"1")
+    assert stat.S_IMODE((tmp_path / "a/x").stat().st_mode) == 0o600
+
+
+def test_an_error_while_listing_is_raised_not_taken_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pages(*_: Any, **__: Any) -> Iterator[list[dict[str, Any]]]:
+        yield [{"path": "a/x", "size": 1}]
+        raise obstore.exceptions.GenericError("connection reset\nand more")
+
+    for store in (LocalObjects(tmp_path), memory_objects()):
+        monkeypatch.setattr(module.obstore, "list", pages)
+        found = []
+        with pytest.raises(StoreUnavailable, match="connection reset$"):
+            found.extend(store.names("a"))
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable):
+        list(LocalObjects(tmp_path).names("x" * 300))  # longer than a file name may be: not a missing folder
+
+
+# --- faults by script --------------------------------------------------------------------------------------------------
+
+
+def outcome(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except StoreUnavailable:
+        return "failed"
+    return "done"
+
+
+def test_each_letter_of_a_script_meets_one_write() -> None:
+    inner = memory_objects()
+    faulty = FaultyObjects(inner, ".LE.")
+    assert not faulty.spent
+    assert [outcome(lambda n=n: faulty.put_new(f"a/{n}", b"x")) for n in range(5)] == [  # type: ignore[misc]
+        *("done", "failed", "failed", "done", "done")
+    ]
+    assert sorted(name for name, _ in inner.names("a")) == ["a/0", "a/1", "a/3", "a/4"]
+    assert faulty.spent
+    assert faulty.calls[2] == ("E", "put_new", "a/2")
+
+
+def test_deletes_count_and_reads_do_not() -> None:
+    inner = memory_objects()
+    inner.put_new("a/x", b"x")
+    faulty = FaultyObjects(inner, "EL")
+    assert outcome(lambda: faulty.delete("a/x")) == "failed"
+    assert faulty.get("a/x") == b"x"
+    assert outcome(lambda: faulty.delete("a/x")) == "failed"
+    assert list(faulty.names("a")) == []
+
+
+def test_a_script_of_other_letters_is_refused() -> None:
+    with pytest.raises(ValueError, match="'x' unknown"):
+        FaultyObjects(memory_objects(), "..x")

@@ -1,0 +1,123 @@
+"""One thread, one bounded queue: order, back-pressure, and failures that reach whoever waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from nearkin.runners.workers import Worker
+
+PATIENCE = 10
+
+
+def test_items_are_done_in_order_and_drain_waits_for_them() -> None:
+    done: list[int] = []
+    worker = Worker("test", done.append, 2)
+    for number in range(100):
+        worker.put(number)
+    worker.drain()
+    assert done == list(range(100))
+    worker.stop()
+
+
+def test_a_full_queue_holds_the_caller_back() -> None:
+    gate, started = threading.Event(), threading.Event()
+
+    def slow(_: int) -> None:
+        started.set()
+        gate.wait(PATIENCE)
+
+    worker = Worker("test", slow, 1)
+    worker.put(0)
+    assert started.wait(PATIENCE)
+    worker.put(1)  # fills the queue
+    third = threading.Thread(target=worker.put, args=(2,))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    gate.set()
+    third.join(PATIENCE)
+    assert not third.is_alive()
+    worker.stop()
+
+
+def failing(at: int, done: list[int]) -> Callable[[int], None]:
+    def carry_out(number: int) -> None:
+        if number == at:
+            raise OSError(f"item {number}")
+        done.append(number)
+
+    return carry_out
+
+
+def test_after_a_failure_nothing_more_is_done_and_everyone_is_told() -> None:
+    done: list[int] = []
+    worker = Worker("test", failing(2, done), 8)
+    with pytest.raises(OSError, match="item 2"):
+        for number in range(1000):
+            worker.put(number)
+        worker.drain()
+    for told in (worker.check, worker.drain, lambda: worker.put(5)):
+        with pytest.raises(OSError, match="item 2"):
+            told()
+    assert done == [0, 1]
+    worker.stop()
+
+
+def test_a_caller_that_waits_for_room_is_not_left_behind_by_a_failure() -> None:
+    gate = threading.Event()
+
+    def carry_out(_: int) -> None:
+        gate.wait(PATIENCE)
+        raise OSError("late")
+
+    worker = Worker("test", carry_out, 1)
+    waiting = [threading.Thread(target=worker.put, args=(number,)) for number in range(4)]
+    for thread in waiting:
+        thread.daemon = True
+        thread.start()
+    gate.set()
+    for thread in waiting:
+        thread.join(PATIENCE)
+    # A put that came after the failure raised in its thread instead; none may hang.
+    assert not any(thread.is_alive() for thread in waiting)
+    worker.stop()
+
+
+def test_stop_finishes_what_is_queued_and_cancel_drops_it() -> None:
+    done: list[int] = []
+    worker = Worker("test", done.append, 50)
+    for number in range(50):
+        worker.put(number)
+    worker.stop()
+    assert len(done) == 50
+
+    gate, started = threading.Event(), threading.Event()
+
+    def first_waits(number: int) -> None:
+        started.set()
+        gate.wait(PATIENCE)
+        done.append(1000 + number)
+
+    worker = Worker("test", first_waits, 50)
+    for number in range(10):
+        worker.put(number)
+    assert started.wait(PATIENCE)
+    cancelling = threading.Thread(target=worker.cancel)
+    cancelling.start()
+    while worker._failure is None:
+        pass
+    gate.set()
+    cancelling.join(PATIENCE)
+    assert done[50:] == [1000]
+    with pytest.raises(RuntimeError, match="cancelled"):
+        worker.check()
+
+
+def test_the_thread_ends_with_stop() -> None:
+    worker = Worker("a-name-of-its-own", lambda _: None, 1)
+    assert "nearkin-a-name-of-its-own" in {thread.name for thread in threading.enumerate()}
+    worker.stop()
+    assert "nearkin-a-name-of-its-own" not in {thread.name for thread in threading.enumerate()}
