@@ -42,7 +42,8 @@ from nearkin.runners.embedded import EmbeddedWriter, version_info
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
 from nearkin.store.lock import WriterLock
-from nearkin.store.manifests import ManifestStore, object_name as manifest_name
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects
 from nearkin_resemblance import Sketch
 

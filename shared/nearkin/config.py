@@ -197,7 +197,7 @@ assert tuple(PROFILES) == PROFILE_NAMES
 
 
 class Origin(NamedTuple):
-    """A setting's value and where it came from: `default`, `profile NAME`, `file PATH`, `environment NAME`, `argument`."""
+    """A value and its source: `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`."""
 
     value: object
     source: str

@@ -9,6 +9,8 @@ from nearkin.kernels.fingerprint import TagKey, check_tags, names, sha1_many, ze
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools
 
 DOMAIN_BYTES = 16
+ZERO_LENGTHS_MAX = 4096
+"""Names of zero chunks kept: mostly there are a handful, the chunker's bound and the ends of holes."""
 
 
 class Fingerprinter:
@@ -20,6 +22,7 @@ class Fingerprinter:
         )
         self._key = TagKey(secret, self.domain)
         self._mask = np.frombuffer(((1 << 160) - (1 << (160 - fingerprint_bits))).to_bytes(20, "big"), np.uint8)
+        self._zeros: dict[int, U8] = {}
         self._truncated = fingerprint_bits < 160
 
     def name_chunks(self, payload: U8, offsets: U64, lengths: U32) -> U8:
@@ -29,9 +32,26 @@ class Fingerprinter:
             fingerprints &= self._mask
         return names(fingerprints, check_tags(payload, offsets, lengths, self._key), lengths)
 
-    def zero_chunks(self, payload: U8, offsets: U64, lengths: U32) -> Bools:
-        """Return which chunks are all zero: they are known from the start (MAD2, section 4.2)."""
-        return zero_mask(payload, offsets, lengths)
+    def name_stream(self, payload: U8, offsets: U64, lengths: U32) -> tuple[U8, Bools]:
+        """Return (names, which chunks are all zero): those are known from the start (MAD2, section 4.2), not hashed."""
+        zero = zero_mask(payload, offsets, lengths)
+        if not zero.any():
+            return self.name_chunks(payload, offsets, lengths), zero
+        named = np.empty((len(lengths), NAME_BYTES), np.uint8)
+        named[~zero] = self.name_chunks(payload, offsets[~zero], lengths[~zero])
+        named[zero] = self.name_zeros(lengths[zero])
+        return named, zero
+
+    def name_zeros(self, lengths: U32) -> U8:
+        """Return uint8[n, 32]: the names of all-zero chunks; each length is hashed once."""
+        distinct, rows = np.unique(lengths, return_inverse=True)
+        for length in distinct.tolist():
+            if length not in self._zeros:
+                if len(self._zeros) >= ZERO_LENGTHS_MAX:
+                    self._zeros.clear()
+                one = np.zeros(length, np.uint8), np.zeros(1, np.uint64), np.array([length], np.uint32)
+                self._zeros[length] = self.name_chunks(*one)[0]
+        return np.stack([self._zeros[length] for length in distinct.tolist()])[rows]
 
     def name_segments(self, chunk_names: U8, chunk_bounds: U32) -> U8:
         """Return uint8[s, 20] segment ids: 12 bytes SHA-1 and 8 bytes check tag over the names of their chunks."""

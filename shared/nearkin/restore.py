@@ -95,14 +95,14 @@ class Blob:
 
     def _verified(self, plan: Plan) -> U8:
         payload = self._reader.fetch(plan)
-        found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
-        stored = plan.locations.containers != np.uint64(ZERO)
-        wrong = np.flatnonzero(np.any(found != plan.names, axis=1) & stored)
+        stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
+        found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths)[stored], plan.lengths[stored])
+        wrong = stored[np.any(found != plan.names[stored], axis=1)]
         if len(wrong):
             container = ContainerId(int(plan.locations.containers[wrong[0]]))
             raise Corrupt(
-                f"{self._named()}: {len(wrong)} chunks are not what their names say, the first in {object_name(container)}: "
-                "run `nearkin verify`"
+                f"{self._named()}: {len(wrong)} chunks are not what their names say, the first in "
+                f"{object_name(container)}: run `nearkin verify`"
             )
         return payload
 

@@ -157,7 +157,7 @@ def test_an_error_while_listing_is_raised_not_taken_for_the_end(
     for store in (LocalObjects(tmp_path), memory_objects()):
         monkeypatch.setattr(module.obstore, "list", pages)
         found = []
-        with pytest.raises(StoreUnavailable, match="connection reset$"):
+        with pytest.raises(StoreUnavailable, match=r"connection reset$"):
             found.extend(store.names("a"))
 
 
@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
         list(LocalObjects(tmp_path).names("x" * 300))  # longer than a file name may be: not a missing folder
 
 
-# --- faults by script --------------------------------------------------------------------------------------------------
+# --- faults by script ------------------------------------------------------------------------------------------------
 
 
 def outcome(call: Callable[[], None]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,9 +31,9 @@ def test_segments_never_exceed_their_bytes_and_cover_every_chunk_once() -> None:
     chunks = stream(3000)
     bounds = bounds_of(chunks)
     assert (bounds[0], bounds[-1]) == (0, 3000)
-    sizes = [int(chunks[1][a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [int(chunks[1][a:b].sum()) for a, b in pairwise(bounds)]
     assert max(sizes) <= BYTES_MAX
-    assert min(b - a for a, b in zip(bounds, bounds[1:], strict=False)) > 0
+    assert min(b - a for a, b in pairwise(bounds)) > 0
 
 
 def test_a_segment_has_about_as_many_chunks_as_aimed_at() -> None:

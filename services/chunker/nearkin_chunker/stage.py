@@ -65,8 +65,7 @@ class ChunkerStage:
         lengths: U32 = np.concatenate(cuts) if cuts else np.zeros(0, np.uint32)
         first = runs[0].start if runs else 0
         offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths + np.uint64(first)).astype(np.uint64)
-        names = self._fingerprinter.name_chunks(payload, offsets, lengths)
-        zero = self._fingerprinter.zero_chunks(payload, offsets, lengths)
+        names, zero = self._fingerprinter.name_stream(payload, offsets, lengths)
         parts, blobs, chunk = [], [], 0
         for run, cut in zip(runs, cuts, strict=True):
             rows = slice(chunk, chunk + len(cut))

@@ -94,12 +94,9 @@ def _recipe_names(directory: Directory, reader: ChunkReader, fingerprinter: Fing
     """Return the names of all chunks of all recipes; those of zero chunks are computed, one a length."""
     recipes = directory.segments.chunks
     names = reader.plan(recipes).names
-    zero = np.flatnonzero(recipes.containers == np.uint64(ZERO))
-    for length in np.unique(recipes.ordinals[zero]):
-        one = fingerprinter.name_chunks(
-            np.zeros(length, np.uint8), np.zeros(1, np.uint64), np.array([length], np.uint32)
-        )
-        names[zero[recipes.ordinals[zero] == length]] = one
+    zero = recipes.containers == np.uint64(ZERO)
+    if zero.any():
+        names[zero] = fingerprinter.name_zeros(recipes.ordinals[zero])
     return names
 
 

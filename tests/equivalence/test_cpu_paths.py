@@ -1,0 +1,71 @@
+"""The kernels on narrower processors: emulated, so that an instruction the processor lacks would end the process."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import hashlib
+import numpy as np
+from nearkin.kernels import chunking, estimate, features, fingerprint, xdelta3
+
+data = np.random.Generator(np.random.PCG64(7)).integers(0, 200, 300_000, np.uint8)
+lengths = chunking.fastcdc_cut(data, 2048, 8192, 65536, True)
+offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+key = fingerprint.TagKey(b"k" * 32, b"tenant")
+edited = data.copy()
+edited[::997] ^= 1
+deltas, delta_lengths = xdelta3.encode_many(edited, offsets, lengths, data, offsets, lengths)
+starts = (np.cumsum(delta_lengths, dtype=np.uint64) - delta_lengths).astype(np.uint64)
+whole = xdelta3.decode_many(deltas, starts, delta_lengths, data, offsets, lengths, lengths)
+assert np.array_equal(whole, edited)
+parts = [
+    lengths,
+    fingerprint.sha1_many(data, offsets, lengths),
+    fingerprint.check_tags(data, offsets, lengths, key),
+    features.finesse(data, offsets, lengths),
+    features.ntransform(data, offsets, lengths),
+    features.odess(data, offsets, lengths),
+    estimate.compressed_bytes_estimate(data, offsets, lengths),
+]
+print(features.cpu_path(), fingerprint.cpu_path(), hashlib.sha256(b"".join(p.tobytes() for p in parts)).hexdigest())
+"""
+
+
+def _run(*before: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [*before, sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**{k: v for k, v in os.environ.items() if k != "NEARKIN_CPU"}, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def widest() -> list[str]:
+    return _run()
+
+
+@pytest.mark.parametrize("path", ["base", "avx2", "avx512"])
+def test_every_path_gives_the_same_bytes(widest: list[str], path: str) -> None:
+    if {"base": 0, "avx2": 1, "avx512": 2}[path] > {"base": 0, "avx2": 1, "avx512": 2}.get(widest[0], 0):
+        pytest.skip(f"this processor stops at {widest[0]}")
+    features_path, fingerprint_path, digest = _run(NEARKIN_CPU=path)
+    assert (features_path, fingerprint_path, digest) == (path, path, widest[2])
+
+
+@pytest.mark.parametrize("processor", ["Nehalem", "Haswell"])
+def test_an_older_processor_gives_the_same_bytes(widest: list[str], processor: str) -> None:
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("qemu-x86_64 is not installed (Debian package qemu-user)")
+    features_path, _, digest = _run(emulator, "-cpu", processor)
+    assert features_path != "avx512"
+    assert digest == widest[2]

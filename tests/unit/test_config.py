@@ -1,0 +1,226 @@
+"""Settings: who wins, who is named, and what a refusal says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin import config
+from nearkin.config import PROFILES, Settings, load, with_changes
+from nearkin.errors import ConfigError
+from nearkin.testing.samples import noise
+from nearkin_chunker import algorithms as chunkers
+from nearkin_delta import codecs
+from nearkin_resemblance import algorithms as sketches
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("NEARKIN_"):
+            monkeypatch.delenv(name)
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "nearkin.toml"
+    path.write_text(text)
+    return path
+
+
+# --- who wins, and who is named ----------------------------------------------------------------------------------------
+
+
+def test_each_layer_beats_the_ones_below_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "delta.max_depth"
+
+    def found(*given: Any) -> tuple[int, str]:
+        settings, origins = load(*given)
+        assert origins[name].value == settings.delta.max_depth
+        return settings.delta.max_depth, origins[name].source
+
+    assert found() == (2, "default")
+    only_profile = toml(tmp_path, 'profile = "finesse-paper"')
+    assert found(only_profile) == (1, "profile finesse-paper")
+    file = toml(tmp_path, 'profile = "finesse-paper"\n[delta]\nmax_depth = 3')
+    assert found(file) == (3, f"file {file}")
+    monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "4")
+    assert found(file) == (4, "environment NEARKIN_DELTA__MAX_DEPTH")
+    assert found(file, {"delta": {"max_depth": 5}}) == (5, "argument")
+
+
+def test_the_profile_itself_follows_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, 'profile = "finesse-paper"')
+    assert load(file)[0].profile == "finesse-paper"
+    monkeypatch.setenv("NEARKIN_PROFILE", "default")
+    settings, origins = load(file)
+    assert (settings.profile, settings.chunker.algorithm) == ("default", "fastcdc")
+    assert origins["profile"].source == "environment NEARKIN_PROFILE"
+    assert load(file, {"profile": "finesse-paper"})[0].chunker.algorithm == "rabin"
+
+
+def test_every_setting_has_an_origin() -> None:
+    settings, origins = load()
+    flat = {f"{a}.{b}" for a, section in asdict(settings).items() if isinstance(section, dict) for b in section}
+    assert set(origins) == flat | {"profile", "store", "tenant"}
+    assert {origin.source for origin in origins.values()} == {"default"}
+
+
+def test_arguments_that_were_not_given_change_nothing() -> None:
+    assert load(None, {"store": None, "profile": None})[0] == Settings()
+
+
+def test_the_defaults_pass_their_own_rules() -> None:
+    assert with_changes(Settings(), asdict(Settings())) == Settings()
+    for profile in PROFILES:
+        assert load(None, {"profile": profile})[0].profile == profile
+
+
+def test_sizes_are_read_in_units(tmp_path: Path) -> None:
+    file = toml(tmp_path, '[chunker]\ntarget_bytes = "16KiB"\n[base]\ncache_bytes = "400MB"')
+    settings, _ = load(file)
+    assert (settings.chunker.target_bytes, settings.base.cache_bytes) == (16384, 400_000_000)
+    assert type(settings.chunker.target_bytes) is int
+
+
+def test_changes_keep_what_they_do_not_name() -> None:
+    changed = with_changes(load(None, {"tenant": "t"})[0], {"features": {"algorithm": "odess"}})
+    assert (changed.tenant, changed.features.algorithm, changed.features.count) == ("t", "odess", 12)
+
+
+# --- the paper's set-up ------------------------------------------------------------------------------------------------
+
+
+def test_the_paper_s_set_up_is_a_profile() -> None:
+    """Finesse, FAST '19, section 5.1."""
+    settings, _ = load(None, {"profile": "finesse-paper"})
+    chunker, features = settings.chunker, settings.features
+    assert (chunker.algorithm, chunker.min_bytes, chunker.target_bytes, chunker.max_bytes) == (
+        *("rabin", 2048, 8192, 65536),
+    )
+    assert (features.algorithm, features.count, features.super_features, features.window_bytes) == (
+        "finesse",
+        12,
+        3,
+        48,
+    )
+    assert (settings.base.policy, settings.base.cache_bytes) == ("first-fit", 400_000_000)
+    assert (settings.delta.codec, settings.delta.max_depth) == ("xdelta3", 1)
+
+
+# --- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_names_in_the_settings_are_those_of_the_services() -> None:
+    assert set(config.CHUNKERS) == set(chunkers.NAMES)
+    assert set(config.FEATURES) == set(sketches.NAMES)
+    assert set(config.DELTA_CODECS) == set(codecs.NAMES)
+    assert set(config.PROFILE_NAMES) == set(PROFILES)
+
+
+@pytest.mark.parametrize("algorithm", config.CHUNKERS)
+def test_every_chunker_cuts_within_the_bounds_that_settings_allow(algorithm: str) -> None:
+    least = 256 if algorithm in ("rabin", "inck") else 64
+    data = noise(100_000, "chunks")
+    for bounds in ((least, least, least), (least, 4096, 900 * 1024), (2048, 8192, 65536)):
+        if least & (least - 1):
+            continue
+        named = dict(zip(("min_bytes", "target_bytes", "max_bytes"), bounds, strict=True))
+        settings, _ = load(None, {"chunker": {"algorithm": algorithm, **named}})
+        lengths = chunkers.chunker(settings.chunker, settings.segment.max_bytes)(data, True)
+        assert int(lengths.sum()) == len(data)
+
+
+@pytest.mark.parametrize("algorithm", config.FEATURES)
+def test_every_sketch_takes_the_extremes_that_settings_allow(algorithm: str) -> None:
+    data, offsets, lengths = noise(70_000, "sketch"), np.array([0, 5], np.uint64), np.array([100, 65_000], np.uint32)
+    for count, groups, window, bits in ((1, 1, 48, 0), (64, 16, 64, 16), (64, 1, 64, 0), (12, 3, 48, 16)):
+        named = {"count": count, "super_features": groups, "window_bytes": window, "sampling_bits": bits}
+        settings, _ = load(None, {"features": {"algorithm": algorithm, **named}})
+        sketch = sketches.sketcher(settings.features)
+        found = sketch.super_features(data, offsets, lengths)
+        assert found.shape == (2, groups if algorithm != "none" else 1)
+        assert sketches.Sketch.parse(sketch.name) == sketch
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"features": {"algorithm": "fineese"}},
+        ['features.algorithm "fineese": choose', "finesse, none, ntransform or odess"],
+    ),
+    ({"chunker": {"algorithm": "cdc"}}, ['chunker.algorithm "cdc": choose', "fastcdc"]),
+    ({"delta": {"codec": "gdelta"}}, ['delta.codec "gdelta": choose none or xdelta3']),
+    ({"base": {"policy": "best"}}, ['base.policy "best": choose first-fit']),
+    ({"index": {"backend": "redis"}}, ['index.backend "redis": choose lmdb']),
+    ({"profile": "fast"}, ['profile "fast": choose default or finesse-paper']),
+    ({"profile": ["default"]}, ["profile", "['default']", "choose default or finesse-paper"]),
+    ({"delta": {"max_depth": 17}}, ['delta.max_depth "17"', "1 to 16"]),
+    ({"delta": {"max_depth": 0}}, ['delta.max_depth "0"', "1 to 16"]),
+    ({"delta": {"max_depth": "deep"}}, ['delta.max_depth "deep"', "integer"]),
+    ({"chunker": {"target_bytes": 9000}}, ["chunker.target_bytes", "9000", "power of two"]),
+    ({"chunker": {"min_bytes": 16384}}, ["min_bytes 16384", "want min <= target <= max"]),
+    ({"chunker": {"max_bytes": "1MiB"}}, ["chunker.max_bytes", "1MiB", "921600"]),
+    ({"chunker": {"algorithm": "rabin", "min_bytes": 128}}, ["min_bytes 128", "rabin wants >= 256"]),
+    ({"chunker": {"max_bytes": 131072}, "segment": {"max_bytes": 65536}}, ["chunker.max_bytes 131072", "at most"]),
+    ({"segment": {"target_chunks": 12}}, ["segment.target_chunks", "12", "power of two"]),
+    ({"features": {"count": 10}}, ["count 10", "multiple of super_features (3)"]),
+    ({"base": {"cache_bytes": "lots"}}, ['base.cache_bytes "lots"']),
+    ({"base": {"cache_bytes": -1}}, ['base.cache_bytes "-1"']),
+    ({"tenant": ""}, ['tenant ""', "1 to 128 bytes"]),
+    ({"tenant": "ä" * 65}, ["tenant", "1 to 128 bytes"]),
+    ({"runner": {"queue_batches": 99}}, ['runner.queue_batches "99"', "1 to 16"]),
+    ({"block": {"level": 23}}, ['block.level "23"', "1 to 22"]),
+    ({"chunker": {"algorthm": "rabin"}}, ['chunker.algorthm "rabin"', "no such setting"]),
+    ({"chunkers": {"algorithm": "rabin"}}, ["chunkers", "no such setting"]),
+    ({"chunker": "rabin"}, ["chunker", "rabin"]),
+    ({"tenant": {"name": "x"}}, ["tenant"]),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda part: str(part)[:50])
+def test_a_refusal_is_one_line_that_names_field_value_and_remedy(given: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, given)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert len(text) < 300
+    assert [part for part in said if part not in text] == [], text
+
+
+def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, "[delta]\nmax_depth = 17")
+    with pytest.raises(ConfigError, match=rf"delta.max_depth .17.*set by file {file}"):
+        load(file)
+    monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "18")
+    with pytest.raises(ConfigError, match=r"delta.max_depth .18.*set by environment NEARKIN_DELTA__MAX_DEPTH"):
+        load(file)
+
+
+@pytest.mark.parametrize("text", ["[delta", "delta = 1\n[delta]", "\x00", "a = 1\na = 2"])
+def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="nearkin.toml"):
+        load(toml(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing.toml.*no such file"):
+        load(tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+def test_broken_json_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_CHUNKER", "{broken")
+    with pytest.raises(ConfigError, match=r"(?i)chunker"):
+        load()
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(AttributeError):
+        Settings().tenant = "other"  # type: ignore[misc]
