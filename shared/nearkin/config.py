@@ -217,7 +217,7 @@ def load(
     if overrides:
         layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
     profile = next((layer["profile"] for _, layer in reversed(layers) if "profile" in layer), "default")
-    if profile not in PROFILES:
+    if not isinstance(profile, str) or profile not in PROFILES:
         raise choose("profile", profile, PROFILES)
     layers.insert(0, (f"profile {profile}", {name: dict(values) for name, values in PROFILES[profile].items()}))
     merged: dict[str, Any] = {}

@@ -299,3 +299,22 @@ def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
             assert isinstance(err, NearkinError)
             assert "\n" not in str(err)
     assert json.loads((root / "nearkin.json").read_bytes())["format_version"] == 1
+
+
+def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(root):
+    from nearkin.formats.container import BLOCK, decode_container
+
+    for number, path in enumerate(containers(root)):
+        whole = path.read_bytes()
+        blocks = decode_container(whole, path.name).blocks
+        for block in {0, len(blocks) // 2, int(blocks.depths.argmax())}:
+            copy = Path(shutil.copytree(root, root.parent / f"copy-{number}-{block}"))
+            flip(copy / path.relative_to(root), int(blocks.offsets[block]) - BLOCK.size + 20)
+            with open_store(copy, settings=CHOSEN) as store:
+                store.rebuild_index()
+                versions = {
+                    (f"again {key}", store.put(f"again {key}", content).info.version): content
+                    for (key, _), content in CONTENTS.items()
+                }
+                assert broken(store, versions) == set(), (number, block)
+            shutil.rmtree(copy)

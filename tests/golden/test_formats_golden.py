@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from backports import zstd
+
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.testing import samples
 

@@ -32,7 +32,7 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-# --- who wins, and who is named ----------------------------------------------------------------------------------------
+# --- who wins, and who is named -------------------------------------------------------------------------------------
 
 
 def test_each_layer_beats_the_ones_below_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_changes_keep_what_they_do_not_name() -> None:
     assert (changed.tenant, changed.features.algorithm, changed.features.count) == ("t", "odess", 12)
 
 
-# --- the paper's set-up ------------------------------------------------------------------------------------------------
+# --- the paper's set-up ---------------------------------------------------------------------------------------------
 
 
 def test_the_paper_s_set_up_is_a_profile() -> None:
@@ -112,7 +112,7 @@ def test_the_paper_s_set_up_is_a_profile() -> None:
     assert (settings.delta.codec, settings.delta.max_depth) == ("xdelta3", 1)
 
 
-# --- names -------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_names_in_the_settings_are_those_of_the_services() -> None:
@@ -147,7 +147,7 @@ def test_every_sketch_takes_the_extremes_that_settings_allow(algorithm: str) -> 
         assert sketches.Sketch.parse(sketch.name) == sketch
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     (
@@ -204,12 +204,12 @@ def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", ["[delta", "delta = 1\n[delta]", "\x00", "a = 1\na = 2"])
 def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="nearkin.toml"):
+    with pytest.raises(ConfigError, match=r"nearkin\.toml"):
         load(toml(tmp_path, text))
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing.toml.*no such file"):
+    with pytest.raises(ConfigError, match=r"nothing\.toml.*no such file"):
         load(tmp_path / "nothing.toml")
     with pytest.raises(ConfigError, match=str(tmp_path)):
         load(tmp_path)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims
 from nearkin.errors import Corrupt, NotFound
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.container import Directory
 from nearkin.index.protocols import Index
-from nearkin.records import U8, U32, U64, ZERO, Locations, RebuildReport
+from nearkin.records import NAME_BYTES, U8, U32, U64, ZERO, Locations, RebuildReport
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore
@@ -53,14 +54,16 @@ def rebuild_index(
     ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
     names = sorted(entry for entry in manifests.names() if entry[0] not in known_manifests)
     skipped: list[str] = []
+    sound = {int(container) for container in known_containers}
     chunks = segments = 0
     for done, container in enumerate(ids):
         try:
-            claims = claims_of(containers.directory(container), containers, fingerprinter, sketches)
+            claims = claims_of(containers.directory(container), containers, fingerprinter, sketches, sound)
         except (Corrupt, NotFound):
             skipped.append(object_name(container))
         else:
             index.publish(claims)
+            sound.add(container)
             chunks += len(claims.directory.chunks)
             segments += len(claims.directory.segments)
         if progress is not None:
@@ -80,24 +83,30 @@ def rebuild_index(
 
 
 def claims_of(
-    directory: Directory, containers: ContainerStore, fingerprinter: Fingerprinter, sketches: Sketches
+    directory: Directory,
+    containers: ContainerStore,
+    fingerprinter: Fingerprinter,
+    sketches: Sketches,
+    sound: Collection[int],
 ) -> ContainerClaims:
-    """Return what a container claims, from its bytes and the directories of older containers."""
+    """Return what a container claims, from its bytes and those of the `sound` containers before it.
+
+    A segment with a chunk in any other container is not claimed: a version put later would not restore. Raises
+    Corrupt where a chunk of its own cannot be decoded.
+    """
     reader = ChunkReader(containers)
-    segment_ids = fingerprinter.name_segments(
-        _recipe_names(directory, reader, fingerprinter), directory.segments.bounds
-    )
-    return ContainerClaims(directory, segment_ids, _super_features(directory, reader, sketches))
-
-
-def _recipe_names(directory: Directory, reader: ChunkReader, fingerprinter: Fingerprinter) -> U8:
-    """Return the names of all chunks of all recipes; those of zero chunks are computed, one a length."""
-    recipes = directory.segments.chunks
-    names = reader.plan(recipes).names
+    recipes, bounds = directory.segments.chunks, directory.segments.bounds
+    usable = np.array([ZERO, directory.container, *sound], np.uint64)
+    lost = ~np.isin(recipes.containers, usable)
+    names = np.zeros((len(recipes), NAME_BYTES), np.uint8)
+    names[~lost] = reader.plan(recipes.take(~lost)).names
     zero = recipes.containers == np.uint64(ZERO)
     if zero.any():
         names[zero] = fingerprinter.name_zeros(recipes.ordinals[zero])
-    return names
+    segment_ids = fingerprinter.name_segments(names, bounds)
+    of_segment = np.repeat(np.arange(len(directory.segments)), np.diff(bounds))
+    segment_ids[of_segment[lost]] = 0
+    return ContainerClaims(directory, segment_ids, _super_features(directory, reader, sketches))
 
 
 def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketches) -> dict[str, tuple[U32, U64]]:
@@ -108,15 +117,29 @@ def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketche
     of_segment = np.repeat(np.arange(len(segments), dtype=np.int64), np.diff(segments.bounds))
     introduced_by[segments.chunks.ordinals[own]] = of_segment[own]  # written backwards: the first mention wins
     eligible = np.flatnonzero((chunks.depths < directory.depth_max) & (introduced_by >= 0))
+    for rows in _portions(chunks.lengths, np.setdiff1d(np.arange(len(chunks)), eligible)):
+        _read(directory, reader, rows)  # no base of anything, but it is claimed, so it must decode
     by_sketch = segments.sketches[introduced_by[eligible]]
     found: dict[str, tuple[U32, U64]] = {}
     for number, sketch in enumerate(directory.sketch_names):
         ordinals = eligible[by_sketch == number].astype(np.uint32)
         parts = []
-        portion = np.cumsum(chunks.lengths[ordinals], dtype=np.int64) // READ_BYTES
-        for rows in np.split(np.arange(len(ordinals)), np.flatnonzero(np.diff(portion)) + 1):
-            plan = reader.plan(Locations(np.full(len(rows), directory.container, np.uint64), ordinals[rows]))
-            parts.append(sketches(sketch, reader.fetch(plan), offsets_of(plan.lengths), plan.lengths))
+        for rows in _portions(chunks.lengths, ordinals):
+            payload, lengths = _read(directory, reader, rows)
+            parts.append(sketches(sketch, payload, offsets_of(lengths), lengths))
         if parts:
             found[sketch] = (ordinals, np.concatenate(parts))
     return found
+
+
+def _portions(lengths: U32, ordinals: NDArray[np.integer]) -> list[NDArray[np.integer]]:
+    """Return the ordinals cut into runs of about READ_BYTES."""
+    portion = np.cumsum(lengths[ordinals], dtype=np.int64) // READ_BYTES
+    return [rows for rows in np.split(ordinals, np.flatnonzero(np.diff(portion)) + 1) if len(rows)]
+
+
+def _read(directory: Directory, reader: ChunkReader, ordinals: NDArray[np.integer]) -> tuple[U8, U32]:
+    """Return the bytes of a container's chunks, one after another, and the length of each. Raises Corrupt."""
+    holders = np.full(len(ordinals), directory.container, np.uint64)
+    plan = reader.plan(Locations(holders, ordinals.astype(np.uint32)))
+    return reader.fetch(plan), plan.lengths

@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from struct import Struct
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import ZERO, Bools, Ledger, Locations
+from nearkin.records import ZERO, Bools, Ledger, Locations, VersionInfo
 
 VERSION = 1
 HOLDER = 0
@@ -65,6 +66,21 @@ class Manifest:
     segments: Locations
     known: Bools
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def info(self) -> VersionInfo:
+        """Return the version as callers see it."""
+        return VersionInfo(
+            key=self.key,
+            version=self.version,
+            size_bytes=self.size_bytes,
+            created=datetime.fromtimestamp(self.created_us / 1e6, UTC),
+            digest=f"blake3:{self.blake3.hex()}",
+            sha256=self.sha256.hex() if self.sha256 else None,
+            segments=len(self.segments),
+            chunks=self.ledger.chunks,
+            metadata=self.metadata,
+        )
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

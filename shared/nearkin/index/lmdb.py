@@ -161,10 +161,9 @@ class LmdbIndex:
             _locations(container, np.arange(len(directory.chunks))),
             strict=True,
         )
+        claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
         segments = zip(
-            _rows(claims.segment_ids, SEGMENT_ID_BYTES),
-            _locations(container, np.arange(len(directory.segments))),
-            strict=True,
+            _rows(claims.segment_ids[claimed], SEGMENT_ID_BYTES), _locations(container, claimed), strict=True
         )
         features: list[tuple[bytes, bytes]] = []
         for sketch, (ordinals, super_features) in claims.super_features.items():

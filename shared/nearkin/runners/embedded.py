@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -31,7 +30,7 @@ from nearkin.formats.manifest import Manifest
 from nearkin.index.lmdb import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
-from nearkin.records import U8, Bools, Ledger, Locations, PutResult, SegmentBatch, VersionInfo
+from nearkin.records import U8, Bools, Ledger, Locations, PutResult, SegmentBatch
 from nearkin.runners.facts import EmbeddedFacts, InFlight
 from nearkin.runners.workers import Worker
 from nearkin.stage import Facts, run_stage
@@ -135,7 +134,8 @@ class EmbeddedWriter:
         """Return where the blob's next bytes may be written."""
         if self._used >= self._batch_bytes:
             self._cut()
-        return self._arena.data[self._used :]
+        # Never past the batch's end: where it is cut, and what is kept, must not depend on how much a pipe gave.
+        return self._arena.data[self._used : self._batch_bytes]
 
     def advance(self, blob: _Blob, count: int) -> None:
         """Take `count` bytes that were written to the window."""
@@ -303,7 +303,7 @@ class EmbeddedWriter:
             stored_bytes=group.stored_bytes - before.stored_bytes,
         )
         del self._by_number[blob.number]
-        blob.done.set_result(PutResult(version_info(manifest), ledger, manifest.seconds))
+        blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 
     def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int]:
         """Commit under the next free number; who loses a race for a number takes the one after it (I2)."""
@@ -331,18 +331,3 @@ class EmbeddedWriter:
             except AlreadyExists:
                 continue
         raise Retryable(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
-
-
-def version_info(manifest: Manifest) -> VersionInfo:
-    """Return a manifest as callers see it."""
-    return VersionInfo(
-        key=manifest.key,
-        version=manifest.version,
-        size_bytes=manifest.size_bytes,
-        created=datetime.fromtimestamp(manifest.created_us / 1e6, UTC),
-        digest=f"blake3:{manifest.blake3.hex()}",
-        sha256=manifest.sha256.hex() if manifest.sha256 else None,
-        segments=len(manifest.segments),
-        chunks=manifest.ledger.chunks,
-        metadata=manifest.metadata,
-    )

@@ -1,0 +1,170 @@
+"""The container builder: places that hold, blocks of one depth, and a file that says what was added."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nearkin.claims import SealedContainer
+from nearkin.config import BlockSettings
+from nearkin.formats import container as fmt
+from nearkin.records import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations
+from nearkin.testing import samples
+from nearkin_delta import builder as module
+from nearkin_delta.builder import ContainerBuilder, Encodings, new_container_id
+
+CONTAINER = ContainerId(99 << 20)
+SMALL = BlockSettings(raw_bytes=64 * 1024, delta_bytes=4 * 1024, level=3)
+SKETCH = "finesse/12/3/48"
+
+
+def fresh(lengths: list[int], depths: list[int] | None = None, label: str = "c") -> Encodings:
+    """Return chunks of noise; those with a depth are kept as 10 bytes, on base 0 of another container."""
+    depths = depths or [0] * len(lengths)
+    encoded = [10 if depth else length for length, depth in zip(lengths, depths, strict=True)]
+    payload = samples.noise(sum(lengths), label)
+    deltas = samples.noise(10 * len(lengths), label + "deltas")
+    starts = np.cumsum([0, *lengths])[:-1]
+    return Encodings(
+        samples.names_of(lengths, label),
+        np.array(lengths, np.uint32),
+        np.array(depths, np.uint8),
+        (payload, deltas),
+        np.array([int(depth > 0) for depth in depths], np.int32),
+        np.array([10 * i if d else starts[i] for i, d in enumerate(depths)], np.uint64),
+        np.array(encoded, np.uint32),
+        Locations(np.array([2 if d else 0 for d in depths], np.uint64), np.zeros(len(lengths), np.uint32)),
+        np.zeros(len(lengths), np.uint8),
+    )
+
+
+def builder(settings: BlockSettings = SMALL, depth_max: int = 3) -> ContainerBuilder:
+    return ContainerBuilder(CONTAINER, samples.DOMAIN, settings, depth_max, fmt.XDELTA3)
+
+
+def encodings_of(made: SealedContainer) -> list[bytes]:
+    """Return each chunk's encoding, read from the file."""
+    directory, blocks = samples.read_all(made.data)
+    places = zip(directory.chunks.blocks, directory.chunks.positions, directory.chunks.encoded, strict=True)
+    return [blocks[block][at : at + size] for block, at, size in places]
+
+
+def wanted(added: Encodings) -> list[bytes]:
+    places = zip(added.which, added.offsets, added.encoded, strict=True)
+    return [added.sources[which][int(at) : int(at) + int(size)].tobytes() for which, at, size in places]
+
+
+def test_ids_grow_even_when_the_clock_stands_still_or_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_000_000_000)
+    first = new_container_id(0)
+    assert first >> 20 == 1_764_000_000_000
+    last = first
+    for _ in range(50):
+        found = new_container_id(last)
+        assert found > last
+        last = found
+    monkeypatch.setattr(module.time, "time_ns", lambda: 5)
+    assert new_container_id(last) == last + 1
+
+
+def test_what_was_added_is_what_the_file_says() -> None:
+    made = builder()
+    batches = [fresh([100, 5000, 3], label="a"), fresh([70, 80, 90, 60], [1, 0, 2, 1], "b"), fresh([], label="n")]
+    placed = [made.add(batch) for batch in batches]
+    assert [p.ordinals.tolist() for p in placed] == [[0, 1, 2], [3, 4, 5, 6], []]
+    sealed = made.seal()
+    assert encodings_of(sealed) == wanted(batches[0]) + wanted(batches[1])
+    directory = sealed.claims.directory
+    assert directory.chunks.depths.tolist() == [0, 0, 0, 1, 0, 2, 1]
+    assert np.array_equal(directory.chunks.names, np.concatenate([b.names for b in batches]))
+    assert directory.blocks.depths[directory.chunks.blocks].tolist() == directory.chunks.depths.tolist()
+
+
+def test_chunks_can_be_read_back_before_the_container_is_sealed() -> None:
+    made = builder()
+    batch = fresh([30_000, 50_000, 40, 20_000], [0, 0, 1, 0])  # the first two close a block
+    made.add(batch)
+    chunks = made.directory(CONTAINER).chunks
+    found = [
+        made.block(CONTAINER, int(block))[at : at + size].tobytes()
+        for block, at, size in zip(chunks.blocks, chunks.positions, chunks.encoded, strict=True)
+    ]
+    assert found == wanted(batch)
+    sealed = made.seal()
+    assert encodings_of(sealed) == found
+
+
+def test_a_block_closes_with_the_chunk_that_fills_it() -> None:
+    made = builder()
+    made.add(fresh([900 * 1024, 65_535, 1, 1, 65_536, 65_537]))
+    raw = made.seal().claims.directory.blocks.raw.tolist()
+    assert raw == [900 * 1024, 65_536, 65_537, 65_537]
+
+
+def test_each_depth_has_its_own_limit() -> None:
+    made = builder()
+    made.add(fresh([100] * 1000, [1] * 1000))  # 10 bytes each, 4 KiB a block
+    blocks = made.seal().claims.directory.blocks
+    assert blocks.depths.tolist() == [1, 1, 1]
+    assert blocks.raw.tolist() == [4100, 4100, 1800]
+
+
+def test_recipes_name_what_they_were_given() -> None:
+    made = builder()
+    assert made.empty
+    own = made.add(fresh([10, 20, 30]))
+    other = Locations(np.array([ZERO, 5], np.uint64), np.array([4096, 7], np.uint32))
+    ids = samples.noise(2 * SEGMENT_ID_BYTES, "ids").reshape(2, SEGMENT_ID_BYTES)
+    rows = Locations.join([own, other])
+    located = made.add_segments(ids, np.array([2, 3], np.uint32), SKETCH, rows)
+    assert (located.containers.tolist(), located.ordinals.tolist()) == ([CONTAINER, CONTAINER], [0, 1])
+    later = made.add_segments(ids[:1], np.array([1], np.uint32), "none", own.take(slice(0, 1)))
+    assert later.ordinals.tolist() == [2]
+    made.add_super_features(SKETCH, np.array([1], np.uint32), np.array([[5, 6, 7]], np.uint64))
+    claims = made.seal().claims
+    segments = claims.directory.segments
+    assert segments.bounds.tolist() == [0, 2, 5, 6]
+    assert [claims.directory.sketch_names[number] for number in segments.sketches] == [SKETCH, SKETCH, "none"]
+    assert segments.chunks.containers.tolist() == [CONTAINER, CONTAINER, CONTAINER, ZERO, 5, CONTAINER]
+    assert segments.chunks.ordinals.tolist() == [0, 1, 2, 4096, 7, 0]
+    assert np.array_equal(claims.segment_ids, np.concatenate([ids, ids[:1]]))
+    assert claims.super_features[SKETCH][1].tolist() == [[5, 6, 7]]
+
+
+def test_a_container_of_recipes_alone_is_sealed() -> None:
+    made = builder()
+    ids = samples.noise(SEGMENT_ID_BYTES, "ids").reshape(1, SEGMENT_ID_BYTES)
+    made.add_segments(
+        ids, np.array([1], np.uint32), SKETCH, Locations(np.array([7], np.uint64), np.zeros(1, np.uint32))
+    )
+    assert not made.empty
+    sealed = made.seal()
+    assert (len(sealed.claims.directory.blocks), len(sealed.claims.directory.segments)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [("CHUNKS_MAX", 50), ("BLOCKS_MAX", 3), ("RECIPE_CHUNKS_MAX", 50), ("NAMED_MAX", 50)]
+)
+def test_a_builder_is_full_before_a_directory_is(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+    made = builder()
+    assert not made.full
+    monkeypatch.setattr(module, bound, most)
+    ids = samples.noise(SEGMENT_ID_BYTES, "ids").reshape(1, SEGMENT_ID_BYTES)
+    for number in range(60):
+        made.add(fresh([8_000], label=str(number)))
+        rows = Locations(np.array([2 + number], np.uint64), np.zeros(1, np.uint32))
+        made.add_segments(ids, np.array([1], np.uint32), SKETCH, rows)
+        if made.full:
+            break
+    assert made.full
+    made.seal()
+
+
+def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
+    made = builder()
+    assert made.stored_bytes_estimate == 0
+    made.add(fresh([70_000, 60_000]))
+    sealed_bytes = len(made.seal().data)
+    again = builder()
+    again.add(fresh([70_000, 60_000]))
+    assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
