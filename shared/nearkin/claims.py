@@ -17,8 +17,8 @@ FEATURE_KEY_BYTES = 17
 class ContainerClaims:
     """All entries of one container.
 
-    `segment_ids` uint8[s, 20]; `super_features` by sketch name: (chunk ordinals uint32[c], uint64[c, k]) of the chunks
-    that may serve as bases, in stream order, 0 where there is no super-feature.
+    `segment_ids` uint8[s, 20], zeros for a segment that must not be found; `super_features` by sketch name: (chunk
+    ordinals uint32[c], uint64[c, k]) of the chunks that may serve as bases, in stream order, 0 where there is none.
     """
 
     directory: Directory

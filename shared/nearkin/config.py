@@ -140,7 +140,7 @@ class RestoreSettings:
 
     __pydantic_config__ = _FORBID
 
-    cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 48 * MIB
+    cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 128 * MIB
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,15 @@ def assert_same(store: Store, info: VersionInfo, source: Path) -> None:
 def assert_ranges(store: Store, info: VersionInfo, source: Path, seed: int) -> None:
     """Ranges at edges, empty ones, and random ones equal the file's slices."""
     size, draw = info.size_bytes, random.Random(seed)
-    wanted = [(0, 0), (0, 1), (size - 1, size), (size, size), (size // 2, size // 2), (0, 70_000), (size - 70_000, size)]
+    wanted = [
+        (0, 0),
+        (0, 1),
+        (size - 1, size),
+        (size, size),
+        (size // 2, size // 2),
+        (0, 70_000),
+        (size - 70_000, size),
+    ]
     for length in (1, 4096, 100_000, 1_000_000, 5 * MIB):
         for _ in range(4):
             start = draw.randrange(size - length)
@@ -83,7 +91,9 @@ def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_le
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes
         # Three quarters of what was measured with toggling: a loss of dedup or of deltas fails here, some percent do not.
         assert stats.ledger.reduction_ratio > ratio_least
-        assert set(stats.sketches) == {name for name in stats.sketches if name.partition("/")[0] in ALGORITHMS[: len(paths)]}
+        assert set(stats.sketches) == {
+            name for name in stats.sketches if name.partition("/")[0] in ALGORITHMS[: len(paths)]
+        }
         assert len(stats.sketches) == min(len(paths), 3)
         assert store.verify().damage == ()
     live = entries(root, store)

@@ -307,6 +307,8 @@ def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(ro
     for number, path in enumerate(containers(root)):
         whole = path.read_bytes()
         blocks = decode_container(whole, path.name).blocks
+        if not len(blocks):
+            continue  # recipes of known chunks alone
         for block in {0, len(blocks) // 2, int(blocks.depths.argmax())}:
             copy = Path(shutil.copytree(root, root.parent / f"copy-{number}-{block}"))
             flip(copy / path.relative_to(root), int(blocks.offsets[block]) - BLOCK.size + 20)

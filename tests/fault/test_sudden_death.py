@@ -44,7 +44,9 @@ def first(tmp_path) -> Path:
     return path
 
 
-def ended_at(root: Path, first: Path, number: int, delay_seconds: float, how: signal.Signals) -> tuple[dict[int, int], str]:
+def ended_at(
+    root: Path, first: Path, number: int, delay_seconds: float, how: signal.Signals
+) -> tuple[dict[int, int], str]:
     """Run the writer, end it after a while; return what it acknowledged, number by version, and what it complained."""
     writer = process(WRITER, root, first, str(number))
     assert writer.stdin is not None

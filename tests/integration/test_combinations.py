@@ -53,7 +53,14 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
         {"features": {"count": 4, "super_features": 4, "window_bytes": 16}},
         {"features": {"algorithm": "odess", "sampling_bits": 0}},
         {"chunker": {"min_bytes": 64, "target_bytes": 64, "max_bytes": 64}},
-        {"chunker": {"min_bytes": 900 * 1024, "max_bytes": 900 * 1024, "target_bytes": 900 * 1024, "algorithm": "whole"}},
+        {
+            "chunker": {
+                "min_bytes": 900 * 1024,
+                "max_bytes": 900 * 1024,
+                "target_bytes": 900 * 1024,
+                "algorithm": "whole",
+            }
+        },
         {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 2048}},
         {"runner": {"batch_bytes": 64 << 20, "queue_batches": 16}},
         {"base": {"cache_bytes": 1 << 20}, "restore": {"cache_bytes": 8 << 20}},

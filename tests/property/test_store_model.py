@@ -7,7 +7,9 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings as runs, strategies as st
+from hypothesis import HealthCheck
+from hypothesis import settings as runs
+from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
@@ -92,14 +94,22 @@ class StoreBesideADictionary(RuleBasedStateMachine):
             return
         raise AssertionError("a wrong SHA-256 was accepted")
 
-    @rule(key=st.sampled_from(KEYS), which=st.integers(0, 20), start=st.integers(0, 1 << 22), length=st.integers(0, 1 << 21))
+    @rule(
+        key=st.sampled_from(KEYS),
+        which=st.integers(0, 20),
+        start=st.integers(0, 1 << 22),
+        length=st.integers(0, 1 << 21),
+    )
     def read(self, key, which, start, length):
         versions = self.model.get(key, [])
         if versions:
             number = which % len(versions)
             content = versions[number]
             start %= len(content) + 1
-            assert self.store.get(key, number + 1, start=start, stop=start + length).read() == content[start : start + length]
+            assert (
+                self.store.get(key, number + 1, start=start, stop=start + length).read()
+                == content[start : start + length]
+            )
             assert self.store.get(key).read() == versions[-1]
 
     # --- what operators do, and what happens to them
@@ -151,7 +161,9 @@ class StoreBesideADictionary(RuleBasedStateMachine):
                 for number, content in enumerate(self.model[key], 1)
             ]
             stats = self.store.stats()
-            assert stats.ledger.logical_bytes == sum(len(content) for versions in self.model.values() for content in versions)
+            assert stats.ledger.logical_bytes == sum(
+                len(content) for versions in self.model.values() for content in versions
+            )
             assert sum(stats.parts.values()) == stats.ledger.stored_bytes
             assert min(stats.parts.values()) >= 0
             assert max(stats.depths, default=0) <= 4

@@ -10,15 +10,14 @@ import pytest
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import SegmentBatch
+from nearkin.index.pending import PendingIndex
+from nearkin.records import Locations, SegmentBatch
 from nearkin.runners.embedded import EmbeddedWriter
 from nearkin.runners.facts import EmbeddedFacts
-from nearkin.index.pending import PendingIndex
 from nearkin.stage import Contents, Facts, Found, FoundBases, Reads, run_stage
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObstoreObjects, memory_objects
-from nearkin.records import Locations
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, settings
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
@@ -214,7 +213,9 @@ def test_a_batch_in_the_same_container_is_answered_before_that_container_is_dura
     batch = segments(pieces(1, 2))
     where = Locations(np.full(2, 500, np.uint64), np.arange(2, dtype=np.uint32))
     none = np.zeros((0, 3), np.uint64)
-    pending.place(batch.names, where, "none", Locations.empty(), none, batch.segment_ids, Locations.empty(batch.segments))
+    pending.place(
+        batch.names, where, "none", Locations.empty(), none, batch.segment_ids, Locations.empty(batch.segments)
+    )
     locations, found = pending.locate_chunks(batch.names)
     assert found.all()
     assert locations.ordinals.tolist() == [0, 1]

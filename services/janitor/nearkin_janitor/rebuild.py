@@ -96,8 +96,9 @@ def claims_of(
     """
     reader = ChunkReader(containers)
     recipes, bounds = directory.segments.chunks, directory.segments.bounds
-    usable = np.array([ZERO, directory.container, *sound], np.uint64)
-    lost = ~np.isin(recipes.containers, usable)
+    named, which = np.unique(recipes.containers, return_inverse=True)
+    usable = [int(holder) in sound or holder in (ZERO, directory.container) for holder in named]
+    lost = ~np.array(usable, np.bool_)[which]
     names = np.zeros((len(recipes), NAME_BYTES), np.uint8)
     names[~lost] = reader.plan(recipes.take(~lost)).names
     zero = recipes.containers == np.uint64(ZERO)

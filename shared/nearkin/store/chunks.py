@@ -95,12 +95,10 @@ class ChunkReader:
             if np.any(below.depths >= levels[-1].depths[deltas]):
                 raise Corrupt("a delta's base is not shallower than the delta")
             levels.append(below)
-        below = levels.pop()
-        payload = self._encodings(below)
+        payload, lengths = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
         while levels:
             level = levels.pop()
-            payload = self._decoded(level, payload, below.lengths)
-            below = level
+            payload, lengths = self._level(level, payload, lengths), level.lengths
         return payload
 
     def contents(self, locations: Locations) -> Contents:
@@ -129,52 +127,34 @@ class ChunkReader:
             position += len(payload)
         return Contents(np.concatenate(parts) if parts else np.zeros(0, np.uint8), offsets, lengths, depths, available)
 
-    def _encodings(self, plan: Plan) -> U8:
-        """Return the encodings of all rows, one after another; a zero chunk's is its zeros."""
+    def _level(self, plan: Plan, bases: U8, base_lengths: U32) -> U8:
+        """Return the rows' bytes; `bases` are those of the deltas' bases, in order, each of its base length."""
         zero = plan.locations.containers == np.uint64(ZERO)
-        taken = np.where(zero, plan.lengths, plan.encoded).astype(np.uint32)
-        total = int(taken.sum(dtype=np.uint64))
+        total = int(plan.lengths.sum(dtype=np.uint64))
         out = np.zeros(total, np.uint8) if zero.any() else np.empty(total, np.uint8)
-        starts = offsets_of(taken)
-        kept = np.flatnonzero(~zero)
-        order = kept[np.lexsort((plan.blocks[kept], plan.locations.containers[kept]))]
+        starts = offsets_of(plan.lengths)
+        self._copy(plan, np.flatnonzero((plan.depths == 0) & ~zero), out, starts)
+        deltas = np.flatnonzero(plan.depths)
+        if len(deltas):
+            sizes, lengths = plan.encoded[deltas], plan.lengths[deltas]
+            at = offsets_of(sizes)
+            encodings = np.empty(int(sizes.sum(dtype=np.uint64)), np.uint8)
+            places = np.zeros(len(plan.lengths), np.uint64)
+            places[deltas] = at
+            self._copy(plan, deltas, encodings, places)
+            decoded = decode_many(encodings, at, sizes, bases, offsets_of(base_lengths), base_lengths, lengths)
+            gather([decoded], np.zeros(len(deltas), np.int32), offsets_of(lengths), lengths, out, starts[deltas])
+        return out
+
+    def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> None:
+        """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block, one call each."""
+        order = wanted[np.lexsort((plan.blocks[wanted], plan.locations.containers[wanted]))]
         containers, blocks = plan.locations.containers[order], plan.blocks[order]
         changes = np.flatnonzero((containers[1:] != containers[:-1]) | (blocks[1:] != blocks[:-1])) + 1
         for rows in np.split(order, changes) if len(order) else []:
-            container, block = ContainerId(int(plan.locations.containers[rows[0]])), int(plan.blocks[rows[0]])
-            decoded = self._source.block(container, block)
-            gather(
-                [decoded],
-                np.zeros(len(rows), np.int32),
-                plan.positions[rows].astype(np.uint64),
-                plan.encoded[rows],
-                out,
-                starts[rows],
-            )
-        return out
-
-    def _decoded(self, plan: Plan, bases: U8, base_lengths: U32) -> U8:
-        """Return the rows' bytes; `bases` are those of the rows' bases, in order, each of its base length."""
-        zero = plan.locations.containers == np.uint64(ZERO)
-        encodings = self._encodings(plan)
-        taken = np.where(zero, plan.lengths, plan.encoded).astype(np.uint32)
-        starts = offsets_of(taken)
-        deltas = np.flatnonzero(plan.depths)
-        decoded = decode_many(
-            encodings,
-            starts[deltas],
-            plan.encoded[deltas],
-            bases,
-            offsets_of(base_lengths),
-            base_lengths,
-            plan.lengths[deltas],
-        )
-        which = (plan.depths > 0).astype(np.int32)
-        sources = starts.copy()
-        sources[deltas] = offsets_of(plan.lengths[deltas])
-        out = np.empty(int(plan.lengths.sum(dtype=np.uint64)), np.uint8)
-        gather([encodings, decoded], which, sources, plan.lengths, out, offsets_of(plan.lengths))
-        return out
+            block = self._source.block(ContainerId(int(plan.locations.containers[rows[0]])), int(plan.blocks[rows[0]]))
+            which, positions = np.zeros(len(rows), np.int32), plan.positions[rows].astype(np.uint64)
+            gather([block], which, positions, plan.encoded[rows], out, places[rows])
 
 
 def _grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:

@@ -1,9 +1,9 @@
 """Stores under test. Invariant: what a helper here says of a store it read from the store itself, through its public calls.
 
-    SMALL          settings under which a megabyte fills many blocks and several containers
-    settings(...)  the settings of a test: nothing of the environment, named sections only
-    objects(root)  every object that counts as stored, and its bytes
-    readable(...)  what each version's `get` answers now: its bytes or the error
+SMALL          settings under which a megabyte fills many blocks and several containers
+settings(...)  the settings of a test: nothing of the environment, named sections only
+objects(root)  every object that counts as stored, and its bytes
+readable(...)  what each version's `get` answers now: its bytes or the error
 """
 
 from __future__ import annotations
