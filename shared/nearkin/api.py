@@ -41,7 +41,7 @@ from nearkin.store.containers import ContainerStore
 from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
-from nearkin.store.objects import AlreadyExists, LocalObjects
+from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
 
 if TYPE_CHECKING:  # a get needs neither stages nor index: it starts 0.1 s sooner without them
     from concurrent.futures import Future
@@ -84,6 +84,7 @@ def open_store(
             )
         try:
             root.mkdir(parents=True, exist_ok=True)
+            sync_folder(root.parent)
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err
     objects = LocalObjects(root)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 ENVIRONMENT_PREFIX = "NEARKIN_"
+OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug"})
+"""`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
 
 CHUNKERS = ("fastcdc", "rabin", "inck", "fixed", "whole")
 FEATURES = ("finesse", "ntransform", "odess", "none")
@@ -261,6 +263,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _read_environment() -> dict[str, Any]:
     given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
     sections = {name for name in Settings.__dataclass_fields__ if name != "store"}
+    for name in sorted(given):
+        first = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
+        if first not in sections | {"store"} | OTHER_VARIABLES:
+            raise ConfigError(f"environment {name}: no such setting; `nearkin config` lists them all")
     if not any(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0] in sections for name in given):
         store = os.environ.get(f"{ENVIRONMENT_PREFIX}STORE")
         return {} if store is None else {"store": store}

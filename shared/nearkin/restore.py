@@ -16,7 +16,7 @@ from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo
-from nearkin.store.chunks import ChunkReader, Plan, offsets_of
+from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
 from nearkin.store.containers import ContainerSource, object_name
 
 BATCH_BYTES = 4 * 1024 * 1024
@@ -124,12 +124,11 @@ def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locati
     """Return (the chunk locations of segments, one segment after another; how many of each). Raises Corrupt."""
     counts = np.zeros(len(segments), np.int64)
     starts = np.zeros(len(segments), np.int64)
-    for container in np.unique(segments.containers):
-        mine = segments.containers == container
-        table = source.directory(ContainerId(int(container))).segments
+    for container, mine in grouped(segments.containers):
+        table = source.directory(ContainerId(container)).segments
         ordinals = segments.ordinals[mine]
         if int(ordinals.max()) >= len(table):
-            name = object_name(ContainerId(int(container)))
+            name = object_name(ContainerId(container))
             raise Corrupt(f"{name} has {len(table)} recipes, number {int(ordinals.max())} is wanted")
         starts[mine] = table.bounds[ordinals]
         counts[mine] = table.bounds[ordinals + 1].astype(np.int64) - table.bounds[ordinals]
@@ -138,8 +137,7 @@ def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locati
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     rows = np.repeat(starts, counts) + within
     holders = np.repeat(segments.containers, counts)
-    for container in np.unique(segments.containers):
-        mine = holders == container
-        chunks = source.directory(ContainerId(int(container))).segments.chunks
+    for container, mine in grouped(holders):
+        chunks = source.directory(ContainerId(container)).segments.chunks
         result.containers[mine], result.ordinals[mine] = chunks.containers[rows[mine]], chunks.ordinals[rows[mine]]
     return result, counts

@@ -89,7 +89,7 @@ def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_le
             assert_ranges(store, info, path, seed=info.version)
         stats = store.stats()
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes
-        # Three quarters of what was measured with toggling: a loss of dedup or of deltas fails here, some percent do not.
+        # Three quarters of what was measured: a loss of dedup or of deltas fails here, some percent do not.
         assert stats.ledger.reduction_ratio > ratio_least
         assert set(stats.sketches) == {
             name for name in stats.sketches if name.partition("/")[0] in ALGORITHMS[: len(paths)]
@@ -119,10 +119,10 @@ def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_le
 def assert_equal_entries(one: dict[str, dict[bytes, bytes]], other: dict[str, dict[bytes, bytes]]) -> None:
     """Compare table by table: a failure that printed two whole indexes would be of no use."""
     assert one.keys() == other.keys()
-    for table in one:
-        assert len(one[table]) == len(other[table]), table
-        different = [key for key in one[table] if one[table][key] != other[table].get(key)]
-        assert not different, (table, len(different), one[table][different[0]], other[table].get(different[0]))
+    for table, rows in one.items():
+        assert len(rows) == len(other[table]), table
+        different = [key for key, row in rows.items() if row != other[table].get(key)]
+        assert not different, (table, len(different), rows[different[0]], other[table].get(different[0]))
 
 
 ZERO_GIB = 2  # a read of 10 GiB alone takes 50 s on two small cores; memory and stored bytes show themselves in 2

@@ -1,4 +1,4 @@
-"""A full disk: a put that does not fit fails whole, what was there stays, and after making room the same put succeeds."""
+"""A full disk: a put that does not fit fails whole, what was there stays, after making room it succeeds."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path):
     content = random_bytes(6 * MIB, 4)
     with open_store(tmp_path / "s", settings=tiny) as store:
         store.put("earlier", EARLIER)
+        endless = ((f"large {number}", random_bytes(6 * MIB, number + 10)) for number in range(20))
         with pytest.raises(StoreUnavailable, match=r"index\.map_bytes"):
-            for number in range(20):
-                store.put(f"large {number}", random_bytes(6 * MIB, number + 10))
+            list(store.put_many(endless))
         assert store.get("earlier").read() == EARLIER
     wide = settings(CHOSEN, {"chunker": SMALL_CHUNKS})
     with open_store(tmp_path / "s", settings=wide) as store:

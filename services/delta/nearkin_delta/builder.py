@@ -125,7 +125,7 @@ class ContainerBuilder:
         """Append chunks; return where they lie from now on."""
         count = len(fresh)
         numbers = np.zeros(count, np.uint32)
-        for depth in np.unique(fresh.depths):
+        for depth in np.flatnonzero(np.bincount(fresh.depths)):
             self._append(fresh, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.

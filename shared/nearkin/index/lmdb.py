@@ -192,7 +192,9 @@ class LmdbIndex:
                     continue
                 rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
                 rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
-                held = _rows(np.unique(rows).view(np.uint8), _LOCATION.size)
+                # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
+                distinct, _ = np.unique(rows, return_index=True)
+                held = _rows(distinct.view(np.uint8), _LOCATION.size)
                 cursor = txn.cursor(self._counts)
                 before = dict(cursor.getmulti(held))
                 cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])

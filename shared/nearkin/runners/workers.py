@@ -36,7 +36,9 @@ class Worker(Generic[Item]):
         self.check()
 
     def stop(self) -> None:
-        """Let queued items finish (or be dropped after a failure) and end the thread."""
+        """Let queued items finish (or be dropped after a failure) and end the thread; again is fine."""
+        if not self._thread.is_alive():
+            return
         self._queue.put(None)
         self._thread.join()
         # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.

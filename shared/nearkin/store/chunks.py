@@ -61,7 +61,7 @@ class ChunkReader:
             np.zeros((count, 32), np.uint8),
             np.zeros(count, np.uint8),
         )
-        for container, rows in _grouped(locations.containers):
+        for container, rows in grouped(locations.containers):
             ordinals = locations.ordinals[rows]
             if container == ZERO:
                 plan.lengths[rows] = ordinals
@@ -115,7 +115,7 @@ class ChunkReader:
         count = len(locations)
         lengths, depths, available = np.zeros(count, np.uint32), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
         offsets, parts, position = np.zeros(count, np.uint64), [], 0
-        for _, rows in _grouped(locations.containers):
+        for _, rows in grouped(locations.containers):
             try:
                 plan = self.plan(locations.take(rows))
                 payload = self.fetch(plan)
@@ -157,8 +157,8 @@ class ChunkReader:
             gather([block], which, positions, plan.encoded[rows], out, places[rows])
 
 
-def _grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
-    """Return (container, its rows) for each container, rows ascending."""
+def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
+    """Return (container, its rows) for each container, rows ascending. Unlike np.unique it does not import numpy.ma."""
     if not len(containers):
         return []
     if (containers[1:] == containers[0]).all():

@@ -136,7 +136,7 @@ class LocalObjects(ObstoreObjects):
                 os.link(temporary, final)  # 2 visible, atomically, only if the name is free
             finally:
                 temporary.unlink(missing_ok=True)
-            _sync_folder(final.parent)  # 3 the name itself is durable
+            sync_folder(final.parent)  # 3 the name itself is durable
         except FileExistsError as err:
             raise AlreadyExists(f"{name}: already there") from err
         except OSError as err:
@@ -173,7 +173,7 @@ class LocalObjects(ObstoreObjects):
         self._make_folder(folder.parent)
         with self._folders[hash(folder) % FOLDER_LOCKS]:
             folder.mkdir(exist_ok=True)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
         self._settled.add(folder.parent)
 
 
@@ -203,7 +203,8 @@ def _read_range(descriptor: int, start: int, end: int) -> bytes:
     return data
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Stores under test. Invariant: what a helper here says of a store it read from the store itself, through its public calls.
+"""Stores under test. Invariant: what is said here of a store was read from that store, by its public calls.
 
 SMALL          settings under which a megabyte fills many blocks and several containers
 settings(...)  the settings of a test: nothing of the environment, named sections only
