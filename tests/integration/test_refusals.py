@@ -205,7 +205,7 @@ def test_an_unknown_tenant_sees_an_empty_store(store):
 
 
 @pytest.mark.xfail(
-    reason="verify takes another tenant's containers for damage, and a rebuild leaves them out: both know one domain's key"
+    reason="verify takes another tenant's containers for damage and a rebuild leaves them out: one key is known"
 )
 def test_two_tenants_of_one_store_share_nothing_and_harm_nothing(tmp_path):
     chosen = {tenant: settings(SMALL, {"tenant": tenant}) for tenant in ("one", "other")}
