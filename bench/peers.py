@@ -94,7 +94,7 @@ class Nearkin(Peer):
 
     @override
     def put(self, version: int, source: Path) -> Cost:
-        return self._run("--store", str(self.repository), "put", "blob", str(source), sync=True)
+        return self._run("--json", "--store", str(self.repository), "put", "blob", str(source), sync=True)
 
     @override
     def get(self, version: int, target: Path) -> Cost:
