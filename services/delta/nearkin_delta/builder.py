@@ -83,7 +83,7 @@ class ContainerBuilder:
         self._kind = kind
         self._open: dict[int, _OpenBlock] = {}
         self._closed: dict[int, EncodedBlock] = {}
-        self._blocks = 0
+        self.blocks = 0
         self._added: list[Encodings] = []
         self._block_numbers: list[U32] = []
         self._sketch_names: list[str] = []
@@ -116,7 +116,7 @@ class ContainerBuilder:
         """Return whether the counts are near what a directory can name."""
         return (
             self.chunks > CHUNKS_MAX
-            or self._blocks > BLOCKS_MAX
+            or self.blocks > BLOCKS_MAX
             or self._recipe_chunks > RECIPE_CHUNKS_MAX
             or len(self._named) > NAMED_MAX
         )
@@ -124,6 +124,8 @@ class ContainerBuilder:
     def add(self, fresh: Encodings) -> Locations:
         """Append chunks; return where they lie from now on."""
         count = len(fresh)
+        if not count:  # all-duplicate data add nothing, batch after batch: 3 kB of empty arrays each, for ever
+            return Locations.empty()
         numbers = np.zeros(count, np.uint32)
         for depth in np.flatnonzero(np.bincount(fresh.depths)):
             self._append(fresh, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
@@ -142,8 +144,8 @@ class ContainerBuilder:
         while taken < len(rows):
             block = self._open.get(depth)
             if block is None:
-                block = self._open[depth] = _OpenBlock(self._blocks, self._limits[1 if depth else 0])
-                self._blocks += 1
+                block = self._open[depth] = _OpenBlock(self.blocks, self._limits[1 if depth else 0])
+                self.blocks += 1
             before = int(sizes[taken - 1]) if taken else 0
             # Up to and with the chunk that reaches the limit; the buffer has room for one chunk more than that.
             until = min(int(np.searchsorted(sizes, before + block.limit_bytes - block.used)) + 1, len(rows))
@@ -165,9 +167,11 @@ class ContainerBuilder:
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:
         """Append segment recipes; return where they lie. `chunks` are the rows of all of them, `counts` of each."""
+        number = len(counts)
+        if not number:
+            return Locations.empty()
         if sketch not in self._sketch_names:
             self._sketch_names.append(sketch)
-        number = len(counts)
         self._segment_ids.append(segment_ids)
         self._segment_counts.append(counts)
         self._segment_sketches.append(np.full(number, self._sketch_names.index(sketch), np.uint8))
@@ -181,7 +185,8 @@ class ContainerBuilder:
 
     def add_super_features(self, sketch: str, ordinals: U32, super_features: U64) -> None:
         """Remember the super-features of chunks that may serve as bases."""
-        self._features.setdefault(sketch, []).append((ordinals, super_features))
+        if len(ordinals):
+            self._features.setdefault(sketch, []).append((ordinals, super_features))
 
     def directory(self, container: ContainerId) -> Directory:
         """Return the directory as far as it goes: chunks are complete, blocks and recipes are left out."""
@@ -233,7 +238,7 @@ class ContainerBuilder:
             np.concatenate([np.zeros(0, np.uint8), *self._segment_sketches]),
             Locations.join(self._recipes),
         )
-        blocks = [self._closed[number] for number in range(self._blocks)]
+        blocks = [self._closed[number] for number in range(self.blocks)]
         data, _, _ = fmt.encode_container(
             self.container, self._domain, self._depth_max, self._sketch_names, blocks, self._chunk_table(), segments
         )

@@ -176,6 +176,7 @@ class EmbeddedWriter:
         """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
         self._reducer.cancel()
         self._committer.cancel()
+        self._in_flight.abandon()
 
     def _cut(self) -> None:
         """Hand all certain segments on; carry the rest into a new arena."""

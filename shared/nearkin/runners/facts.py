@@ -35,6 +35,17 @@ class InFlight:
         with self._lock:
             self._sealed.pop(container, None)
 
+    def abandon(self) -> None:
+        """Forget the blocks of containers that may never be durable: a later writer may be given the same id.
+
+        With a clock behind the newest container ids count up by one, so the next writer surely is.
+        """
+        with self._lock:
+            blocks = {container: len(sealed.claims.directory.blocks) for container, sealed in self._sealed.items()}
+        if self.open is not None:
+            blocks[self.open[0]] = self.open[1].blocks
+        self._store.blocks.drop((container, block) for container, count in blocks.items() for block in range(count))
+
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory."""
         if self.open is not None and self.open[0] == container:
@@ -57,7 +68,8 @@ class InFlight:
                 return self._store.block(container, block)
             table = sealed.claims.directory.blocks
             start = int(table.offsets[block]) - fmt.BLOCK.size
-            record = memoryview(sealed.data)[start : start + fmt.BLOCK.size + int(table.stored[block])]
+            # A copy: what is kept must not hold on to the container, which no cache has counted.
+            record = sealed.data[start : start + fmt.BLOCK.size + int(table.stored[block])]
             decoded, final = fmt.decode_block(record, "a container in flight"), True
         if final:
             self._store.blocks.put((container, block), decoded, decoded.nbytes)

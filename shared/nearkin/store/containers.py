@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from nearkin.errors import Corrupt, NotFound
@@ -52,6 +52,13 @@ class ByteBoundedLru(Generic[Key, Value]):
             self._used_bytes += value_bytes
             while self._used_bytes > self._bytes_max:
                 _, (_, dropped_bytes) = self._entries.popitem(last=False)
+                self._used_bytes -= dropped_bytes
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Forget what these keys name; those that are not there are fine."""
+        with self._lock:
+            for key in keys:
+                _, dropped_bytes = self._entries.pop(key, (None, 0))
                 self._used_bytes -= dropped_bytes
 
 
