@@ -1,0 +1,1 @@
+"""Gateway. Invariant: nothing is acknowledged before it is durable (I3)."""
