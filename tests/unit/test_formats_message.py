@@ -1,0 +1,182 @@
+"""Messages: what was sent is what is received, and nothing hostile gets past `decode`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearkin.config import Settings, with_changes
+from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats import message as fmt
+from nearkin.formats.message import End, Envelope, Frame, Fresh, Paired, Placed, Segments, decode, encode
+from nearkin.records import FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
+from nearkin.stage import Facts, Found, FoundBases
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_dedup import DedupStage
+from nearkin_resemblance import ResemblanceStage
+
+BLOB = Envelope(bytes(range(16)), "tenant", "a/key ü", 4096, 7)
+NAMER = Fingerprinter(b"s" * 32, "tenant")
+
+
+def segmented(data: bytes) -> SegmentBatch:
+    payload = np.frombuffer(data, np.uint8)
+    chunked = ChunkerStage(Settings(), NAMER).decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts())
+    return chunked.segments
+
+
+def deduplicated(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
+    stage = DedupStage()
+    segments = Found(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
+    wanted = stage.reads(batch, Facts(segments=segments))
+    assert wanted is not None
+    assert wanted.names is not None
+    found = np.arange(len(wanted.names)) % known_every == 1
+    locations = Locations(np.where(found, 99, 0).astype(np.uint64), np.arange(len(found), dtype=np.uint32))
+    return stage.decide(batch, Facts(segments=segments, chunks=Found(locations, found)))
+
+
+def paired(fresh: FreshBatch) -> PairedBatch:
+    stage = ResemblanceStage(with_changes(Settings(), {"features": {"algorithm": "odess"}}))
+    wanted = stage.reads(fresh, Facts())
+    assert wanted is not None
+    assert wanted.super_features is not None
+    count = len(fresh.fresh)
+    found = np.arange(count) % 2 == 0
+    where = Locations(np.where(found, 5, 0).astype(np.uint64), np.arange(count, dtype=np.uint32))
+    bases = FoundBases(wanted.super_features, where, np.zeros(count, np.uint8), found)
+    return stage.decide(fresh, Facts(bases=bases))
+
+
+def mixed_content(seed: int = 1) -> bytes:
+    random = np.random.default_rng(seed).integers(0, 256, 300_000, np.uint8).tobytes()
+    return random + bytes(200_000) + random[:150_000]
+
+
+def assert_same_batch(found: SegmentBatch, sent: SegmentBatch, carried: np.ndarray) -> None:
+    for name in ("lengths", "names", "zero", "chunk_bounds", "segment_ids"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(sent, name))
+    for row in np.flatnonzero(carried).tolist():
+        bytes_found = found.payload[int(found.offsets[row]) :][: int(found.lengths[row])]
+        bytes_sent = sent.payload[int(sent.offsets[row]) :][: int(sent.lengths[row])]
+        assert bytes_found.tobytes() == bytes_sent.tobytes()
+
+
+def test_a_frame_arrives_as_sent() -> None:
+    found = decode(encode(Frame(BLOB, np.frombuffer(b"some bytes", np.uint8))), "test")
+    assert isinstance(found, Frame)
+    assert found.envelope == BLOB
+    assert found.payload.tobytes() == b"some bytes"
+
+
+def test_segments_arrive_as_sent_without_the_bytes_of_zero_chunks() -> None:
+    sent = segmented(mixed_content())
+    data = encode(Segments(BLOB, sent))
+    assert len(data) < 560_000
+    found = decode(data, "test")
+    assert isinstance(found, Segments)
+    assert_same_batch(found.batch, sent, ~sent.zero)
+
+
+def test_fresh_chunks_alone_carry_their_bytes() -> None:
+    sent = deduplicated(segmented(mixed_content()))
+    found = decode(encode(Fresh(BLOB, sent)), "test")
+    assert isinstance(found, Fresh)
+    np.testing.assert_array_equal(found.batch.fresh, sent.fresh)
+    np.testing.assert_array_equal(found.batch.first, sent.first)
+    np.testing.assert_array_equal(found.batch.chunk_locations.containers, sent.chunk_locations.containers)
+    assert len(found.batch.batch.payload) == int(sent.batch.lengths[sent.fresh].sum())
+    carried = np.zeros(len(sent.first), np.bool_)
+    carried[sent.fresh] = True
+    assert_same_batch(found.batch.batch, sent.batch, carried)
+
+
+def test_pairs_arrive_as_sent() -> None:
+    sent = paired(deduplicated(segmented(mixed_content())))
+    found = decode(encode(Paired(BLOB, sent)), "test")
+    assert isinstance(found, Paired)
+    assert found.batch.sketch == sent.sketch
+    np.testing.assert_array_equal(found.batch.super_features, sent.super_features)
+    np.testing.assert_array_equal(found.batch.bases.ordinals, sent.bases.ordinals)
+    np.testing.assert_array_equal(found.batch.base_found, sent.base_found)
+
+
+def test_placed_segments_and_their_ledger_arrive_as_sent() -> None:
+    segments = Locations(np.array([5, 6], np.uint64), np.array([1, 2], np.uint32))
+    sent = Placed(BLOB, segments, np.array([True, False]), Ledger(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
+    found = decode(encode(sent), "test")
+    assert isinstance(found, Placed)
+    assert found.ledger == sent.ledger
+    np.testing.assert_array_equal(found.segments.containers, segments.containers)
+    np.testing.assert_array_equal(found.known, sent.known)
+
+
+@pytest.mark.parametrize("failure", [None, "the upload was cut"])
+def test_an_end_arrives_as_sent(failure: str | None) -> None:
+    sent = End(BLOB, 123, b"o" * 16, 10**12, b"b" * 32, b"c" * 32, 17, failure, {"a": "ü"})
+    assert decode(encode(sent), "test") == sent
+
+
+def test_a_later_version_is_told_from_garbage() -> None:
+    data = bytearray(encode(Frame(BLOB, np.zeros(3, np.uint8))))
+    data[4] = 2
+    with pytest.raises(FormatTooNew, match="message format 2"):
+        decode(bytes(data), "test")
+    with pytest.raises(Corrupt, match="not a Nearkin message"):
+        decode(b"{}", "test")
+
+
+def test_a_frame_above_its_bound_is_refused_on_both_sides() -> None:
+    with pytest.raises(BadInput, match="payload bytes"):
+        encode(Frame(BLOB, np.zeros(fmt.SEGMENT_BYTES_MAX + 1, np.uint8)))
+    with pytest.raises(Corrupt, match="too many"):
+        decode(bytes(fmt.MESSAGE_BYTES_MAX + 1), "test")
+
+
+WHOLE = [
+    encode(message)
+    for message in (
+        Frame(BLOB, np.arange(50, dtype=np.uint8)),
+        Segments(BLOB, segmented(mixed_content()[:60_000])),
+        Fresh(BLOB, deduplicated(segmented(mixed_content()[:60_000]))),
+        Paired(BLOB, paired(deduplicated(segmented(mixed_content()[:60_000])))),
+        Placed(BLOB, Locations.empty(3), np.zeros(3, np.bool_), Ledger()),
+        End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {}),
+    )
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    which=st.integers(0, len(WHOLE) - 1),
+    flips=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4),
+    cut=st.floats(0, 1) | st.none(),
+    head_only=st.booleans(),
+)
+def test_damage_is_refused_or_stays_inside_every_bound(
+    which: int, flips: list[tuple[float, int]], cut: float | None, head_only: bool
+) -> None:
+    data = bytearray(WHOLE[which])
+    reach = min(len(data), 400) if head_only else len(data)
+    for place, value in flips:
+        data[int(place * (reach - 1))] = value
+    if cut is not None:
+        del data[int(cut * len(data)) :]
+    try:
+        found = decode(bytes(data), "test")
+    except (Corrupt, FormatTooNew):
+        return
+    if isinstance(found, Segments | Fresh | Paired):
+        batch = {Segments: lambda f: f.batch, Fresh: lambda f: f.batch.batch, Paired: lambda f: f.batch.fresh.batch}[
+            type(found)
+        ](found)
+        assert int(batch.lengths.sum(dtype=np.uint64)) <= fmt.CHUNKS_MAX * fmt.SEGMENT_BYTES_MAX
+        if isinstance(found, Segments):
+            carried = np.flatnonzero(~batch.zero)
+        else:
+            carried = (found.batch if isinstance(found, Fresh) else found.batch.fresh).fresh
+        ends = batch.offsets[carried] + batch.lengths[carried]
+        assert not len(ends) or int(ends.max()) <= len(batch.payload)
