@@ -1,0 +1,83 @@
+"""Real servers for the tests of the services. Invariant: what a test writes has a name that no other test uses.
+
+kafka.bootstrap   one Kafka for the whole run, shared by the workers of pytest-xdist; start your own to break it
+redis.url         one Redis for each worker; a test that breaks it starts it again, or starts its own
+s3.endpoint       one S3 server for each worker; the same holds
+topic_prefix, key_prefix, bucket     new for each test
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nearkin.testing.servers import S3, MissingTool, Redis, shared_kafka
+
+
+@contextmanager
+def needed() -> Iterator[None]:
+    """Skip where a program is not installed; in CI that is a failure, else it would be green without the servers."""
+    try:
+        yield
+    except MissingTool as missing:
+        if os.environ.get("CI"):
+            pytest.fail(str(missing))
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def need() -> Callable[[Callable[[], Any]], Any]:
+    """`need(make)` returns what `make()` does, or skips (fails in CI) where that misses a program."""
+
+    def call(make: Callable[[], Any]) -> Any:
+        with needed():
+            return make()
+
+    return call
+
+
+@dataclass(frozen=True)
+class SharedKafka:
+    bootstrap: str
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedKafka]:
+    in_worker = "PYTEST_XDIST_WORKER" in os.environ
+    run = tmp_path_factory.getbasetemp().parent if in_worker else tmp_path_factory.getbasetemp()
+    owner = os.getppid() if in_worker else os.getpid()
+    with needed(), shared_kafka(run / "kafka", owner) as bootstrap:
+        yield SharedKafka(bootstrap)
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    with needed(), Redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with needed(), S3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def topic_prefix() -> str:
+    return f"t{secrets.token_hex(6)}."
+
+
+@pytest.fixture
+def key_prefix() -> str:
+    return f"k{secrets.token_hex(6)}:"
+
+
+@pytest.fixture
+def bucket(s3: S3) -> str:
+    return s3.make_bucket(f"b{secrets.token_hex(6)}")

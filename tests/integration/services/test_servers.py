@@ -1,0 +1,247 @@
+"""The servers that the other tests stand on: what they keep, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import boto3
+import psutil
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+from redis import Redis as RedisClient
+
+from nearkin.testing import programs
+from nearkin.testing.s3_server import REGION
+from nearkin.testing.server import ServerFailed, accepts
+from nearkin.testing.servers import S3, Kafka, MissingTool, Redis, Server
+
+GONE_SECONDS = 10.0
+
+
+def make_topic(bootstrap: str, topic: str) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for made in admin.create_topics([NewTopic(topic, 1, 1)]).values():
+        made.result(20)
+
+
+def produce(bootstrap: str, topic: str, values: list[bytes]) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all"})
+    failed: list[Any] = []
+    for value in values:
+        producer.produce(topic, value, on_delivery=lambda err, _: failed.append(err) if err else None)
+    assert producer.flush(20) == 0
+    assert failed == []
+
+
+def consume(bootstrap: str, topic: str, count: int) -> list[bytes]:
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "smoke", "enable.auto.commit": False})
+    try:
+        consumer.assign([TopicPartition(topic, 0, 0)])
+        messages = consumer.consume(count, timeout=20)
+        return [message.value() or b"" for message in messages]
+    finally:
+        consumer.close()
+
+
+def s3_client(server: S3) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name=REGION,
+        aws_access_key_id=server.access_key_id,
+        aws_secret_access_key=server.secret_access_key,
+    )
+
+
+# --- round trips and restarts -----------------------------------------------------------------------------------------
+
+
+def test_what_is_produced_is_consumed(kafka: Any, topic_prefix: str) -> None:
+    make_topic(kafka.bootstrap, topic_prefix + "smoke")
+    produce(kafka.bootstrap, topic_prefix + "smoke", [b"a", b"b", b"c"])
+    assert consume(kafka.bootstrap, topic_prefix + "smoke", 3) == [b"a", b"b", b"c"]
+
+
+def test_a_topic_is_not_made_by_its_first_use(kafka: Any, topic_prefix: str) -> None:
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    admin.list_topics(topic_prefix + "none", timeout=10)
+    time.sleep(0.5)
+    assert topic_prefix + "none" not in admin.list_topics(timeout=10).topics
+
+
+def test_kafka_killed_and_started_again_has_what_it_acknowledged(tmp_path: Path, need: Any) -> None:
+    with need(lambda: Kafka(tmp_path / "kafka")) as server:
+        make_topic(server.bootstrap, "kept")
+        produce(server.bootstrap, "kept", [b"%d" % number for number in range(1000)])
+        port, pid = server.port, server.pid
+        server.kill()
+        assert not psutil.pid_exists(pid)
+        assert not accepts(port)
+        server.start()
+        assert (server.port, server.pid) != (port, pid)
+        assert server.port == port
+        assert consume(server.bootstrap, "kept", 1000) == [b"%d" % number for number in range(1000)]
+        server.restart()
+        assert consume(server.bootstrap, "kept", 1000)[-1] == b"999"
+
+
+def test_redis_killed_and_started_again_has_what_it_answered(tmp_path: Path, need: Any) -> None:
+    with need(lambda: Redis(tmp_path / "redis")) as server:
+        with RedisClient.from_url(server.url) as client:
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            for number in range(100):
+                client.set(f"k{number}", number)
+        server.kill()
+        server.start()
+        with RedisClient.from_url(server.url) as client:
+            assert [client.get(f"k{number}") for number in range(100)] == [b"%d" % number for number in range(100)]
+
+
+@pytest.mark.parametrize("program", ["versitygw", "moto"])
+def test_s3_gives_back_what_it_took_and_makes_a_name_once(tmp_path: Path, need: Any, program: str) -> None:
+    with need(lambda: S3(tmp_path / "s3", program=program)) as server:
+        assert server.program == program
+        assert server.make_bucket("smoke") == server.make_bucket("smoke")
+        client = s3_client(server)
+        client.put_object(Bucket="smoke", Key="a/b", Body=b"content", IfNoneMatch="*")
+        with pytest.raises(client.exceptions.ClientError, match="PreconditionFailed"):
+            client.put_object(Bucket="smoke", Key="a/b", Body=b"other", IfNoneMatch="*")
+        server.kill()
+        server.start()
+        if program == "versitygw":
+            with client.get_object(Bucket="smoke", Key="a/b")["Body"] as body:
+                assert body.read() == b"content"
+        client.close()
+
+
+# --- how they end -----------------------------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from nearkin.testing import servers
+server = getattr(servers, sys.argv[1])(Path(sys.argv[2])).start()
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Kafka", "Redis", "S3"])
+def test_a_server_dies_with_its_owner_even_when_that_is_killed(tmp_path: Path, need: Any, kind: str) -> None:
+    need(lambda: {"Kafka": Kafka, "Redis": Redis, "S3": S3}[kind](tmp_path / "looked-for").command())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, kind, str(tmp_path / "kept")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert owner.stdout is not None
+    with owner.stdout:
+        server = psutil.Process(int(owner.stdout.readline()))
+        assert server.is_running()
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    server.wait(GONE_SECONDS)
+    assert not server.is_running()
+
+
+def test_a_server_dies_with_its_keeper(tmp_path: Path, need: Any) -> None:
+    with need(lambda: Redis(tmp_path / "redis")) as server:
+        process = psutil.Process(server.pid)
+        parent = process.parent()
+        assert parent is not None
+        assert parent.pid != os.getpid()
+        parent.kill()
+        process.wait(GONE_SECONDS)
+        assert not server.running
+        server.start()
+        assert server.running
+
+
+def test_the_folder_of_another_owner_goes_with_it(tmp_path: Path, need: Any) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        server = need(lambda: Redis(tmp_path / "redis", owner_pid=owner.pid)).start()
+        process = psutil.Process(server.pid)
+        server.leave_to_owner()
+        assert process.is_running()
+        owner.kill()
+    process.wait(GONE_SECONDS)
+    deadline = time.monotonic() + GONE_SECONDS
+    while (tmp_path / "redis").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Broken(Server):
+    """Ends at once, saying why; or never serves."""
+
+    name = "broken"
+    start_seconds = 1.0
+    script = "print('no such device'); raise SystemExit(3)"
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-I", "-S", "-c", self.script]
+
+    def ready(self) -> bool:
+        return False
+
+
+class Absent(Broken):
+    def command(self) -> list[str]:
+        return ["/nowhere/server"]
+
+
+class Slow(Broken):
+    script = "print('thinking', flush=True); import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Broken, "ended.*no such device"),
+        (Absent, "did not start.*No such file"),
+        (Slow, "not ready after 1 s.*thinking"),
+    ],
+)
+def test_one_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path, kind: type[Server], said: str) -> None:
+    children = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ServerFailed, match=f"(?s){said}"):
+        kind(tmp_path).start()
+    assert set(psutil.Process().children(recursive=True)) <= children
+
+
+def test_an_absent_program_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingTool, match=r"java is not installed.*default-jre-headless"):
+        programs.java()
+    assert programs.versitygw() is None
+
+
+@pytest.fixture
+def fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
+    return []
+
+
+def test_a_fetch_that_fails_leaves_nothing_and_the_next_one_is_whole(fetches: list[int]) -> None:
+    def fetch(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        fetches.append(1)
+        if len(fetches) == 1:
+            raise OSError("cut off")
+
+    with pytest.raises(OSError, match="cut off"):
+        programs.fetched("thing", fetch)
+    assert [path.name for path in programs.cache().iterdir()] == [".thing.lock"]
+    found = programs.fetched("thing", fetch)
+    assert [path.name for path in found.iterdir()] == ["half"]
+    assert programs.fetched("thing", fetch) == found
+    assert len(fetches) == 2
