@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from nearkin.config_rules import Between, OneOf, Refused, Size, Text, Unknown
+from nearkin.config_rules import Between, OneMatch, OneOf, Refused, Size, Text, Unknown
 from nearkin.errors import ConfigError, choose
 from nearkin.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 
@@ -28,6 +28,19 @@ FEATURES = ("finesse", "ntransform", "odess", "none")
 BASE_POLICIES = ("first-fit",)
 DELTA_CODECS = ("xdelta3", "none")
 INDEXES = ("lmdb",)
+KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
+KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
+SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+SECRETS = frozenset({"kafka.sasl_password"})
+"""Shown as *** wherever settings are printed."""
+HOT_FIELDS = frozenset(
+    {
+        *("features.algorithm", "features.count", "features.super_features", "features.sampling_bits"),
+        *("base.policy", "delta.codec", "delta.level", "delta.max_depth"),
+        *("block.raw_bytes", "block.delta_bytes", "block.level", "service.read_only", "service.paused"),
+    }
+)
+"""What a running service takes from a changed file or `PATCH /v1/config`; all else needs a restart."""
 PROFILE_NAMES = ("default", "finesse-paper")
 
 _FORBID = {"extra": "forbid"}
@@ -156,6 +169,43 @@ class RunnerSettings:
 
 
 @dataclass(frozen=True)
+class KafkaSettings:
+    """How services reach Kafka, and the bounds of what they take from it at a time."""
+
+    __pydantic_config__ = _FORBID
+
+    bootstrap_servers: Annotated[str, Text(4096)] = "127.0.0.1:9092"
+    topic_prefix: Annotated[str, OneMatch(r"[A-Za-z0-9._-]{1,100}")] = "nearkin."
+    partitions: Annotated[int, Between(1, 1024)] = 4
+    replication: Annotated[int, Between(1, 9)] = 1
+    security_protocol: Annotated[str, OneOf(KAFKA_PROTOCOLS)] = "plaintext"
+    sasl_mechanism: Annotated[str, OneOf(SASL_MECHANISMS)] = "SCRAM-SHA-512"
+    sasl_username: str | None = None
+    sasl_password: str | None = None
+    ca_file: str | None = None
+    compression: Annotated[str, OneOf(KAFKA_COMPRESSIONS)] = "none"
+    batch_messages: Annotated[int, Between(1, 256)] = 16
+    """Messages a worker takes at a time: 14 MiB at their largest."""
+    session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000
+    upload_idle_seconds: Annotated[int, Between(1, 86_400)] = 300
+    """An upload whose frames stop coming is ended as failed after this long."""
+    linger_ms: Annotated[int, Between(1, 60_000)] = 1_000
+    """How long the delta worker may hold chunks in an open container; the end of a blob seals it sooner."""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What ops turn while services run. Hot."""
+
+    __pydantic_config__ = _FORBID
+
+    read_only: bool = False
+    """The gateway refuses new blobs; what was accepted is finished."""
+    paused: bool = False
+    """Workers take no more messages; what they hold is finished."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Every setting of a store and its runners."""
 
@@ -175,6 +225,8 @@ class Settings:
     index: IndexSettings = IndexSettings()
     restore: RestoreSettings = RestoreSettings()
     runner: RunnerSettings = RunnerSettings()
+    kafka: KafkaSettings = KafkaSettings()
+    service: ServiceSettings = ServiceSettings()
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""
@@ -228,7 +280,10 @@ def load(
         _merge(merged, layer, source, sources, "")
     settings = _validated(merged, sources)
     return settings, {
-        name: Origin(value, _named(sources.get(name, "default"), name)) for name, value in _flatten(asdict(settings))
+        name: Origin(
+            "***" if name in SECRETS and value is not None else value, _named(sources.get(name, "default"), name)
+        )
+        for name, value in _flatten(asdict(settings))
     }
 
 

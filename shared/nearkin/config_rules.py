@@ -6,6 +6,7 @@ validation (a test validates them), so it is imported when somebody sets somethi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,24 @@ class Text:
         """Return `value`. Raises Refused."""
         if not 1 <= len(value.encode(errors="replace")) <= self.bytes_max:
             raise Refused(f"want 1 to {self.bytes_max} bytes")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class OneMatch:
+    """Text that one pattern matches in whole."""
+
+    pattern: str
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        if not re.fullmatch(self.pattern, value):
+            raise Refused(f"want text that matches {self.pattern}")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

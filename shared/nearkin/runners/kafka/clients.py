@@ -1,0 +1,193 @@
+"""Kafka clients. Invariant: what `Outbox.flush` let pass is acknowledged by Kafka, in the order it was sent by key."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Message as KafkaMessage
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from nearkin.config import Settings
+from nearkin.errors import Permanent, StoreUnavailable
+
+_log = logging.getLogger("nearkin.kafka")
+
+STAGE_TOPICS = ("frames", "segments", "fresh", "paired", "placed")
+TOPICS = (*STAGE_TOPICS, "committed", "dead", "config", "workers")
+_COMPACTED = ("config", "workers")
+OUTBOX_BYTES_MAX = 64 * 1024 * 1024
+FLUSH_SECONDS_MAX = 60.0
+ADMIN_SECONDS_MAX = 30.0
+TOPIC_BYTES_MAX = 1_048_588
+"""Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
+
+Headers = Mapping[str, bytes]
+
+
+def topic(settings: Settings, name: str) -> str:
+    """Return the full name of one of TOPICS."""
+    return f"{settings.kafka.topic_prefix}{name}"
+
+
+def group(settings: Settings, service: str) -> str:
+    """Return the consumer group of a service."""
+    return f"{settings.kafka.topic_prefix}{service}"
+
+
+def connection(settings: Settings, client_id: str) -> dict[str, Any]:
+    """Return librdkafka's settings that all clients share."""
+    kafka = settings.kafka
+    found: dict[str, Any] = {
+        "bootstrap.servers": kafka.bootstrap_servers,
+        "client.id": client_id,
+        "security.protocol": kafka.security_protocol,
+        "socket.keepalive.enable": True,
+        "reconnect.backoff.max.ms": 2_000,
+        "error_cb": _on_error,
+        "logger": _log,
+    }
+    if kafka.security_protocol.startswith("sasl"):
+        found |= {
+            "sasl.mechanism": kafka.sasl_mechanism,
+            "sasl.username": kafka.sasl_username or "",
+            "sasl.password": kafka.sasl_password or "",
+        }
+    if kafka.ca_file is not None:
+        found["ssl.ca.location"] = kafka.ca_file
+    return found
+
+
+def _on_error(err: KafkaError) -> None:
+    """Librdkafka reconnects by itself: what it tells here is for people."""
+    _log.warning("kafka: %s", err.str())
+
+
+def create_topics(settings: Settings) -> list[str]:
+    """Make the topics that are missing; return their names. Raises StoreUnavailable, Permanent."""
+    kafka = settings.kafka
+    admin = AdminClient(connection(settings, "nearkin-topics"))
+    try:
+        there = admin.list_topics(timeout=ADMIN_SECONDS_MAX).topics
+    except KafkaException as err:
+        raise unavailable(settings, err) from err
+    made = []
+    for name in TOPICS:
+        full = topic(settings, name)
+        if full in there:
+            continue
+        config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete"}
+        if name in _COMPACTED:
+            config["cleanup.policy"] = "compact"
+        new = NewTopic(
+            full, 1 if name in _COMPACTED else kafka.partitions, replication_factor=kafka.replication, config=config
+        )
+        try:
+            admin.create_topics([new])[full].result(ADMIN_SECONDS_MAX)
+            made.append(full)
+        except KafkaException as err:
+            if err.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise Permanent(f"topic {full}: {err.args[0].str()}") from err
+    return made
+
+
+def producer(settings: Settings, client_id: str) -> Producer:
+    """Return a producer that repeats nothing, loses nothing, and holds a bounded queue."""
+    return Producer(
+        connection(settings, client_id)
+        | {
+            "acks": "all",
+            "enable.idempotence": True,
+            "compression.type": settings.kafka.compression,
+            "linger.ms": 2,
+            "batch.size": 1_000_000,
+            "message.max.bytes": TOPIC_BYTES_MAX,
+            "queue.buffering.max.kbytes": OUTBOX_BYTES_MAX // 1024,
+            "queue.buffering.max.messages": 10_000,
+            "delivery.timeout.ms": 120_000,
+        }
+    )
+
+
+def consumer(settings: Settings, group_id: str, client_id: str, **extra: Any) -> Consumer:
+    """Return a consumer that commits nothing by itself."""
+    found = {
+        "group.id": group_id,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "partition.assignment.strategy": "cooperative-sticky",
+        "session.timeout.ms": settings.kafka.session_timeout_ms,
+        "heartbeat.interval.ms": settings.kafka.session_timeout_ms // 4,
+        "max.poll.interval.ms": 600_000,
+        # Bounds of what waits in this process: the broker's default of 64 MiB a topic is for larger machines.
+        "queued.max.messages.kbytes": 32 * 1024,
+        "fetch.max.bytes": 16 * 1024 * 1024,
+        "fetch.wait.max.ms": 100,
+        "topic.metadata.refresh.interval.ms": 30_000,
+        "allow.auto.create.topics": False,
+    }
+    return Consumer(connection(settings, client_id) | found | extra)
+
+
+def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
+    """Return the error for a Kafka that does not answer."""
+    reason = err.args[0].str() if err.args and isinstance(err.args[0], KafkaError) else str(err)
+    return StoreUnavailable(f"kafka {settings.kafka.bootstrap_servers}: {reason}")
+
+
+class Outbox:
+    """Messages on their way to Kafka. Not to be shared between threads."""
+
+    def __init__(self, settings: Settings, client_id: str) -> None:
+        self._settings = settings
+        self._producer = producer(settings, client_id)
+        self._failure: KafkaError | None = None
+        self.sent_bytes = 0
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        """Queue a message for one of TOPICS; waits while the queue is full. Raises StoreUnavailable."""
+        self.send_to(topic(self._settings, name), key, value, list(headers.items()))
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        """Queue a message for any topic."""
+        deadline = time.monotonic() + FLUSH_SECONDS_MAX
+        while True:
+            self._check()
+            try:
+                self._producer.produce(full, value, key, headers=list(headers), on_delivery=self._delivered)
+            except BufferError as err:
+                if time.monotonic() > deadline:
+                    raise StoreUnavailable(f"kafka: {full}: no room to send for {FLUSH_SECONDS_MAX:.0f} s") from err
+                self._producer.poll(0.1)
+                continue
+            except KafkaException as err:
+                raise unavailable(self._settings, err) from err
+            self.sent_bytes += len(value or b"")
+            return
+
+    def flush(self) -> None:
+        """Wait until all that was sent is acknowledged. Raises StoreUnavailable."""
+        left = self._producer.flush(FLUSH_SECONDS_MAX)
+        self._check()
+        if left:
+            raise StoreUnavailable(f"kafka: {left} messages not acknowledged in {FLUSH_SECONDS_MAX:.0f} s")
+
+    def close(self) -> None:
+        """Drop what is queued: whoever needed it has not committed its offset."""
+        self._producer.purge(in_queue=True, in_flight=True)
+        self._producer.flush(1.0)
+
+    def _delivered(self, err: KafkaError | None, message: KafkaMessage) -> None:
+        if err is not None and self._failure is None:
+            self._failure = err
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise StoreUnavailable(f"kafka: a message was not delivered: {self._failure.str()}")

@@ -1,0 +1,217 @@
+"""The loop of a worker. Invariant: offsets are committed after effects, on revocation as in steady state (I4).
+
+    1 take  2 work: read, decide, put, claim  3 emit  4 flush  5 commit offsets
+
+Dying between any two only repeats work: every effect is idempotent. Who loses a dependency starts over from Kafka's
+own offsets (`run_forever`), since what is in memory may belong to a partition that somebody else works on by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Message as KafkaMessage
+from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from nearkin.config import Settings
+from nearkin.errors import Retryable, StoreUnavailable
+from nearkin.runners.kafka.clients import consumer, group, topic, unavailable
+
+_log = logging.getLogger("nearkin.worker")
+
+POLL_SECONDS = 0.05
+COMMIT_SECONDS = 0.5
+RETRY_SECONDS_MAX = 60.0
+RESTART_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as received."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes
+    headers: dict[str, bytes]
+    all_headers: tuple[tuple[str, bytes | None], ...]
+
+    @property
+    def named(self) -> str:
+        """Return where the record lies, for messages to people."""
+        return f"{self.topic}[{self.partition}] offset {self.offset}"
+
+
+class Handler(Protocol):
+    """What one kind of worker does; called from one thread."""
+
+    def assigned(self, partition: int, metadata: str) -> None:
+        """Begin a partition; `metadata` is what was committed with its offset."""
+
+    def handle(self, records: list[Record]) -> None:
+        """Work on records, in order. Raises Retryable when a dependency is away for long."""
+
+    def idle(self) -> None:
+        """Do what is due when nothing, or nothing more, is there."""
+
+    def drain(self, partition: int) -> None:
+        """Bring all effects of a partition to their end, before it is given up."""
+
+    def dropped(self, partition: int) -> None:
+        """Forget a partition."""
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield (partition, offset, metadata) that may be committed."""
+
+    def close(self) -> None:
+        """Release all; what is not yet effective is dropped."""
+
+
+class Loop:
+    """One consumer carrying one handler."""
+
+    def __init__(self, settings: Settings, service: str, name: str, worker: str, handler: Handler) -> None:
+        self._settings = settings
+        self._topic = topic(settings, name)
+        self._handler = handler
+        self._committed: dict[int, tuple[int, str]] = {}
+        self._last_commit = time.monotonic()
+        self._paused = False
+        self._consumer: Consumer = consumer(
+            settings, group(settings, service), worker, **{"group.instance.id": f"{service}-{worker}"}
+        )
+
+    def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
+        """Work until `stop`. Raises Retryable after a dependency was away for long."""
+        try:
+            self._consumer.subscribe(
+                [self._topic], on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+            )
+            while not stop.is_set():
+                self._pause(paused())
+                records = self._take()
+                if records:
+                    self._handler.handle(records)
+                self._handler.idle()
+                if time.monotonic() - self._last_commit >= COMMIT_SECONDS:
+                    self._commit()
+            for part in self._consumer.assignment():
+                self._handler.drain(part.partition)
+            self._commit()
+        except KafkaException as err:
+            raise unavailable(self._settings, err) from err
+        finally:
+            self._handler.close()
+            self._consumer.close()
+
+    def _take(self) -> list[Record]:
+        first = self._consumer.poll(POLL_SECONDS)
+        if first is None:
+            return []
+        # No second wait: `consume` would sit out its timeout for a batch that is not full.
+        more = self._consumer.consume(self._settings.kafka.batch_messages - 1, 0)
+        return [record for message in (first, *more) if (record := self._record(message)) is not None]
+
+    def _record(self, message: KafkaMessage) -> Record | None:
+        problem = message.error()
+        if problem is not None:
+            if problem.code() in (KafkaError._PARTITION_EOF, KafkaError.UNKNOWN_TOPIC_OR_PART):
+                return None
+            if problem.retriable() or not problem.fatal():
+                _log.warning("%s: %s", self._topic, problem.str())
+                return None
+            raise StoreUnavailable(f"{self._topic}: {problem.str()}")
+        headers = tuple((str(header[0]), as_bytes(header[1])) for header in message.headers() or ())
+        partition, offset = message.partition(), message.offset()
+        assert partition is not None
+        assert offset is not None
+        return Record(
+            self._topic,
+            partition,
+            offset,
+            as_bytes(message.key()),
+            as_bytes(message.value()) or b"",
+            {name: value for name, value in headers if value is not None},
+            headers,
+        )
+
+    def _pause(self, paused: bool) -> None:
+        parts = self._consumer.assignment() if paused != self._paused or paused else []
+        if paused:
+            self._consumer.pause(parts)  # again each time: partitions may have come meanwhile
+        elif self._paused:
+            self._consumer.resume(parts)
+        self._paused = paused
+
+    def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        known = client.committed(parts, timeout=30.0) if parts else []
+        for part in known:
+            if part.error is not None:
+                raise KafkaException(part.error)
+            self._handler.assigned(part.partition, part.metadata or "")
+        client.incremental_assign(parts)
+        _log.info("%s: took partitions %s", self._topic, sorted(part.partition for part in parts))
+
+    def _revoked(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        for part in parts:
+            self._handler.drain(part.partition)
+        self._commit()
+        self._forget(parts)
+        client.incremental_unassign(parts)
+
+    def _lost(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        self._forget(parts)
+        client.incremental_unassign(parts)
+
+    def _forget(self, parts: list[TopicPartition]) -> None:
+        for part in parts:
+            self._handler.dropped(part.partition)
+            self._committed.pop(part.partition, None)
+
+    def _commit(self) -> None:
+        self._last_commit = time.monotonic()
+        wanted = {part: (offset, metadata) for part, offset, metadata in self._handler.committable()}
+        changed = {part: state for part, state in wanted.items() if self._committed.get(part) != state}
+        if not changed:
+            return
+        offsets = [TopicPartition(self._topic, part, offset, metadata) for part, (offset, metadata) in changed.items()]
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=False)
+        except KafkaException as err:
+            # Another member has the partition, or the coordinator moves: whoever works on it next repeats a little.
+            _log.warning("%s: offsets not committed: %s", self._topic, err.args[0].str())
+            return
+        self._committed.update(changed)
+
+
+def as_bytes(value: str | bytes | None) -> bytes | None:
+    """Return what a client gave as bytes; it gives nothing else unless told to."""
+    return value.encode() if isinstance(value, str) else value
+
+
+def retrying() -> Retrying:
+    """Return how a call is tried again while a dependency is away: with jitter, up to RETRY_SECONDS_MAX."""
+    return Retrying(
+        retry=retry_if_exception_type(Retryable),
+        wait=wait_random_exponential(multiplier=0.1, max=5.0),
+        stop=stop_after_delay(RETRY_SECONDS_MAX),
+        before_sleep=before_sleep_log(_log, logging.WARNING),
+        reraise=True,
+    )
+
+
+def run_forever(make: Callable[[], Loop], stop: threading.Event, paused: Callable[[], bool]) -> None:
+    """Run loops one after another: whoever loses a dependency for long starts over from Kafka's offsets."""
+    while not stop.is_set():
+        try:
+            make().run(stop, paused)
+        except Retryable as err:
+            _log.warning("starting over: %s", err)
+            stop.wait(RESTART_SECONDS)

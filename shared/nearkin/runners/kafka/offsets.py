@@ -1,0 +1,37 @@
+"""Offsets. Invariant: what may be committed lies before everything that is not yet done (I4)."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class PartitionOffsets:
+    """Which records of one partition are done, in whatever order they end."""
+
+    def __init__(self) -> None:
+        self._open: deque[int] = deque()
+        self._done: set[int] = set()
+        self._next: int | None = None
+
+    def taken(self, offset: int) -> None:
+        """Say that a record is being worked on; records are taken in order, a repeated one starts over from there."""
+        while self._open and self._open[-1] >= offset:
+            self._done.discard(self._open.pop())
+        self._open.append(offset)
+        self._next = offset + 1
+
+    def done(self, offset: int) -> None:
+        """Say that a record's effects are durable."""
+        self._done.add(offset)
+        while self._open and self._open[0] in self._done:
+            self._done.discard(self._open.popleft())
+
+    @property
+    def committable(self) -> int | None:
+        """Return the offset of the first record still needed, or of the next to come; None before the first."""
+        return self._open[0] if self._open else self._next
+
+    @property
+    def pending(self) -> int:
+        """Return how many records are held up."""
+        return len(self._open)
