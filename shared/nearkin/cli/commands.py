@@ -84,9 +84,10 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
     Every chunk is verified before it is written. With -o a failed get leaves FILE as it was.
     """
     from nearkin.cli.arguments import check_key, parse_range
-    from nearkin.cli.output import info_json, print_json
+    from nearkin.cli.output import print_json
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.restored import Restored
+    from nearkin.formats.answers import info_json
 
     session = current_session()
     check_key(key)
@@ -123,7 +124,8 @@ def ls(prefix: str, versions: bool) -> None:
     nearkin --json ls | jq '.[].key'
     """
     from nearkin.cli.arguments import check_prefix
-    from nearkin.cli.output import info_json, print_json, say, version_line
+    from nearkin.cli.output import print_json, say, version_line
+    from nearkin.formats.answers import info_json
 
     session = current_session()
     check_prefix(prefix)
@@ -146,7 +148,8 @@ def info(key: str, version: int | None) -> None:
     nearkin info db/dump --version 2
     """
     from nearkin.cli.arguments import check_key
-    from nearkin.cli.output import info_json, info_lines, print_json, say
+    from nearkin.cli.output import info_lines, print_json, say
+    from nearkin.formats.answers import info_json
 
     session = current_session()
     check_key(key)
@@ -169,7 +172,8 @@ def stats() -> None:
 
     DCR and DCE are the Finesse paper's: what delta compression took off the chunks it was given.
     """
-    from nearkin.cli.output import print_json, print_stats, stats_json
+    from nearkin.cli.output import print_json, print_stats
+    from nearkin.formats.answers import stats_json
 
     session = current_session()
     with session.open() as store:
@@ -242,7 +246,8 @@ def explain(key: str, version: int | None, segments: bool) -> None:
     nearkin explain db/dump --segments --json | jq '.segments[0].chunks'
     """
     from nearkin.cli.arguments import check_key
-    from nearkin.cli.output import explain_json, print_explanation, print_json
+    from nearkin.cli.output import print_explanation, print_json
+    from nearkin.formats.answers import explain_json
 
     session = current_session()
     check_key(key)

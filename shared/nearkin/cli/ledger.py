@@ -13,31 +13,6 @@ if TYPE_CHECKING:
     from nearkin.records import Ledger
 
 
-def ledger_json(ledger: Ledger, seconds: float) -> dict[str, object]:
-    """Return the ledger as JSON has it: bytes and counts as integers, ratios and seconds as floats."""
-    return {
-        "logical_bytes": ledger.logical_bytes,
-        "stored_bytes": ledger.stored_bytes,
-        "reduction_ratio": ledger.reduction_ratio,
-        "chunks": ledger.chunks,
-        "duplicate_chunks": ledger.duplicate_chunks,
-        "zero_chunks": ledger.zero_chunks,
-        "delta_chunks": ledger.delta_chunks,
-        "raw_chunks": ledger.raw_chunks,
-        "unique_bytes": ledger.unique_bytes,
-        "delta_chunk_bytes": ledger.delta_chunk_bytes,
-        "delta_bytes": ledger.delta_bytes,
-        "block_bytes": ledger.block_bytes,
-        "raw_block_bytes": ledger.raw_block_bytes,
-        "dedup_saved_bytes": ledger.dedup_saved_bytes,
-        "delta_saved_bytes": ledger.delta_saved_bytes,
-        "compression_saved_bytes": ledger.compression_saved_bytes,
-        "dcr": ledger.dcr,
-        "dce": ledger.dce,
-        "seconds": seconds,
-    }
-
-
 def ledger_table(ledger: Ledger, seconds: float) -> Table:
     """Return the ledger as a table: one line a step, ratios against the logical bytes, counts of chunks, speed."""
     from rich.box import SIMPLE

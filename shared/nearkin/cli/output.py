@@ -1,6 +1,6 @@
 """What a command prints. Invariant: with `--json` stdout is exactly one JSON value; keys never steer the terminal.
 
-Every record has one JSON form, here; `docs` and scripts rely on the names, so a name is never taken away.
+A record's JSON form is `nearkin.formats.answers`, but for reports that only a local store gives: these are here.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from nearkin.cli.ledger import counted, human_bytes, ledger_json, ledger_table
+from nearkin.cli.ledger import counted, human_bytes, ledger_table
+from nearkin.formats.answers import info_json, kinds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from nearkin.records import (
-        ChunkExplained,
         Explanation,
         Ledger,
-        PutResult,
         RebuildReport,
         SegmentExplained,
         Stats,
@@ -64,21 +63,6 @@ def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
     console().print(ledger_table(ledger, seconds))
 
 
-def info_json(info: VersionInfo) -> dict[str, object]:
-    """Return a version as JSON has it; `created` is ISO 8601 in UTC."""
-    return {
-        "key": info.key,
-        "version": info.version,
-        "size_bytes": info.size_bytes,
-        "created": info.created.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "digest": info.digest,
-        "sha256": info.sha256,
-        "segments": info.segments,
-        "chunks": info.chunks,
-        "metadata": dict(info.metadata),
-    }
-
-
 def info_lines(info: VersionInfo) -> Iterable[str]:
     """Yield a version for people, a field a line."""
     for name, value in info_json(info).items():
@@ -95,28 +79,6 @@ def version_line(info: VersionInfo) -> str:
     """Return a version as one line of `ls`; the key comes last, since it alone has no width."""
     created = info.created.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return f"{created}  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
-
-
-def put_json(result: PutResult) -> dict[str, object]:
-    """Return one put as JSON has it: the version and its ledger."""
-    return {**info_json(result.info), **ledger_json(result.ledger, result.seconds)}
-
-
-def stats_json(stats: Stats) -> dict[str, object]:
-    """Return a store's sums as JSON has them."""
-    return {
-        **ledger_json(stats.ledger, stats.seconds),
-        "versions": stats.versions,
-        "keys": stats.keys,
-        "containers": stats.containers,
-        "segments": stats.segments,
-        "index_bytes": stats.index_bytes,
-        "parts": dict(stats.parts),
-        "depths": {str(depth): chunks for depth, chunks in sorted(stats.depths.items())},
-        "sketches": dict(stats.sketches),
-        "base_cache_hits": stats.base_cache_hits,
-        "base_cache_misses": stats.base_cache_misses,
-    }
 
 
 def print_stats(stats: Stats) -> None:
@@ -202,30 +164,6 @@ def rebuild_lines(report: RebuildReport) -> Iterable[str]:
     yield f"index rebuilt from {read}, {counted(report.versions, 'version')} in {report.seconds:.2f} s"
 
 
-def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, object]:
-    """Return how a version is kept as JSON has it; with `segments` every segment and chunk of it."""
-    known = sum(segment.known for segment in explanation.segments)
-    value: dict[str, object] = {
-        "key": explanation.info.key,
-        "version": explanation.info.version,
-        "size_bytes": explanation.info.size_bytes,
-        "digest": explanation.info.digest,
-        "segment_count": len(explanation.segments),
-        "known_segments": known,
-        "duplicate_chunks": explanation.duplicate_chunks,
-        "zero_chunks": explanation.zero_chunks,
-        "delta_chunks": explanation.delta_chunks,
-        "raw_chunks": explanation.raw_chunks,
-        "found_by": dict(explanation.found_by),
-        "kinds": {
-            kind: {"chunks": n, "bytes": b, "stored_estimate_bytes": s} for kind, (n, b, s) in _kinds(explanation)
-        },
-    }
-    if segments:
-        value["segments"] = [_segment_json(segment) for segment in explanation.segments]
-    return value
-
-
 def print_explanation(explanation: Explanation, *, segments: bool) -> None:
     """Print how a version is kept for people: with `segments` a line a segment, then the sum."""
     from rich.box import SIMPLE
@@ -243,48 +181,13 @@ def print_explanation(explanation: Explanation, *, segments: bool) -> None:
     table.add_column("kept as")
     for name in ("chunks", "bytes", "stored about"):
         table.add_column(name, justify="right")
-    for kind, (count, length_bytes, stored_bytes) in _kinds(explanation):
+    for kind, (count, length_bytes, stored_bytes) in kinds(explanation):
         table.add_row(kind, f"{count:,}", human_bytes(length_bytes), human_bytes(stored_bytes))
     console().print(table)
     known = sum(segment.known for segment in explanation.segments)
     say(f"segments     {len(explanation.segments):,}, of them {known:,} already stored")
     for name, count in sorted(explanation.found_by.items(), key=lambda found: -found[1]):
         say(f"bases        {count:,} found by {printable(name)}")
-
-
-def _kinds(explanation: Explanation) -> list[tuple[str, tuple[int, int, int]]]:
-    """Return by kind: chunks, their bytes, and the bytes they take (0 for what was stored before)."""
-    sums = {kind: [0, 0, 0] for kind in ("duplicate", "zero", "delta", "raw")}
-    for segment in explanation.segments:
-        for chunk in segment.chunks:
-            row = sums.setdefault(chunk.kind, [0, 0, 0])
-            row[0] += 1
-            row[1] += chunk.length_bytes
-            row[2] += chunk.stored_estimate_bytes if chunk.kind in ("delta", "raw") else 0
-    return [(kind, (row[0], row[1], row[2])) for kind, row in sums.items()]
-
-
-def _segment_json(segment: SegmentExplained) -> dict[str, object]:
-    return {
-        "sequence": segment.sequence,
-        "offset": segment.offset,
-        "length_bytes": segment.length_bytes,
-        "known": segment.known,
-        "chunks": [_chunk_json(chunk) for chunk in segment.chunks],
-    }
-
-
-def _chunk_json(chunk: ChunkExplained) -> dict[str, object]:
-    return {
-        "offset": chunk.offset,
-        "length_bytes": chunk.length_bytes,
-        "kind": chunk.kind,
-        "fingerprint": chunk.fingerprint,
-        "depth": chunk.depth,
-        "stored_estimate_bytes": chunk.stored_estimate_bytes,
-        "base_fingerprint": chunk.base_fingerprint,
-        "found_by": chunk.found_by,
-    }
 
 
 def _segment_line(segment: SegmentExplained) -> str:

@@ -1,0 +1,87 @@
+"""Records as JSON: what one side says, the other reads; what is not that is refused, never half read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.api import open_store
+from nearkin.formats import answers
+from nearkin.testing.samples import noise
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a store answers about two versions, the second a delta of the first."""
+    first = noise(300_000, "answers").tobytes()
+    with open_store(Path(tmp_path_factory.mktemp("answers")) / "store") as store:
+        store.put("a/ä", first, metadata={"näme": "wert"})
+        second = store.put("a/ä", first[:150_000] + b"between" + first[150_000:] + bytes(100_000))
+        return {
+            "info": store.info("a/ä", 1),
+            "put": second,
+            "stats": store.stats(),
+            "explanation": store.explain("a/ä"),
+        }
+
+
+def through_text(value: object) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def test_a_version_comes_back_to_the_millisecond(said: dict[str, Any]) -> None:
+    found = answers.info_from(through_text(answers.info_json(said["info"])))
+    assert abs((found.created - said["info"].created).total_seconds()) < 0.001
+    assert answers.info_json(found) == answers.info_json(said["info"])
+    assert found.metadata == {"näme": "wert"}
+
+
+def test_a_put_comes_back_from_an_answer_and_from_an_event(said: dict[str, Any]) -> None:
+    put = said["put"]
+    flat = through_text(answers.put_json(put))
+    nested = {**answers.info_json(put.info), "seconds": put.seconds, "ledger": answers.ledger_json(put.ledger, 1.0)}
+    for value in (flat, through_text(nested)):
+        found = answers.put_from(value)
+        assert (found.ledger, found.seconds) == (put.ledger, put.seconds)
+        assert answers.info_json(found.info) == answers.info_json(put.info)
+
+
+def test_stats_and_an_explanation_come_back(said: dict[str, Any]) -> None:
+    assert answers.stats_from(through_text(answers.stats_json(said["stats"]))) == said["stats"]
+    explained = said["explanation"]
+    assert explained.delta_chunks
+    assert explained.zero_chunks
+    value = through_text(answers.explain_json(explained, segments=True))
+    assert answers.explanation_from(value, explained.info) == explained
+
+
+def test_names_that_a_later_nearkin_adds_are_passed_over(said: dict[str, Any]) -> None:
+    assert answers.stats_from({**answers.stats_json(said["stats"]), "later": [1]}) == said["stats"]
+
+
+READERS: list[tuple[str, Callable[[dict[str, Any]], object], Callable[[Any], object]]] = [
+    ("info", lambda said: answers.info_json(said["info"]), answers.info_from),
+    ("put", lambda said: answers.put_json(said["put"]), answers.put_from),
+    ("stats", lambda said: answers.stats_json(said["stats"]), answers.stats_from),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "read"), READERS, ids=[name for name, _, _ in READERS])
+def test_a_field_that_is_missing_or_of_another_kind_is_refused(
+    said: dict[str, Any], name: str, write: Callable[[Any], Any], read: Callable[[Any], object]
+) -> None:
+    derived = {"reduction_ratio", "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce"}
+    whole = through_text(write(said))
+    for field in set(whole) - derived - {"sha256"}:
+        for wrong in (None, -1, True, [], "x" if not isinstance(whole[field], str) or field == "created" else 7):
+            with pytest.raises(ValueError, match=r"."):
+                read({**whole, field: wrong})
+        with pytest.raises(ValueError, match=field):
+            read({part: value for part, value in whole.items() if part != field})
+    for wrong in (None, [], "text", 5, [whole]):
+        with pytest.raises(ValueError, match="want an object"):
+            read(wrong)
