@@ -32,7 +32,6 @@ NAME_BYTES = 32
 SEGMENT_ID_BYTES = 20
 
 U8 = NDArray[np.uint8]
-U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Bools = NDArray[np.bool_]

@@ -106,28 +106,28 @@ def expand(refs: list[int], steps: list[int], counts: list[int], rows_max: int =
 
 def test_a_fresh_stretch_is_one_run_of_step_zero() -> None:
     refs, steps, counts, parts = runs.compress(
-        np.zeros(50, np.uint16), np.arange(50, dtype=np.uint32), np.array([0, 50], np.uint32)
+        np.zeros(50, np.uint32), np.arange(50, dtype=np.uint32), np.array([0, 50], np.uint32)
     )
     assert (refs.tolist(), steps.tolist(), counts.tolist(), parts.tolist()) == ([SELF], [0], [50], [1])
 
 
 def test_a_hole_repeats_its_length() -> None:
     refs, _, counts, _ = runs.compress(
-        np.full(9, ZERO, np.uint16), np.full(9, 65536, np.uint32), np.array([0, 9], np.uint32)
+        np.full(9, ZERO, np.uint32), np.full(9, 65536, np.uint32), np.array([0, 9], np.uint32)
     )
     assert (refs.tolist(), counts.tolist()) == ([ZERO], [9])
 
 
 def test_no_run_crosses_a_part() -> None:
     _, _, counts, parts = runs.compress(
-        np.zeros(10, np.uint16), np.arange(10, dtype=np.uint32), np.array([0, 4, 4, 10], np.uint32)
+        np.zeros(10, np.uint32), np.arange(10, dtype=np.uint32), np.array([0, 4, 4, 10], np.uint32)
     )
     assert (counts.tolist(), parts.tolist()) == ([4, 6], [1, 0, 1])
 
 
 def test_ordinals_that_a_step_cannot_reach_are_refused_when_written() -> None:
     highest = np.array([runs.ORDINAL_MAX, 0, runs.ORDINAL_MAX], np.uint32)
-    refs, bounds = np.full(3, 2, np.uint16), np.array([0, 3], np.uint32)
+    refs, bounds = np.full(3, 2, np.uint32), np.array([0, 3], np.uint32)
     run_refs, steps, counts, _ = runs.compress(refs, highest, bounds)
     assert runs.expand(run_refs, steps, counts, 3, "t")[1].tolist() == highest.tolist()
     with pytest.raises(BadInput, match="ordinal"):
@@ -156,20 +156,22 @@ def test_runs_that_leave_their_bounds_are_corrupt_and_take_no_memory(
     assert peak_bytes(refused) < MIB
 
 
-def test_65534_containers_fit_in_a_table_and_one_more_is_refused() -> None:
-    containers = np.arange(2, 2 + 65534, dtype=np.uint64)
+def test_a_table_names_more_containers_than_16_bits_count_and_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    containers = np.arange(2, 2 + 100_000, dtype=np.uint64)
     table, refs = runs.container_table(np.r_[containers, np.uint64(ZERO), np.uint64(0)], 0)
-    assert (len(table), int(refs.max()), refs[-2:].tolist()) == (65534, 65535, [ZERO, SELF])
-    with pytest.raises(BadInput, match="at most 65534"):
+    assert (len(table), int(refs.max()), refs[-2:].tolist()) == (100_000, 100_001, [ZERO, SELF])
+    monkeypatch.setattr(runs, "TABLE_MAX", 100_000)
+    runs.container_table(containers, 0)
+    with pytest.raises(BadInput, match="at most 100000"):
         runs.container_table(np.r_[containers, np.uint64(1 << 40)], 0)
 
 
 @pytest.mark.parametrize("table", [[5, 5], [9, 5], [1, 5], [0, 5], [5, 77]], ids=str)
 def test_a_table_that_no_writer_makes_is_corrupt(table: list[int]) -> None:
     with pytest.raises(Corrupt, match="not in order"):
-        runs.from_table(np.array([2], np.uint16), np.array(table, np.uint64), 77, "t")
+        runs.from_table(np.array([2], np.uint32), np.array(table, np.uint64), 77, "t")
 
 
 def test_an_index_beyond_the_table_is_corrupt() -> None:
     with pytest.raises(Corrupt, match="container 4 of 4"):
-        runs.from_table(np.array([4], np.uint16), np.array([5, 6], np.uint64), 77, "t")
+        runs.from_table(np.array([4], np.uint32), np.array([5, 6], np.uint64), 77, "t")

@@ -37,7 +37,7 @@ def with_tables(table: Any, run_columns: list[Any]) -> bytes:
 
 
 def run_columns(refs: Any, steps: Any, counts: Any, known: Any) -> list[Any]:
-    return [np.array(refs, "<u2"), np.array(steps, "<u4"), np.array(counts, "<u4"), np.array(known, "u1")]
+    return [np.array(refs, "<u4"), np.array(steps, "<u4"), np.array(counts, "<u4"), np.array(known, "u1")]
 
 
 def test_a_manifest_says_what_was_put_into_it() -> None:
@@ -79,7 +79,7 @@ def test_every_truncation_is_told() -> None:
 def test_random_bytes_are_no_manifest() -> None:
     chance = random.Random(1)
     for length in (0, 3, 4, 171, 180, 181, 1000):
-        for start in (b"", b"NKM1", b"NKM1\1\0\0\0"):
+        for start in (b"", b"NKM1", b"NKM1\2\0\0\0"):
             with pytest.raises(REFUSALS):
                 decode_manifest(start + chance.randbytes(length), "m")
             with pytest.raises(REFUSALS):
@@ -100,7 +100,7 @@ def test_random_changes_under_a_checksum_that_agrees_are_refused_or_parse() -> N
         assert int(found.segments.containers.min(initial=2)) > ZERO
 
 
-@pytest.mark.parametrize(("at", "value", "error"), [(4, 2, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt)])
+@pytest.mark.parametrize(("at", "value", "error"), [(4, 3, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)])
 def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
     wrong = body()
     wrong[at] = value
@@ -188,6 +188,20 @@ def test_more_segments_than_a_reader_takes_are_not_written(monkeypatch: pytest.M
     monkeypatch.setattr(fmt, "SEGMENTS_MAX", 6)
     with pytest.raises(BadInput, match="7 segments: want at most 6"):
         encode_manifest(samples.small_manifest())
+
+
+def test_a_version_may_span_more_containers_than_16_bits_count() -> None:
+    """100,000 containers of 4 MiB: 400 GiB of one version, which 16-bit references could not name."""
+    holders = np.repeat(np.arange(100, 100_100, dtype=np.uint64), 2)
+    made = replace(
+        samples.small_manifest(),
+        segments=Locations(holders, np.arange(len(holders), dtype=np.uint32) % 7),
+        known=np.arange(len(holders)) % 5 == 0,
+    )
+    found = decode_manifest(encode_manifest(made), "m")
+    assert np.array_equal(found.segments.containers, holders)
+    assert np.array_equal(found.segments.ordinals, made.segments.ordinals)
+    assert np.array_equal(found.known, made.known)
 
 
 def test_fields_at_their_bounds_come_back() -> None:

@@ -30,7 +30,7 @@ BLOCKS_MAX = 1 << 15
 RECIPE_CHUNKS_MAX = 1 << 22
 """Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
 NAMED_MAX = 1 << 15
-"""Nor do its bases and recipes name more containers: a table holds 65,534, and the next batch brings some more."""
+"""Nor do its bases and recipes name more containers: the ids alone are 256 KiB then, read whenever it is opened."""
 _NO_SOURCES: tuple[U8, U8] = (np.zeros(0, np.uint8), np.zeros(0, np.uint8))
 
 

@@ -24,7 +24,8 @@ from nearkin.formats import columns, runs
 from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations
 
-VERSION = 1
+VERSION = 2
+"""1 named containers by u16; no release ever wrote it."""
 DOMAIN_BYTES = 16
 CONTAINER_BYTES_MAX = 1 << 30
 BLOCK_RAW_BYTES_MAX = 32 * 1024 * 1024
@@ -50,10 +51,10 @@ KINDS = ("raw", "xdelta3")
 
 _BLOCK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "u1", "u1", "u1")]
 _CHUNK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u2")]
-_DELTA_COLUMNS = [np.dtype(t) for t in ("<u4", "<u2", "<u4", "u1")]
+_DELTA_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
 _SEGMENT_COLUMNS = [np.dtype(t) for t in ("<u4", "u1")]
-_RUN_COLUMNS = [np.dtype(t) for t in ("<u2", "<u4", "<u4")]
+_RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId,
             f"{what}: container format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
         )
     if version < VERSION or container < CONTAINER_ID_MIN:
-        raise Corrupt(f"{what}: container format {version}, id {container}: neither was ever written")
+        raise Corrupt(f"{what}: container format {version}, id {container}: no release of Nearkin wrote such")
     return ContainerId(container), domain
 
 
@@ -317,7 +318,7 @@ def _decode_directory(
     block_columns = take(_BLOCK_COLUMNS, BLOCKS_MAX)
     chunk_columns = take(_CHUNK_COLUMNS, ROWS_MAX)
     delta_columns = take(_DELTA_COLUMNS, ROWS_MAX)
-    (table,) = take(_REF_COLUMNS, runs.REFS_MAX - 2)
+    (table,) = take(_REF_COLUMNS, runs.TABLE_MAX)
     recipe_start = position
     segment_columns = take(_SEGMENT_COLUMNS, ROWS_MAX)
     run_columns = take(_RUN_COLUMNS, ROWS_MAX)

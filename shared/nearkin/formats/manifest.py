@@ -22,7 +22,8 @@ from nearkin.formats import columns, runs
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import ZERO, Bools, Ledger, Locations, VersionInfo
 
-VERSION = 1
+VERSION = 2
+"""1 named containers by u16; no release ever wrote it."""
 HOLDER = 0
 """A manifest holds no segments itself; locations (0, _) and (1, _) never occur in it."""
 
@@ -33,7 +34,7 @@ SEGMENTS_MAX = 1 << 24
 CREATED_US_MAX = 253_402_300_799_999_999
 """The last microsecond of the year 9999, where Python's datetime ends."""
 _HAS_SHA256 = 1
-_RUN_COLUMNS = [np.dtype(t) for t in ("<u2", "<u4", "<u4", "u1")]
+_RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
 
 _LEDGER_FIELDS = (
@@ -165,7 +166,7 @@ def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
             f"{what}: manifest format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
         )
     if version < VERSION:
-        raise Corrupt(f"{what}: manifest format {version} was never written")
+        raise Corrupt(f"{what}: manifest format {version}, which no release of Nearkin wrote")
     try:
         return _decode(view, what)
     except (struct.error, ValueError, IndexError) as err:
@@ -186,7 +187,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
     position += key_bytes
     metadata = _metadata(str(view[position : position + metadata_bytes], "utf-8"), what)
     position += metadata_bytes
-    (table,), used = columns.unpack(view[position:], _REF_COLUMNS, runs.REFS_MAX - 2, what)
+    (table,), used = columns.unpack(view[position:], _REF_COLUMNS, runs.TABLE_MAX, what)
     position += used
     (run_refs, steps, counts, known), used = columns.unpack(view[position:], _RUN_COLUMNS, SEGMENTS_MAX, what)
     if position + used != len(view):

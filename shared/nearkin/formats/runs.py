@@ -3,7 +3,7 @@
 Duplicates mostly come in the order in which they were first stored, so a list of (container, ordinal) is a list of
 runs, and each run starts near the place where the last run in the same container ended:
 
-    ref u16 (into the container table) | step u32 (zigzag of start - where that container's last run ended) | count u32
+    ref u32 (into the container table) | step u32 (zigzag of start - where that container's last run ended) | count u32
 
 A fresh run is step 0 in the holder itself. Measured on botocore: 1.3 bytes a logical chunk after zstd.
 """
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput, Corrupt
-from nearkin.records import SELF, U16, U32, U64, ZERO, Locations
+from nearkin.records import SELF, U32, U64, ZERO, Locations
 
-REFS_MAX = 1 << 16
+TABLE_MAX = 1 << 24
+"""Containers that one list names at most: as many as a manifest has segments, 64 TiB of containers at 4 MiB."""
 ORDINAL_MAX = (1 << 31) - 1
 """Keeps every step, of either sign, within the 32 bits that a zigzag has."""
 
@@ -45,10 +46,10 @@ def unzigzag(values: U32) -> NDArray[np.int64]:
     return (wide >> 1) ^ -(wide & 1)
 
 
-def container_table(containers: U64, holder: int) -> tuple[U64, U16]:
+def container_table(containers: U64, holder: int) -> tuple[U64, U32]:
     """Return the table of foreign containers and each row's index: 0 the holder, 1 the zero chunk, then the table.
 
-    Raises BadInput when there are more than 65,534 of them.
+    Raises BadInput when there are more than TABLE_MAX of them.
     """
     table, inverse = np.unique(containers, return_inverse=True)
     refs = np.empty(len(table), np.int64)
@@ -58,15 +59,15 @@ def container_table(containers: U64, holder: int) -> tuple[U64, U16]:
     refs[own] = SELF
     refs[zero] = ZERO
     refs[foreign] = np.arange(2, 2 + np.count_nonzero(foreign))
-    if np.count_nonzero(foreign) + 2 > REFS_MAX:
+    if np.count_nonzero(foreign) > TABLE_MAX:
         raise BadInput(
-            f"{np.count_nonzero(foreign)} containers named in one list: want at most {REFS_MAX - 2}; "
+            f"{np.count_nonzero(foreign)} containers named in one list: want at most {TABLE_MAX}; "
             "raise container.target_bytes, so that fewer are made"
         )
-    return table[foreign], refs[inverse].astype(np.uint16)
+    return table[foreign], refs[inverse].astype(np.uint32)
 
 
-def from_table(refs: U16, table: U64, holder: int, what: str) -> U64:
+def from_table(refs: U32, table: U64, holder: int, what: str) -> U64:
     """Undo `container_table`. Raises Corrupt for an index beyond the table, or a table that it would not have made."""
     if len(refs) and int(refs.max()) >= len(table) + 2:
         raise Corrupt(f"{what}: names container {int(refs.max())} of {len(table) + 2}")
@@ -75,7 +76,7 @@ def from_table(refs: U16, table: U64, holder: int, what: str) -> U64:
     return np.concatenate([np.array([holder, ZERO], np.uint64), table])[refs]
 
 
-def compress(refs: U16, ordinals: U32, bounds: U32) -> tuple[U16, U32, U32, U32]:
+def compress(refs: U32, ordinals: U32, bounds: U32) -> tuple[U32, U32, U32, U32]:
     """Return (run refs, steps, counts, runs per part) of the rows; `bounds` uint32[p + 1] cuts them into parts.
 
     No run crosses a part. Zero chunks (ref 1) repeat their ordinal, the length, instead of counting up.
@@ -84,7 +85,7 @@ def compress(refs: U16, ordinals: U32, bounds: U32) -> tuple[U16, U32, U32, U32]
     count = len(refs)
     parts = len(bounds) - 1
     if count == 0:
-        return np.zeros(0, np.uint16), np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(parts, np.uint32)
+        return np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(parts, np.uint32)
     if int(ordinals.max()) > ORDINAL_MAX:
         raise BadInput(f"ordinal {int(ordinals.max())}: want at most {ORDINAL_MAX}")
     wide = ordinals.astype(np.int64)
@@ -107,7 +108,7 @@ def compress(refs: U16, ordinals: U32, bounds: U32) -> tuple[U16, U32, U32, U32]
     )
 
 
-def expand(run_refs: U16, steps: U32, counts: U32, rows_max: int, what: str) -> tuple[U16, U32]:
+def expand(run_refs: U32, steps: U32, counts: U32, rows_max: int, what: str) -> tuple[U32, U32]:
     """Return (refs, ordinals), one row a location.
 
     Raises Corrupt when sums leave their bounds; more than `rows_max` rows are refused before memory is taken for them.
@@ -124,7 +125,7 @@ def expand(run_refs: U16, steps: U32, counts: U32, rows_max: int, what: str) -> 
         raise Corrupt(f"{what}: an ordinal leaves 0 to {ORDINAL_MAX}")
     refs = np.repeat(run_refs, wide_counts)
     before = np.cumsum(wide_counts) - wide_counts
-    # Modulo 2^32: ten bytes a row where 64-bit steps would take forty.
+    # Modulo 2^32: twelve bytes a row where 64-bit steps would take forty.
     ordinals = np.repeat((starts - before).astype(np.uint32), wide_counts)
     ordinals += np.arange(total, dtype=np.uint32)
     if repeats.any():
@@ -132,7 +133,7 @@ def expand(run_refs: U16, steps: U32, counts: U32, rows_max: int, what: str) -> 
     return refs, ordinals
 
 
-def _ends_before(refs: U16, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ends_before(refs: U32, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each run where the last run of the same container ended, 0 for the first."""
     order = np.argsort(refs, kind="stable")
     ends = (starts + lengths)[order]
@@ -144,6 +145,6 @@ def _ends_before(refs: U16, starts: NDArray[np.int64], lengths: NDArray[np.int64
     return result
 
 
-def located(refs: U16, ordinals: U32, table: U64, holder: int, what: str) -> Locations:
+def located(refs: U32, ordinals: U32, table: U64, holder: int, what: str) -> Locations:
     """Return the rows as locations with real container ids."""
     return Locations(from_table(refs, table, holder, what), ordinals)
