@@ -76,7 +76,9 @@ def test_random_bytes_are_no_container() -> None:
                 samples.read_all(start + chance.randbytes(length))
 
 
-@pytest.mark.parametrize(("at", "value", "error"), [(4, 9, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)])
+@pytest.mark.parametrize(
+    ("at", "value", "error"), [(4, 9, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
+)
 def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
     data = bytearray(samples.small_container())
     data[at] = value

@@ -53,7 +53,7 @@ def test_a_manifest_says_what_was_put_into_it() -> None:
 def test_the_manifest_of_an_empty_blob_is_small() -> None:
     empty = Manifest("t", "k", 1, 0, 0, bytes(32), None, 0.0, Ledger(), Locations.empty(), np.zeros(0, np.bool_))
     data = encode_manifest(empty)
-    assert len(data) == 172 + 2 + 16 + 8
+    assert len(data) == 188 + 2 + 16 + 8
     assert decode_manifest(data, "m").sha256 is None
 
 
@@ -100,7 +100,9 @@ def test_random_changes_under_a_checksum_that_agrees_are_refused_or_parse() -> N
         assert int(found.segments.containers.min(initial=2)) > ZERO
 
 
-@pytest.mark.parametrize(("at", "value", "error"), [(4, 3, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)])
+@pytest.mark.parametrize(
+    ("at", "value", "error"), [(4, 3, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
+)
 def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
     wrong = body()
     wrong[at] = value
@@ -135,7 +137,7 @@ def test_segments_that_no_writer_names_are_corrupt_and_take_no_memory(table: lis
         tracemalloc.stop()
 
 
-METADATA_AT = 172 + len("default") + len("backups/täglich.tar".encode())
+METADATA_AT = 188 + len("default") + len("backups/täglich.tar".encode())
 
 
 @pytest.mark.parametrize(

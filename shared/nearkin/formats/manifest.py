@@ -24,11 +24,13 @@ from nearkin.records import ZERO, Bools, Ledger, Locations, VersionInfo
 
 VERSION = 2
 """1 named containers by u16; no release ever wrote it."""
+NO_ORIGIN = bytes(16)
+"""Of a version that was put by a caller who waited for the answer."""
 HOLDER = 0
 """A manifest holds no segments itself; locations (0, _) and (1, _) never occur in it."""
 
-FIXED = Struct("<4sHHQqQ32s32sIHHI" + "Q" * 8)
-assert FIXED.size == 172  # docs/formats/manifest.md
+FIXED = Struct("<4sHHQqQ32s32s16sIHHI" + "Q" * 8)
+assert FIXED.size == 188  # docs/formats/manifest.md
 SEGMENTS_MAX = 1 << 24
 """2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
 CREATED_US_MAX = 253_402_300_799_999_999
@@ -67,6 +69,8 @@ class Manifest:
     segments: Locations
     known: Bools
     metadata: Mapping[str, str] = field(default_factory=dict)
+    origin: bytes = NO_ORIGIN
+    """16 bytes that two attempts to store the same thing share, so that it is committed once."""
 
     @property
     def info(self) -> VersionInfo:
@@ -109,6 +113,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         manifest.size_bytes,
         manifest.blake3,
         manifest.sha256 or b"",
+        manifest.origin,
         min(round(manifest.seconds * 1000), 0xFFFFFFFF),
         len(tenant),
         len(key),
@@ -175,8 +180,8 @@ def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
 
 def _decode(view: memoryview, what: str) -> Manifest:
     fields = FIXED.unpack_from(view)
-    _, _, flags, number, created_us, size_bytes, blake3, sha256, millis = fields[:9]
-    tenant_bytes, key_bytes, metadata_bytes = fields[9:12]
+    _, _, flags, number, created_us, size_bytes, blake3, sha256, origin, millis = fields[:10]
+    tenant_bytes, key_bytes, metadata_bytes = fields[10:13]
     problem = _problem(tenant_bytes, key_bytes, metadata_bytes, created_us, 0)
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
@@ -195,7 +200,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
     if len(run_refs) and (int(run_refs.min()) <= ZERO or int(known.max()) > 1):
         raise Corrupt(f"{what}: a segment that lies in no container")
     refs, ordinals = runs.expand(run_refs, steps, counts, SEGMENTS_MAX, what)
-    ledger = Ledger(logical_bytes=size_bytes, **dict(zip(_LEDGER_FIELDS, fields[12:20], strict=True)))
+    ledger = Ledger(logical_bytes=size_bytes, **dict(zip(_LEDGER_FIELDS, fields[13:21], strict=True)))
     return Manifest(
         tenant=tenant,
         key=key,
@@ -209,6 +214,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
         segments=runs.located(refs, ordinals, table, HOLDER, what),
         known=np.repeat(known.astype(np.bool_), counts),
         metadata=metadata,
+        origin=origin,
     )
 
 

@@ -114,6 +114,7 @@ def small_manifest() -> Manifest:
             np.array([4, 5, 0, 0, 1, 2, 1], np.uint32),
         ),
         known=np.array([True, True, True, False, False, True, True]),
+        origin=bytes(range(16)),
         metadata={"host": "db-1", "note": 'ein "Zitat"'},
     )
 
