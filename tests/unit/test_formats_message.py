@@ -106,12 +106,19 @@ def test_pairs_arrive_as_sent() -> None:
 
 def test_placed_segments_and_their_ledger_arrive_as_sent() -> None:
     segments = Locations(np.array([5, 6], np.uint64), np.array([1, 2], np.uint32))
-    sent = Placed(BLOB, segments, np.array([True, False]), Ledger(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
+    sent = Placed(
+        BLOB,
+        segments,
+        np.array([True, False]),
+        np.array([9, 8], np.uint32),
+        Ledger(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+    )
     found = decode(encode(sent), "test")
     assert isinstance(found, Placed)
     assert found.ledger == sent.ledger
     np.testing.assert_array_equal(found.segments.containers, segments.containers)
     np.testing.assert_array_equal(found.known, sent.known)
+    np.testing.assert_array_equal(found.lengths, sent.lengths)
 
 
 @pytest.mark.parametrize("failure", [None, "the upload was cut"])
@@ -143,7 +150,7 @@ WHOLE = [
         Segments(BLOB, segmented(mixed_content()[:60_000])),
         Fresh(BLOB, deduplicated(segmented(mixed_content()[:60_000]))),
         Paired(BLOB, paired(deduplicated(segmented(mixed_content()[:60_000])))),
-        Placed(BLOB, Locations.empty(3), np.zeros(3, np.bool_), Ledger()),
+        Placed(BLOB, Locations.empty(3), np.zeros(3, np.bool_), np.zeros(3, np.uint32), Ledger()),
         End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {}),
     )
 ]

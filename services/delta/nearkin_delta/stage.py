@@ -5,7 +5,7 @@ recheck -> encode -> arbitrate -> place in the open container -> recipes -> seal
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +62,12 @@ class DeltaStage:
 
     name = "delta"
 
-    def __init__(self, settings: Settings, domain: bytes, last_container: int) -> None:
+    def __init__(
+        self, settings: Settings, domain: bytes, last_container: int, *, asks_bases_again: bool = False
+    ) -> None:
+        """`asks_bases_again`: the resemblance stage runs elsewhere, and may not have seen what this stage placed."""
         self._settings = settings
+        self._asks_bases_again = asks_bases_again
         self._domain = domain
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
@@ -80,15 +84,20 @@ class DeltaStage:
         """Ask for the fresh chunks once more, then for the bytes of the bases of those that are still unknown."""
         rows = batch.fresh.fresh
         if facts.chunks is None:
-            return Reads(names=batch.fresh.batch.names[rows])
+            names = batch.fresh.batch.names[rows]
+            if self._asks_bases_again and len(rows):
+                return Reads(names=names, sketch=batch.sketch, super_features=batch.super_features[~batch.base_found])
+            return Reads(names=names)
         if facts.contents is None:
-            return Reads(contents=batch.bases.take(batch.base_found & ~facts.chunks.found))
+            paired = _with_bases(batch, facts)
+            return Reads(contents=paired.bases.take(paired.base_found & ~facts.chunks.found))
         return None
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
         assert facts.chunks is not None
         assert facts.contents is not None
+        batch = _with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~facts.chunks.found
         rows = fresh.fresh[still]
@@ -205,6 +214,19 @@ class DeltaStage:
         origin = first[repeated]
         result.containers[repeated], result.ordinals[repeated] = result.containers[origin], result.ordinals[origin]
         return result, ~introduced, segments.segment_ids[new], located
+
+
+def _with_bases(batch: PairedBatch, facts: Facts) -> PairedBatch:
+    """Return `batch` with the bases that were found when they were asked for again."""
+    if facts.bases is None:
+        return batch
+    asked = np.flatnonzero(~batch.base_found)
+    found, bases, ranks = batch.base_found.copy(), batch.bases, batch.base_rank.copy()
+    bases = Locations(bases.containers.copy(), bases.ordinals.copy())
+    found[asked], ranks[asked] = facts.bases.found, facts.bases.ranks
+    bases.containers[asked] = facts.bases.locations.containers
+    bases.ordinals[asked] = facts.bases.locations.ordinals
+    return replace(batch, base_found=found, bases=bases, base_rank=ranks)
 
 
 def _no_deltas() -> Deltas:

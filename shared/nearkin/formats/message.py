@@ -30,6 +30,7 @@ from nearkin.records import (
     NAME_BYTES,
     SEGMENT_ID_BYTES,
     U8,
+    U32,
     Bools,
     FreshBatch,
     Ledger,
@@ -113,11 +114,15 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Durable: where the segments lie, and what they cost. `known` bool[s]: not introduced by this blob."""
+    """Durable: where the segments lie, and what they cost.
+
+    `known` bool[s]: not introduced by this blob; `lengths` uint32[s]: bytes of the blob that each stands for.
+    """
 
     envelope: Envelope
     segments: Locations
     known: Bools
+    lengths: U32
     ledger: Ledger
 
 
@@ -176,6 +181,7 @@ _PAIRED_COLUMNS = (
 _PLACED_COLUMNS = (
     ("containers", "<u8", "segments"),
     ("ordinals", "<u4", "segments"),
+    ("lengths", "<u4", "segments"),
     ("known", "u1", "segments"),
 )
 _COLUMNS: dict[Kind, tuple[tuple[str, str, str], ...]] = {
@@ -235,6 +241,7 @@ def encode(message: Message) -> bytes:
             columns = {
                 "containers": message.segments.containers,
                 "ordinals": message.segments.ordinals,
+                "lengths": message.lengths,
                 "known": message.known,
             }
             payload = _LEDGER.pack(*(getattr(message.ledger, name) for name in _LEDGER_FIELDS))
@@ -348,7 +355,7 @@ def _message(
         case Kind.PLACED:
             ledger = Ledger(*_LEDGER.unpack(payload))
             segments = Locations(columns["containers"], columns["ordinals"])
-            return Placed(envelope, segments, _flags(columns["known"]), ledger)
+            return Placed(envelope, segments, _flags(columns["known"]), columns["lengths"], ledger)
         case Kind.END:
             return _end(envelope, payload)
 

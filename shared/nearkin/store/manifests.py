@@ -42,6 +42,10 @@ class ManifestStore:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
 
+    def size_bytes(self, manifest: Manifest) -> int:
+        """Return how many bytes a stored manifest takes. Raises NotFound or StoreUnavailable."""
+        return self._objects.size_bytes(object_name(manifest.tenant, manifest.key, manifest.version))
+
     def versions(self, tenant: str, key: str) -> list[int]:
         """Return the numbers of a key's versions, ascending, from the object store itself."""
         folder = object_name(tenant, key, 0).rpartition("/")[0]

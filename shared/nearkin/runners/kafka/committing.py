@@ -1,0 +1,287 @@
+"""Placed segments into versions. Invariant: a blob is committed once, when all its segments are there, or told failed.
+
+Its state is the topic: offsets move only past blobs that are committed or failed, so that a restart reads the rest
+again. A message that comes twice is recognised by its sequence, a blob by its origin among the key's newest versions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from nearkin.config import Settings
+from nearkin.errors import Corrupt, NotFound, Retryable
+from nearkin.formats.answers import info_json, ledger_json
+from nearkin.formats.manifest import Manifest
+from nearkin.formats.message import End, Envelope, Placed
+from nearkin.records import Ledger, Locations
+from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
+from nearkin.runners.kafka.loop import Record
+from nearkin.runners.kafka.offsets import PartitionOffsets
+from nearkin.runners.kafka.tenants import Lanes
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import AlreadyExists
+
+_log = logging.getLogger("nearkin.commit")
+
+VERSION_RACES_MAX = 1000
+FINISHED_MAX = 10_000
+"""Blobs remembered as committed or failed: what is still told of them changes nothing."""
+OPEN_BLOBS_MAX = 20_000
+CLOCK_SKEW_US = 300 * 1_000_000
+"""How far the clocks of two machines may differ: a version older than its blob's beginning by more is not its own."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A blob whose segments are gathering."""
+
+    envelope: Envelope
+    placed: dict[int, Placed] = field(default_factory=dict)
+    end: End | None = None
+    records: list[tuple[int, int]] = field(default_factory=list)
+    last_seen: float = field(default_factory=time.monotonic)
+    segments: int = 0
+
+    def add(self, placed: Placed) -> None:
+        """Keep what is told of a run of segments: once for each start, the longest."""
+        held = self.placed.get(placed.envelope.sequence)
+        if held is None or len(held.segments) < len(placed.segments):
+            self.placed[placed.envelope.sequence] = placed
+            self.segments += len(placed.segments) - (len(held.segments) if held is not None else 0)
+
+    def runs(self) -> tuple[list[tuple[Placed, int]], int]:
+        """Return ([(run, how many of its segments are told before)], segments told without a gap).
+
+        A chunker that died is followed by one that groups the same segments otherwise: runs may overlap.
+        """
+        found, reached = [], 0
+        for sequence in sorted(self.placed):
+            placed = self.placed[sequence]
+            if sequence > reached:
+                break
+            if sequence + len(placed.segments) > reached:
+                found.append((placed, reached - sequence))
+                reached = sequence + len(placed.segments)
+        return found, reached
+
+
+class CommitHandler:
+    """Commits."""
+
+    def __init__(self, settings: Settings, manifests: ManifestStore, lanes: Lanes, worker: str) -> None:
+        self._settings = settings
+        self._manifests = manifests
+        self._lanes = lanes
+        self._outbox = Outbox(settings, f"{worker}-committed")
+        self._guard = RecordGuard(settings, "committer", self._outbox, None)
+        self._offsets: dict[int, PartitionOffsets] = {}
+        self._open: dict[bytes, _Open] = {}
+        self._finished: OrderedDict[bytes, None] = OrderedDict()
+
+    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._offsets[partition] = PartitionOffsets()
+
+    def handle(self, records: list[Record]) -> None:
+        """Gather what came; commit blobs that are whole."""
+        done: list[tuple[int, int]] = []
+        for record in records:
+            self._offsets[record.partition].taken(record.offset)
+            done += self._one(record)
+        self._outbox.flush()
+        self._done(done)
+
+    def idle(self) -> None:
+        """Fail blobs whose segments have stopped coming: one of them was put aside on the way."""
+        oldest = time.monotonic() - 2 * self._settings.kafka.upload_idle_seconds
+        late = [blob for blob in self._open.values() if blob.last_seen < oldest]
+        for blob in late:
+            self._tell_failed(blob, "some of its segments never came; look among the dead letters", None)
+            self._outbox.flush()
+            self._done(self._finish(blob))
+
+    def drain(self, partition: int) -> None:
+        """Nothing waits that could be ended sooner: blobs that are not whole are gathered again elsewhere."""
+
+    def dropped(self, partition: int) -> None:
+        """Forget a partition and its blobs."""
+        self._offsets.pop(partition, None)
+        for blob in [blob for blob in self._open.values() if blob.records[0][0] == partition]:
+            del self._open[blob.envelope.blob]
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield what lies before the oldest open blob."""
+        for partition, offsets in self._offsets.items():
+            if offsets.committable is not None:
+                yield partition, offsets.committable, ""
+
+    def close(self) -> None:  # noqa: D102
+        self._outbox.close()
+
+    def _done(self, records: Iterable[tuple[int, int]]) -> None:
+        for partition, offset in records:
+            offsets = self._offsets.get(partition)
+            if offsets is not None:
+                offsets.done(offset)
+
+    def _one(self, record: Record) -> list[tuple[int, int]]:
+        """Return the records that are done with this one."""
+        place = (record.partition, record.offset)
+        message = self._guard.decoded(record)
+        if message is None or message.envelope.blob in self._finished:
+            return [place]
+        if not isinstance(message, Placed | End):
+            _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
+            return [place]
+        blob = self._open.setdefault(message.envelope.blob, _Open(message.envelope))
+        blob.records.append(place)
+        blob.last_seen = time.monotonic()
+        if isinstance(message, Placed):
+            blob.add(message)
+        else:
+            blob.end = message
+        end = blob.end
+        if end is not None and end.failure is not None:
+            self._tell_failed(blob, end.failure, trace_of(record))
+            return self._finish(blob)
+        if end is not None and end.segments is not None and self._whole(blob, end.segments):
+            if not self._guard.carry_out(record, blob.envelope, lambda: self._commit(blob, end, trace_of(record))):
+                self._tell_failed(blob, "it could not be committed; look among the dead letters", trace_of(record))
+            return self._finish(blob)
+        if len(self._open) > OPEN_BLOBS_MAX:
+            raise Retryable(f"more than {OPEN_BLOBS_MAX} blobs are gathering; add partitions or workers")
+        return []
+
+    @staticmethod
+    def _whole(blob: _Open, segments: int) -> bool:
+        return blob.segments >= segments and blob.runs()[1] >= segments
+
+    def _finish(self, blob: _Open) -> list[tuple[int, int]]:
+        self._open.pop(blob.envelope.blob, None)
+        self._finished[blob.envelope.blob] = None
+        if len(self._finished) > FINISHED_MAX:
+            self._finished.popitem(last=False)
+        return blob.records
+
+    def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
+        """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
+        segments, known, ledger = _gathered(blob, end)
+        manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
+        self._lanes[manifest.tenant].index.commit(manifest, manifest_bytes)  # 2
+        stored = Ledger(stored_bytes=manifest_bytes)
+        self._tell(  # 3
+            end.envelope,
+            end.origin,
+            end.began_us,
+            traceparent,
+            {
+                "state": "committed",
+                "failure": None,
+                **info_json(manifest.info),
+                "seconds": manifest.seconds,
+                "ledger": ledger_json(ledger + stored, manifest.seconds),
+            },
+        )
+
+    def _committed(
+        self, end: End, segments: Locations, known: np.ndarray[Any, np.dtype[np.bool_]], ledger: Ledger
+    ) -> tuple[Manifest, int]:
+        """Return the blob's manifest, committed now or by an earlier delivery (I2)."""
+        tenant, key = end.envelope.tenant, end.envelope.key
+        for _ in range(VERSION_RACES_MAX):
+            versions = self._manifests.versions(tenant, key)
+            earlier = self._earlier(end, versions)
+            if earlier is not None:
+                return earlier
+            now_us = time.time_ns() // 1000
+            manifest = Manifest(
+                tenant=tenant,
+                key=key,
+                version=max(versions, default=0) + 1,
+                created_us=now_us,
+                size_bytes=end.size_bytes,
+                blake3=end.blake3,
+                sha256=end.sha256,
+                seconds=round(max(0, now_us - end.began_us) / 1e6, 3),
+                ledger=ledger,
+                segments=segments,
+                known=known,
+                metadata=dict(end.metadata),
+                origin=end.origin,
+            )
+            try:
+                return manifest, self._manifests.put(manifest)
+            except AlreadyExists:
+                continue  # another put took the number, or this one did and its answer was lost
+        raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
+
+    def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
+        """Return the version that has this origin, looking from the newest back to those older than the blob."""
+        for version in reversed(versions):
+            try:
+                found = self._manifests.get(end.envelope.tenant, end.envelope.key, version)
+            except (NotFound, Corrupt) as err:
+                _log.warning("key %r version %d: %s", end.envelope.key, version, err)
+                continue
+            if found.origin == end.origin:
+                return found, self._manifests.size_bytes(found)
+            if found.created_us < end.began_us - CLOCK_SKEW_US:
+                return None
+        return None
+
+    def _tell_failed(self, blob: _Open, failure: str, traceparent: bytes | None) -> None:
+        _log.warning("blob %s (%r): failed: %s", blob.envelope.blob.hex(), blob.envelope.key, failure)
+        origin = blob.end.origin if blob.end is not None else blob.envelope.blob
+        began_us = blob.end.began_us if blob.end is not None else 0
+        self._tell(blob.envelope, origin, began_us, traceparent, {"state": "failed", "failure": failure})
+
+    def _tell(
+        self,
+        envelope: Envelope,
+        origin: bytes,
+        began_us: int,
+        traceparent: bytes | None,
+        what: dict[str, Any],
+    ) -> None:
+        event = {
+            "id": envelope.blob.hex(),
+            "origin": origin.hex(),
+            "tenant": envelope.tenant,
+            "key": envelope.key,
+            "began": datetime.fromtimestamp(began_us / 1e6, UTC).isoformat() if began_us else None,
+            **what,
+        }
+        headers = headers_of("committer", what["state"], envelope, traceparent)
+        value = json.dumps(event, ensure_ascii=False).encode()
+        self._outbox.send("committed", envelope.blob, value, headers)
+
+
+def _gathered(blob: _Open, end: End) -> tuple[Locations, np.ndarray[Any, np.dtype[np.bool_]], Ledger]:
+    """Return a blob's segments in order. Raises Corrupt when they do not fit together."""
+    runs, reached = blob.runs()
+    if reached != end.segments:
+        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} segments came of {end.segments}")
+    logical_bytes = sum(int(run.lengths[told:].sum(dtype=np.uint64)) for run, told in runs)
+    if logical_bytes != end.size_bytes:
+        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {logical_bytes} bytes placed of {end.size_bytes}")
+    ledger = sum((_share(run, told) for run, told in runs), Ledger())
+    known = np.concatenate([np.zeros(0, np.bool_), *(run.known[told:] for run, told in runs)])
+    segments = Locations.join([run.segments.take(slice(told, None)) for run, told in runs])
+    return segments, known, replace(ledger, logical_bytes=logical_bytes)
+
+
+def _share(run: Placed, told: int) -> Ledger:
+    """Return a run's ledger, less the share of the segments that were told before."""
+    left, whole = len(run.segments) - told, len(run.segments)
+    if not told:
+        return run.ledger
+    return Ledger(*(getattr(run.ledger, name) * left // whole for name in Ledger.__slots__))

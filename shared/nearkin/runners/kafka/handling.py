@@ -1,0 +1,115 @@
+"""Handling one record. Invariant: it ends done, or is repeated after a restart, or is put aside and fails its blob."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from nearkin.config import Settings
+from nearkin.errors import NearkinError, Permanent, Retryable
+from nearkin.formats.message import End, Envelope, Message, decode, encode
+from nearkin.runners.kafka.clients import Headers, Outbox
+from nearkin.runners.kafka.dead_letters import send_dead_letter
+from nearkin.runners.kafka.loop import Record, retrying
+
+_log = logging.getLogger("nearkin.worker")
+
+SURPRISES_MAX = 3
+"""How often a record is tried that raises what nobody foresaw, before it is put aside."""
+TENANTS_MAX = 256
+"""Tenants whose stages a worker keeps: each holds an open container of a few MiB at most."""
+
+Made = TypeVar("Made")
+Key = TypeVar("Key")
+
+
+class BoundedCache(Generic[Key, Made]):
+    """What is made once by key and kept while it is among the latest used."""
+
+    def __init__(self, make: Callable[[Key], Made], entries_max: int) -> None:
+        self._make = make
+        self._entries: OrderedDict[Key, Made] = OrderedDict()
+        self._entries_max = entries_max
+
+    def __getitem__(self, key: Key) -> Made:
+        if key not in self._entries:
+            self._entries[key] = self._make(key)
+            if len(self._entries) > self._entries_max:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+
+
+def headers_of(stage: str, kind: str, envelope: Envelope, traceparent: bytes | None) -> dict[str, bytes]:
+    """Return CloudEvents attributes in binary mode, and the W3C trace context where there is one."""
+    found = {
+        "ce_specversion": b"1.0",
+        "ce_type": f"io.nearkin.{kind}.v1".encode(),
+        "ce_source": f"/nearkin/{stage}".encode(),
+        "ce_id": f"{envelope.blob.hex()}/{kind}/{envelope.sequence}/{envelope.position}".encode(),
+    }
+    return found if traceparent is None else found | {"traceparent": traceparent}
+
+
+def trace_of(record: Record) -> bytes | None:
+    """Return a record's trace context."""
+    return record.headers.get("traceparent")
+
+
+class RecordGuard:
+    """Carries out the work on one record, whatever it holds and whatever that raises."""
+
+    def __init__(self, settings: Settings, stage: str, outbox: Outbox, next_topic: str | None) -> None:
+        """`next_topic` None: this is the last stage, who tells failures itself."""
+        self._settings = settings
+        self._stage = stage
+        self._outbox = outbox
+        self._next_topic = next_topic
+
+    def decoded(self, record: Record) -> Message | None:
+        """Return the record's message, or None after putting it aside."""
+        try:
+            return decode(record.value, record.named)
+        except Permanent as err:
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            return None
+
+    def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
+        """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""
+        surprises = Retrying(
+            retry=retry_if_exception(lambda err: not isinstance(err, NearkinError)),
+            wait=wait_random_exponential(multiplier=0.05, max=1.0),
+            stop=stop_after_attempt(SURPRISES_MAX),
+            reraise=True,
+        )
+        try:
+            surprises(retrying(), work)
+        except Retryable:
+            raise
+        except Exception as err:
+            _log.debug("%s", record.named, exc_info=err)
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
+            return False
+        return True
+
+    def fail(self, envelope: Envelope, failure: str, traceparent: bytes | None) -> None:
+        """End a blob as failed: the committer tells everyone."""
+        if self._next_topic is None:
+            return
+        end = End(envelope, began_us=0, origin=envelope.blob, failure=failure[:500])
+        headers = headers_of(self._stage, "end", envelope, traceparent)
+        self._outbox.send(self._next_topic, envelope.blob, encode(end), headers)
+
+    def pass_on(self, record: Record, headers: Headers) -> None:
+        """Send a record on as it is."""
+        assert self._next_topic is not None
+        self._outbox.send(self._next_topic, record.key or b"", record.value, headers)

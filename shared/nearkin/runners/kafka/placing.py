@@ -1,0 +1,307 @@
+"""Pairs into containers. Invariant: where a segment lies is told only after its container is durable and published.
+
+main thread                                     commit thread
+verify names, delta, place in the open   -->    1 put container  2 publish  3 send placed  4 flush
+container; seal it when due                                                        then offsets may move (I4)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from nearkin.claims import SealedContainer
+from nearkin.config import Settings
+from nearkin.errors import Corrupt, Retryable
+from nearkin.formats.message import End, Message, Paired, Placed, encode
+from nearkin.index.lmdb import summarise
+from nearkin.records import Ledger
+from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
+from nearkin.runners.kafka.loop import Record, retrying
+from nearkin.runners.kafka.offsets import PartitionOffsets
+from nearkin.runners.kafka.tenants import Lane, Lanes
+from nearkin.runners.workers import Worker
+from nearkin.stage import run_stage
+from nearkin.store.manifests import key_digest
+from nearkin.store.objects import AlreadyExists
+from nearkin_delta import DeltaOutcome, DeltaStage
+
+_log = logging.getLogger("nearkin.delta")
+
+SETTLE_SECONDS = 0.02
+"""After the end of a blob a container is sealed once nothing has come for so long: who waits for a 201 waits for it."""
+JOBS_MAX = 2
+HELD_MAX = 20_000
+"""Messages whose chunks lie in one open container; all-duplicate data hold nothing else back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A message that is worked on; told onwards once its container is durable. `weight` its share of it, in bytes."""
+
+    record: Record
+    message: Placed | End
+    weight: int = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A tenant's open container."""
+
+    lane: Lane
+    settings: Settings
+    stage: DeltaStage
+    held: list[_Held] = field(default_factory=list)
+    since: float = 0.0
+    ended: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the commit thread does in one step."""
+
+    lane: Lane
+    container: SealedContainer | None
+    held: Sequence[_Held]
+
+
+class PlaceHandler:
+    """Encodes and stores."""
+
+    def __init__(self, settings: Settings, current: Callable[[], Settings], lanes: Lanes, worker: str) -> None:
+        self._settings = settings
+        self._current = current
+        self._lanes = lanes
+        self._outbox = Outbox(settings, f"{worker}-aside")
+        self._placed_outbox = Outbox(settings, f"{worker}-placed")
+        self._guard = RecordGuard(settings, "delta", self._outbox, "placed")
+        self._offsets: dict[int, PartitionOffsets] = {}
+        self._open: dict[str, _Open] = {}
+        self._finished: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._committer: Worker[_Job] = Worker("delta-commit", self._commit, JOBS_MAX)
+        self._busy = False
+
+    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._offsets[partition] = PartitionOffsets()
+
+    def handle(self, records: list[Record]) -> None:
+        """Place what came."""
+        self._busy = True
+        aside = False
+        for record in records:
+            self._offsets[record.partition].taken(record.offset)
+            message = self._guard.decoded(record)
+            if message is None or not self._one(record, message):
+                aside = True
+                self._finished.put((record.partition, record.offset))
+        if aside:
+            self._outbox.flush()
+        self._collect()
+
+    def idle(self) -> None:
+        """Seal what is due: a blob ended and nothing follows, or chunks have waited long enough."""
+        now, busy, self._busy = time.monotonic(), self._busy, False
+        for opened in self._open.values():
+            if not opened.held:
+                continue
+            settled = opened.ended is not None and not busy and now - opened.ended >= SETTLE_SECONDS
+            if settled or now - opened.since >= self._settings.kafka.linger_ms / 1000:
+                self._seal(opened)
+        self._committer.check()
+        self._collect()
+
+    def drain(self, partition: int) -> None:
+        """Seal and commit everything: the containers of one partition's chunks are those of all."""
+        for opened in self._open.values():
+            self._seal(opened)
+        self._committer.drain()
+        self._collect()
+
+    def dropped(self, partition: int) -> None:  # noqa: D102
+        self._offsets.pop(partition, None)
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield what lies before everything that is held."""
+        self._collect()
+        for partition, offsets in self._offsets.items():
+            if offsets.committable is not None:
+                yield partition, offsets.committable, ""
+
+    def close(self) -> None:
+        """Drop what is open: its offsets were not committed."""
+        self._committer.cancel()
+        for opened in self._open.values():
+            opened.lane.in_flight.abandon()
+        self._outbox.close()
+        self._placed_outbox.close()
+
+    # --- the main thread ---------------------------------------------------------------------------------------------
+
+    def _one(self, record: Record, message: Message) -> bool:
+        opened = self._opened(message.envelope.tenant)
+        if isinstance(message, End):
+            self._hold(opened, _Held(record, message))
+            opened.ended = time.monotonic()
+            if opened.stage.builder.empty:
+                self._seal(opened)
+            return True
+
+        def work() -> None:
+            if not isinstance(message, Paired):
+                raise TypeError(f"a {type(message).__name__} does not belong on {record.topic}")
+            self._place(opened, record, message)
+
+        return self._guard.carry_out(record, message.envelope, work)
+
+    def _place(self, opened: _Open, record: Record, message: Paired) -> None:
+        lane, batch = opened.lane, message.batch.fresh.batch
+        rows = message.batch.fresh.fresh
+        found = lane.fingerprinter.name_chunks(batch.payload, batch.offsets[rows], batch.lengths[rows])
+        wrong = np.flatnonzero(np.any(found != batch.names[rows], axis=1))
+        if len(wrong):
+            raise Corrupt(f"{record.named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
+        lane.in_flight.open = opened.stage.builder.container, opened.stage.builder
+        outcome = run_stage(opened.stage, message.batch, lane.facts)
+        placed = outcome.placed
+        lane.pending.place(
+            placed.names,
+            placed.chunks,
+            placed.sketch,
+            placed.base_chunks,
+            placed.super_features,
+            placed.segment_ids,
+            placed.segments,
+        )
+        ledger, weight = _ledger(outcome)
+        lengths = np.add.reduceat(batch.lengths, batch.chunk_bounds[:-1].astype(np.intp), dtype=np.uint32)
+        told = Placed(message.envelope, outcome.segments, outcome.segment_known, lengths, ledger)
+        self._hold(opened, _Held(record, told, weight))
+        for container in outcome.sealed:
+            self._hand_on(opened, container)
+        if opened.stage.builder.empty or len(opened.held) >= HELD_MAX:
+            self._seal(opened)
+
+    def _opened(self, tenant: str) -> _Open:
+        settings = self._current()
+        opened = self._open.get(tenant)
+        if opened is not None and opened.settings is not settings:
+            self._seal(opened)  # what is open was encoded under the old settings
+            del self._open[tenant]
+            opened = None
+        if opened is None:
+            if len(self._open) >= TENANTS_MAX:
+                self.drain(-1)
+                self._open.clear()
+            lane = self._lanes[tenant]
+            stage = DeltaStage(settings, lane.fingerprinter.domain, 0, asks_bases_again=True)
+            opened = self._open[tenant] = _Open(lane, settings, stage)
+        return opened
+
+    @staticmethod
+    def _hold(opened: _Open, held: _Held) -> None:
+        if not opened.held:
+            opened.since = time.monotonic()
+        opened.held.append(held)
+
+    def _seal(self, opened: _Open) -> None:
+        sealed = opened.stage.flush()
+        for container in sealed:
+            self._hand_on(opened, container)
+        if not sealed and opened.held:
+            self._queue(opened, None)
+
+    def _hand_on(self, opened: _Open, container: SealedContainer) -> None:
+        opened.lane.in_flight.sealed(container)
+        self._queue(opened, container)
+
+    def _queue(self, opened: _Open, container: SealedContainer | None) -> None:
+        held, opened.held, opened.ended = opened.held, [], None
+        self._committer.put(_Job(opened.lane, container, held))
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                partition, offset = self._finished.get_nowait()
+            except Empty:
+                return
+            offsets = self._offsets.get(partition)
+            if offsets is not None:
+                offsets.done(offset)
+
+    # --- the commit thread -------------------------------------------------------------------------------------------
+
+    def _commit(self, job: _Job) -> None:
+        """1 put  2 publish  3 tell  4 flush: dying in between leaves dead space, or tells the same twice."""
+        held: Sequence[_Held] = job.held
+        if job.container is not None:
+            container = job.container
+            retrying()(_put, job.lane, container)  # 1
+            retrying()(job.lane.index.publish, container.claims)  # 2
+            job.lane.pending.published(container.container)
+            job.lane.in_flight.durable(container.container)
+            held = _with_shares(container, held)
+        for one in held:
+            envelope = one.message.envelope
+            kind = "end" if isinstance(one.message, End) else "placed"
+            key = bytes.fromhex(key_digest(envelope.tenant, envelope.key))
+            headers = headers_of("delta", kind, envelope, trace_of(one.record))
+            self._placed_outbox.send("placed", key, encode(one.message), headers)  # 3
+        self._placed_outbox.flush()  # 4
+        for one in held:
+            self._finished.put((one.record.partition, one.record.offset))
+
+
+def _put(lane: Lane, container: SealedContainer) -> None:
+    """Put a container; one that is there with the same bytes was put by an earlier try."""
+    try:
+        lane.containers.put(container.container, container.data)
+    except AlreadyExists as err:
+        if lane.containers.raw(container.container) != container.data:
+            raise Retryable(f"container {container.container:016x}: another writer has this id; starting over") from err
+
+
+def _ledger(outcome: DeltaOutcome) -> tuple[Ledger, int]:
+    """Return what the batch adds to its blob's ledger, and the bytes that went into the container."""
+    counts = outcome.counts
+    stored, delta = ~counts.duplicate, counts.delta
+    lengths = counts.lengths.astype(np.int64)
+    ledger = Ledger(
+        logical_bytes=int(lengths.sum()),
+        chunks=len(lengths),
+        duplicate_chunks=int(counts.duplicate.sum()),
+        delta_chunks=int(delta.sum()),
+        raw_chunks=int((stored & ~delta).sum()),
+        zero_chunks=int(counts.zero.sum()),
+        unique_bytes=int(lengths[stored].sum()),
+        delta_chunk_bytes=int(lengths[delta].sum()),
+        delta_bytes=int(counts.delta_bytes.sum(dtype=np.int64)),
+    )
+    recipes = 8 * len(outcome.segments)
+    return ledger, ledger.unique_bytes - ledger.delta_chunk_bytes + ledger.delta_bytes + recipes
+
+
+def _with_shares(container: SealedContainer, held: Sequence[_Held]) -> list[_Held]:
+    """Return what is held with each message's share of the container, by weight; the shares add up to it."""
+    summary = summarise(container.claims)
+    weights = np.array([one.weight for one in held], np.float64)
+    reached = np.concatenate([np.zeros(1), np.cumsum(weights)]) / max(1.0, float(weights.sum()))
+    reached[-1] = 1.0
+    totals = (
+        summary.raw_block_bytes + summary.delta_block_bytes,
+        summary.raw_block_bytes,
+        len(container.data),
+    )
+    block, raw, stored = (np.diff(np.floor(reached * total).astype(np.int64)).tolist() for total in totals)
+    result = []
+    for row, one in enumerate(held):
+        if isinstance(one.message, Placed):
+            share = Ledger(block_bytes=block[row], raw_block_bytes=raw[row], stored_bytes=stored[row])
+            one = replace(one, message=replace(one.message, ledger=one.message.ledger + share))  # noqa: PLW2901
+        result.append(one)
+    return result

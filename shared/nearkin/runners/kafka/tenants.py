@@ -1,0 +1,46 @@
+"""What a worker keeps for a tenant. Invariant: two tenants share connections, never names, bases or containers (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nearkin.config import Settings
+from nearkin.fingerprints import Fingerprinter
+from nearkin.index.pending import PendingIndex
+from nearkin.index.protocols import Index
+from nearkin.runners.facts import EmbeddedFacts, InFlight
+from nearkin.runners.kafka.handling import TENANTS_MAX, BoundedCache
+from nearkin.store.containers import ContainerStore
+from nearkin.store.objects import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A tenant's names, index and containers, as one worker sees them."""
+
+    fingerprinter: Fingerprinter
+    index: Index
+    pending: PendingIndex
+    in_flight: InFlight
+    containers: ContainerStore
+    facts: EmbeddedFacts
+
+
+Lanes = BoundedCache[str, Lane]
+
+
+def lanes(
+    settings: Settings, objects: ObjectStore, secret: bytes, fingerprint_bits: int, index_of: Callable[[bytes], Index]
+) -> Lanes:
+    """Return the lanes of all tenants, each made when it is first asked for."""
+
+    def make(tenant: str) -> Lane:
+        fingerprinter = Fingerprinter(secret, tenant, fingerprint_bits)
+        index = index_of(fingerprinter.domain)
+        pending = PendingIndex(index, fingerprinter.domain)
+        containers = ContainerStore(objects, fingerprinter.domain, int(settings.base.cache_bytes))
+        in_flight = InFlight(containers)
+        return Lane(fingerprinter, index, pending, in_flight, containers, EmbeddedFacts(pending, in_flight))
+
+    return BoundedCache(make, TENANTS_MAX)
