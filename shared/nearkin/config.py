@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from nearkin.config_rules import Between, OneMatch, OneOf, Refused, Size, Text, Unknown
+from nearkin.config_rules import Between, OneMatch, OneOf, Refused, ServerUrl, Size, Text, Token, Unknown
 from nearkin.errors import ConfigError, choose
 from nearkin.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 
@@ -31,8 +31,9 @@ INDEXES = ("lmdb",)
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-SECRETS = frozenset({"kafka.sasl_password"})
+SECRETS = frozenset({"kafka.sasl_password", "token"})
 """Shown as *** wherever settings are printed."""
+HIDDEN = "***"
 HOT_FIELDS = frozenset(
     {
         *("features.algorithm", "features.count", "features.super_features", "features.sampling_bits"),
@@ -205,6 +206,10 @@ class ServiceSettings:
     """Workers take no more messages; what they hold is finished."""
 
 
+_PLAIN: dict[str, ServerUrl | Token | None] = {"store": None, "server": ServerUrl(), "token": Token()}
+"""Settings that every command may be given: read and checked without pydantic, whose import takes 130 ms."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Every setting of a store and its runners."""
@@ -214,6 +219,10 @@ class Settings:
     profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
     store: str | None = None
     """Folder of the local store."""
+    server: Annotated[str | None, _PLAIN["server"]] = None
+    """URL of a gateway, used instead of a local store."""
+    token: Annotated[str | None, _PLAIN["token"]] = field(default=None, repr=False)
+    """What the gateway knows the caller by."""
     tenant: Annotated[str, Text(TENANT_BYTES_MAX)] = "default"
     chunker: ChunkerSettings = ChunkerSettings()
     segment: SegmentSettings = SegmentSettings()
@@ -251,7 +260,10 @@ assert tuple(PROFILES) == PROFILE_NAMES
 
 
 class Origin(NamedTuple):
-    """A value and its source: `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`."""
+    """A value as it may be shown, and its source.
+
+    This is `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`.
+    """
 
     value: object
     source: str
@@ -280,9 +292,7 @@ def load(
         _merge(merged, layer, source, sources, "")
     settings = _validated(merged, sources)
     return settings, {
-        name: Origin(
-            "***" if name in SECRETS and value is not None else value, _named(sources.get(name, "default"), name)
-        )
+        name: Origin(_shown(name, value), _named(sources.get(name, "default"), name))
         for name, value in _flatten(asdict(settings))
     }
 
@@ -295,14 +305,24 @@ def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
 
 
 def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
-    if all(name == "store" and isinstance(value, str) for name, value in merged.items()):
-        return replace(Settings(), **merged)  # nothing to validate: see config_rules
+    if all(name in _PLAIN and isinstance(value, str) for name, value in merged.items()):
+        checked: dict[str, Any] = {name: _plain(name, value, sources) for name, value in merged.items()}
+        return replace(Settings(), **checked)
     from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(Settings).validate_python(merged)
     except ValidationError as err:
         raise _one_line(err, sources) from err
+
+
+def _plain(name: str, value: str, sources: Mapping[str, str]) -> str:
+    """Check one of _PLAIN as pydantic would: the same refusals in the same words."""
+    rule = _PLAIN[name]
+    try:
+        return value if rule is None else rule.check(value)
+    except Refused as err:
+        raise _refused(name, value, err, sources) from err
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -317,14 +337,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _read_environment() -> dict[str, Any]:
     given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
-    sections = {name for name in Settings.__dataclass_fields__ if name != "store"}
+    sections = {name for name in Settings.__dataclass_fields__ if name not in _PLAIN}
     for name in sorted(given):
         first = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
-        if first not in sections | {"store"} | OTHER_VARIABLES:
+        if first not in sections | set(_PLAIN) | OTHER_VARIABLES:
             raise ConfigError(f"environment {name}: no such setting; `nearkin config` lists them all")
     if not any(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0] in sections for name in given):
-        store = os.environ.get(f"{ENVIRONMENT_PREFIX}STORE")
-        return {} if store is None else {"store": store}
+        plain = {name: os.environ.get(f"{ENVIRONMENT_PREFIX}{name.upper()}") for name in _PLAIN}
+        return {name: value for name, value in plain.items() if value is not None}
     from pydantic import create_model
     from pydantic_settings import BaseSettings as FromEnvironment
     from pydantic_settings import EnvSettingsSource
@@ -360,6 +380,10 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, objec
     return flat
 
 
+def _shown(name: str, value: object) -> object:
+    return HIDDEN if name in SECRETS and value is not None else value
+
+
 def _named(source: str, name: str) -> str:
     return f"environment NEARKIN_{name.replace('.', '__').upper()}" if source == "environment" else source
 
@@ -368,14 +392,23 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     """Say the first thing that is wrong: the field, its value, the remedy, and who set it."""
     first = err.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    source = f" (set by {_named(sources[field], field)})" if field in sources else ""
+    source = _set_by(field, sources)
     cause = first.get("ctx", {}).get("error")
+    given = _shown(field, first["input"])
     if isinstance(cause, Unknown):
-        return ConfigError(f"{choose(field, first['input'], cause.known)}{source}")
+        return ConfigError(f"{choose(field, given, cause.known)}{source}")
     if isinstance(cause, Refused):
-        return ConfigError(f'{field} "{first["input"]}": {cause}{source}')
+        return _refused(field, given, cause, sources)
     if cause is not None:  # a section or the whole: the text names fields and values itself
         return ConfigError(f"{field}: {cause}" if field else str(cause))
     if first["type"] == "unexpected_keyword_argument":
-        return ConfigError(f'{field} "{first["input"]}": no such setting; `nearkin config` lists them all{source}')
-    return ConfigError(f'{field} "{first["input"]}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')
+        return ConfigError(f'{field} "{given}": no such setting; `nearkin config` lists them all{source}')
+    return ConfigError(f'{field} "{given}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')
+
+
+def _refused(name: str, value: object, why: Refused, sources: Mapping[str, str]) -> ConfigError:
+    return ConfigError(f'{name} "{_shown(name, value)}": {why}{_set_by(name, sources)}')
+
+
+def _set_by(name: str, sources: Mapping[str, str]) -> str:
+    return f" (set by {_named(sources[name], name)})" if name in sources else ""

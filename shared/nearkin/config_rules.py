@@ -7,6 +7,7 @@ validation (a test validates them), so it is imported when somebody sets somethi
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,3 +113,40 @@ class OneMatch:
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class ServerUrl:
+    """The URL of a gateway: http or https, a host, nothing that belongs into a request or is a secret."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        match = re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-~]*)?", value)
+        if match is None or "?" in value or "#" in value or int((match[2] or ":80")[1:]) > 65_535:
+            raise Refused("want http:// or https:// with a host, such as https://nearkin.example:8443")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(_unless_none(self.check), handler(source))
+
+
+@dataclass(frozen=True)
+class Token:
+    """A bearer token: what an HTTP header can carry (RFC 6750, section 2.1)."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
+            raise Refused("want up to 1024 letters, digits and - . _ ~ + / without spaces")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(_unless_none(self.check), handler(source))
+
+
+def _unless_none(check: Callable[[str], str]) -> Callable[[str | None], str | None]:
+    return lambda value: None if value is None else check(value)

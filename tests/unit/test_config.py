@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from nearkin.testing.samples import noise
 from nearkin_chunker import algorithms as chunkers
 from nearkin_delta import codecs
 from nearkin_resemblance import algorithms as sketches
+
+CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +70,7 @@ def test_the_profile_itself_follows_the_same_order(tmp_path: Path, monkeypatch: 
 def test_every_setting_has_an_origin() -> None:
     settings, origins = load()
     flat = {f"{a}.{b}" for a, section in asdict(settings).items() if isinstance(section, dict) for b in section}
-    assert set(origins) == flat | {"profile", "store", "tenant"}
+    assert set(origins) == flat | {"profile", "store", "server", "token", "tenant"}
     assert {origin.source for origin in origins.values()} == {"default"}
 
 
@@ -90,6 +94,66 @@ def test_sizes_are_read_in_units(tmp_path: Path) -> None:
 def test_changes_keep_what_they_do_not_name() -> None:
     changed = with_changes(load(None, {"tenant": "t"})[0], {"features": {"algorithm": "odess"}})
     assert (changed.tenant, changed.features.algorithm, changed.features.count) == ("t", "odess", 12)
+
+
+# --- a server and its token -----------------------------------------------------------------------------------------
+
+TOKEN = "s3cret.token-~+/=="
+
+
+@pytest.mark.parametrize("with_section", [False, True])
+def test_the_token_is_read_and_never_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], with_section: bool
+) -> None:
+    monkeypatch.setenv("NEARKIN_SERVER", "http://127.0.0.1:8080/under")
+    monkeypatch.setenv("NEARKIN_TOKEN", TOKEN)
+    if with_section:  # pydantic's way
+        monkeypatch.setenv("NEARKIN_DELTA__LEVEL", "2")
+    settings, origins = load()
+    assert (settings.server, settings.token) == ("http://127.0.0.1:8080/under", TOKEN)
+    assert origins["token"] == ("***", "environment NEARKIN_TOKEN")
+    assert TOKEN not in repr(settings) + repr(origins)
+
+
+@pytest.mark.parametrize("with_section", [False, True])
+@pytest.mark.parametrize("token", ["two words", "zwölf", "line\nbreak", "x" * 1025, ""])
+def test_a_token_that_no_header_carries_is_refused_without_showing_it(token: str, with_section: bool) -> None:
+    with pytest.raises(ConfigError, match=r'^token "\*\*\*": want up to 1024 letters') as raised:
+        load(None, {"token": token} | ({"delta": {"level": 2}} if with_section else {}))
+    assert token[:20] == "" or token[:20] not in str(raised.value)
+
+
+@pytest.mark.parametrize("with_section", [False, True])
+@pytest.mark.parametrize(
+    "server",
+    [
+        "",
+        "127.0.0.1:80",
+        "ftp://host",
+        "http://",
+        "http://user:pass@host",
+        "http://host:99999",
+        "http://host/?a",
+        "http://a b",
+    ],
+)
+def test_a_server_that_is_no_url_of_a_gateway_is_refused(server: str, with_section: bool) -> None:
+    with pytest.raises(ConfigError, match=r"^server .*want http:// or https:// with a host"):
+        load(None, {"server": server} | ({"delta": {"level": 2}} if with_section else {}))
+
+
+@pytest.mark.parametrize("server", ["http://localhost", "https://nearkin.example:8443/a/b", "http://[::1]:80/"])
+def test_urls_of_gateways_are_taken(server: str) -> None:
+    assert load(None, {"server": server})[0].server == server
+
+
+def test_server_and_token_do_not_wait_for_pydantic() -> None:
+    script = "import sys; from nearkin.config import load; print(load()[0].token, 'pydantic' in sys.modules)"
+    named = {"NEARKIN_SERVER": "http://h", "NEARKIN_TOKEN": "t", "NEARKIN_STORE": "s"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **named, "PYTHONPATH": ":".join(sys.path)}, **CAPTURED
+    )
+    assert found.stdout.split() == ["t", "False"]
 
 
 # --- the paper's set-up ---------------------------------------------------------------------------------------------
