@@ -3,6 +3,8 @@
 with nearkin.open_store("backups") as store:
 store.put("db.dump", Path("db.dump"))
 store.get("db.dump").read()
+
+with nearkin.connect("https://nearkin.example") as store:    # the same calls, to a gateway
 """
 
 from __future__ import annotations
@@ -12,29 +14,47 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nearkin.api import Store, open_store
+    from nearkin.client import connect, connect_async
+    from nearkin.client.aio import AsyncRemoteStore
+    from nearkin.client.remote import RemoteStore
     from nearkin.config import Settings, load
-    from nearkin.errors import BadInput, ConfigError, Corrupt, NearkinError, NotFound, Permanent, Retryable
+    from nearkin.errors import BadInput, ConfigError, Corrupt, Denied, NearkinError, NotFound, Permanent, Retryable
     from nearkin.restore import Blob
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncRemoteStore",
     "BadInput",
     "Blob",
     "ConfigError",
     "Corrupt",
+    "Denied",
     "NearkinError",
     "NotFound",
     "Permanent",
+    "RemoteStore",
     "Retryable",
     "Settings",
     "Store",
     "__version__",
+    "connect",
+    "connect_async",
     "load",
     "open_store",
 ]
 
-_HOME = {"Blob": "restore", "Store": "api", "open_store": "api", "Settings": "config", "load": "config"}
+_HOME = {
+    "Blob": "restore",
+    "Store": "api",
+    "open_store": "api",
+    "Settings": "config",
+    "load": "config",
+    "connect": "client",
+    "connect_async": "client",
+    "RemoteStore": "client.remote",
+    "AsyncRemoteStore": "client.aio",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -12,6 +12,9 @@ class NearkinError(Exception):
 class Retryable(NearkinError):
     """The same call may succeed later: a full disk, a busy lock, an unreachable service."""
 
+    retry_after_seconds: float | None = None
+    """When, if whoever refused it said so."""
+
 
 class Permanent(NearkinError):
     """The same call will never succeed."""
@@ -27,6 +30,10 @@ class BadInput(Permanent):
 
 class ConfigError(BadInput):
     """A setting is refused: names the field, the value and what would be right."""
+
+
+class Denied(Permanent):
+    """The caller may not do this: its token is missing, unknown, expired or has no such scope."""
 
 
 class NotFound(Permanent):

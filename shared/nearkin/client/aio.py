@@ -1,0 +1,257 @@
+"""The store behind a gateway, for asyncio. Invariant: what `remote` says, awaited; both hold the same conversations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import anyio
+import anyio.to_thread
+import httpx
+from tenacity import AsyncRetrying
+
+from nearkin.client import conversations
+from nearkin.client.conversations import Accepted
+from nearkin.client.exchange import (
+    ANSWER_BYTES_MAX,
+    Answer,
+    Call,
+    Conversation,
+    Endpoint,
+    T,
+    error_of,
+    retry_options,
+    unreachable,
+)
+from nearkin.client.remote import PUTS_IN_FLIGHT_MAX
+from nearkin.client.transfer import AsyncSource, Download, Progress, Upload
+from nearkin.errors import NearkinError, StoreUnavailable
+from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+
+
+class AsyncRemoteStore:
+    """A store behind a gateway; `aclose` gives its connections back."""
+
+    def __init__(self, endpoint: Endpoint, commit_seconds: float) -> None:
+        self.url = endpoint.url
+        self._commit_seconds = commit_seconds
+        self._http = httpx.AsyncClient(**endpoint.client_options())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    # --- put ---------------------------------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        key: str,
+        source: AsyncSource,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        sha256: bytes | None = None,
+        progress: Progress | None = None,
+    ) -> PutResult:
+        """Store a new version of `key` as `RemoteStore.put` does; an async iterable of bytes is a source too."""
+        upload = Upload(source, progress)
+        return await self._hold(conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds))
+
+    async def put_many(
+        self,
+        items: Iterable[tuple[str, AsyncSource]] | AsyncIterable[tuple[str, AsyncSource]],
+        *,
+        progress: Progress | None = None,
+    ) -> AsyncIterator[PutResult]:
+        """Store many blobs, one sent while those before it are being committed. Yields results in order."""
+        waiting: deque[Accepted] = deque()
+        async for key, source in _each(items):
+            done = await self._hold(conversations.accept(key, Upload(source, progress), {}, None, 0.0))
+            if isinstance(done, Accepted):
+                waiting.append(done)
+            while waiting and (isinstance(done, PutResult) or len(waiting) >= PUTS_IN_FLIGHT_MAX):
+                yield await self._settled(waiting.popleft())
+            if isinstance(done, PutResult):
+                yield done
+        while waiting:
+            yield await self._settled(waiting.popleft())
+
+    async def _settled(self, accepted: Accepted) -> PutResult:
+        return await self._hold(conversations.settle(accepted, self._commit_seconds))
+
+    # --- get ---------------------------------------------------------------------------------------------------------
+
+    async def get(
+        self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None
+    ) -> AsyncRemoteBlob:
+        """Return a version (the newest by default) or its bytes [start, stop). Raises NotFound, BadInput, Denied."""
+        found = await self.info(key, version)
+        return AsyncRemoteBlob(self, found, start, conversations.check_range(found, start, stop))
+
+    async def info(self, key: str, version: int | None = None) -> VersionInfo:
+        """Return what is known of a version, the newest by default. Raises NotFound."""
+        return await self._hold(conversations.info(key, version))
+
+    async def explain(self, key: str, version: int | None = None) -> Explanation:
+        """Return how each chunk of a version is kept. Raises NotFound."""
+        return await self._hold(conversations.explain(key, version))
+
+    async def versions(self, prefix: str = "", *, all_versions: bool = False) -> list[VersionInfo]:
+        """Return the newest version, or all, of every key that starts with `prefix`, by key."""
+        return await self._hold(conversations.versions(prefix, all_versions))
+
+    # --- the store as a whole ----------------------------------------------------------------------------------------
+
+    async def stats(self) -> Stats:
+        """Return sums over the store."""
+        return await self._hold(conversations.stats())
+
+    async def config(self) -> dict[str, Any]:
+        """Return the settings that the services run with. Raises Denied."""
+        return await self._hold(conversations.config())
+
+    async def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
+        """Change settings of the running services; return what holds now. Raises BadInput, Denied."""
+        return await self._hold(conversations.change_config(changes))
+
+    # --- the wire ----------------------------------------------------------------------------------------------------
+
+    async def _hold(self, conversation: Conversation[T]) -> T:
+        try:
+            call = next(conversation)
+            while True:
+                call = conversation.send(await self._answer(call))
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+    async def _answer(self, call: Call) -> Answer:
+        await anyio.sleep(call.after_seconds)
+        async for attempt in AsyncRetrying(**retry_options(call), sleep=anyio.sleep):
+            with attempt:
+                return await self._answer_once(call)
+        raise AssertionError("unreachable: tenacity returns or raises")
+
+    async def _answer_once(self, call: Call) -> Answer:
+        response = await self._send(call)
+        try:
+            return await self._collected(call, response)
+        finally:
+            await response.aclose()
+
+    async def _collected(self, call: Call, response: httpx.Response) -> Answer:
+        """Return the whole answer. Raises the error that it stands for."""
+        named, body = self._named(call), bytearray()
+        try:
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > ANSWER_BYTES_MAX:
+                    raise StoreUnavailable(f"{named}: answers more than {ANSWER_BYTES_MAX:,} bytes")
+        except httpx.TransportError as err:
+            raise unreachable(named, err) from err
+        if not response.is_success:
+            raise error_of(named, response.status_code, response.headers, bytes(body))
+        return Answer(response.status_code, response.headers, bytes(body), named)
+
+    async def _send(self, call: Call) -> httpx.Response:
+        request = self._http.build_request(
+            call.method,
+            self.url + call.path,
+            params=dict(call.params),
+            headers=dict(call.headers),
+            content=call.upload.async_pieces() if call.upload is not None else call.body,
+            timeout=call.timeout(),
+        )
+        try:
+            return await self._http.send(request, stream=True)
+        except httpx.TransportError as err:
+            raise unreachable(self._named(call), err) from err
+
+    def _named(self, call: Call) -> str:
+        return f"{call.method} {self.url}{call.path}"
+
+    async def open_download(self, download: Download) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
+        """Return an answer that has begun, the rest of its pieces, and the first. Raises what `get` does."""
+        call = download.call()
+        async for attempt in AsyncRetrying(**retry_options(call), sleep=anyio.sleep):
+            with attempt:
+                response = await self._send(call)
+                try:
+                    if not response.is_success:
+                        await self._collected(call, response)
+                    download.opened(response.status_code, response.headers)
+                    pieces = response.aiter_raw()
+                    return response, pieces, await anext(pieces, b"")
+                except httpx.TransportError as err:
+                    await response.aclose()
+                    raise unreachable(self._named(call), err) from err
+                except BaseException:
+                    await response.aclose()
+                    raise
+        raise AssertionError("unreachable: tenacity returns or raises")
+
+
+class AsyncRemoteBlob:
+    """A version, or a range of one: iterate it for its bytes, `read` it, or `write_to` a file."""
+
+    def __init__(self, store: AsyncRemoteStore, info: VersionInfo, start: int, stop: int) -> None:
+        self.info = info
+        self.size_bytes = stop - start
+        """Bytes of the range, not of the version."""
+        self._store = store
+        self._start, self._stop = start, stop
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        """Yield the range's bytes in order, as `RemoteBlob` does. Raises Corrupt, StoreUnavailable."""
+        download = Download(self.info, self._start, self._stop)
+        while not download.done:
+            response, pieces, piece = await self._store.open_download(download)
+            failure: NearkinError | None = None
+            try:
+                while piece and not download.done:
+                    ready = download.take(piece)
+                    if ready:
+                        yield memoryview(ready)
+                    piece = b"" if download.done else await anext(pieces, b"")
+            except httpx.TransportError as err:
+                failure = unreachable(download.named, err)
+            finally:
+                await response.aclose()
+            if not download.done:
+                download.broke(failure)
+
+    async def read(self) -> bytes:
+        """Return the range's bytes."""
+        return b"".join([bytes(piece) async for piece in self])
+
+    async def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
+        """Write the range's bytes, in a thread; return how many. `progress` hears of each piece's bytes."""
+        written = 0
+        async for piece in self:
+            left = piece
+            while left:  # a raw file may take less than it is given
+                left = left[await anyio.to_thread.run_sync(file.write, left) or 0 :]
+            written += len(piece)
+            if progress is not None:
+                progress(len(piece))
+        return written
+
+
+async def _each(
+    items: Iterable[tuple[str, AsyncSource]] | AsyncIterable[tuple[str, AsyncSource]],
+) -> AsyncIterator[tuple[str, AsyncSource]]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+        return
+    for item in items:
+        yield item

@@ -1,0 +1,197 @@
+"""What is said to the gateway. Invariant: no input or output here; a put is over when it is committed or has failed.
+
+put     PUT ?wait= -> 201: committed
+                   -> 202: GET /v1/status/{id} until it is committed, or failed, or time is up
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from nearkin.api import check_key
+from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
+from nearkin.client.transfer import Upload
+from nearkin.errors import BadInput, Corrupt, StoreUnavailable
+from nearkin.formats import answers
+from nearkin.formats.manifest import encode_metadata
+from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+
+PAGE_ENTRIES = 1000
+LISTED_MAX = 1_000_000
+"""Versions of one listing: 1 GB of memory."""
+WAIT_SECONDS = 20.0
+"""How long the gateway is asked to hold a put's answer back: proxies give up on silent ones after 60 s."""
+POLL_SECONDS_MIN, POLL_SECONDS_MAX = 0.05, 2.0
+
+
+class Accepted(NamedTuple):
+    """A put whose bytes are durable and that will be committed, or fail."""
+
+    key: str
+    status_path: str
+    upload: Upload
+
+
+def accept(
+    key: str, upload: Upload, metadata: Mapping[str, str], sha256: bytes | None, wait_seconds: float
+) -> Conversation[PutResult | Accepted]:
+    """Send a blob; the gateway may wait up to `wait_seconds` for its commit before it answers."""
+    check_key(key)
+    headers = upload.headers()
+    if metadata:
+        encode_metadata(metadata)
+        headers["X-Nearkin-Metadata"] = json.dumps(dict(metadata))
+    if sha256 is not None:
+        headers["X-Content-SHA256"] = sha256.hex()
+    answer = yield Call(
+        "PUT",
+        blob_path(key),
+        {"wait": f"{wait_seconds:g}"},
+        headers,
+        upload=upload,
+        patience_seconds=wait_seconds,
+    )
+    if answer.status != 202:
+        return _stored(answer, answer.json(), upload)
+    told = answer.json()
+    identity = told.get("id") if isinstance(told, dict) else None
+    if not isinstance(identity, str):
+        raise answer.foreign(f"id {identity!r:.50}")
+    return Accepted(key, blob_path(identity, "/v1/status"), upload)
+
+
+def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]:
+    """Wait for the end of a put. Raises StoreUnavailable when it failed or time is up."""
+    deadline = time.monotonic() + commit_seconds
+    pause_seconds = POLL_SECONDS_MIN
+    while True:
+        answer = yield Call("GET", accepted.status_path, after_seconds=pause_seconds)
+        told = answer.json()
+        state = told.get("state") if isinstance(told, dict) else None
+        if state == "committed":
+            return _stored(answer, told.get("result", told), accepted.upload)
+        if state == "failed":
+            raise StoreUnavailable(f"key {accepted.key!r}: nothing was stored: {str(told.get('failure'))[:500]}")
+        if state is None:
+            raise answer.foreign("no state")
+        if time.monotonic() > deadline:
+            raise StoreUnavailable(
+                f"key {accepted.key!r}: not committed in {commit_seconds:.0f} s; it goes on, see {accepted.status_path}"
+            )
+        pause_seconds = min(pause_seconds * 1.5, POLL_SECONDS_MAX)
+
+
+def put(
+    key: str, upload: Upload, metadata: Mapping[str, str], sha256: bytes | None, commit_seconds: float
+) -> Conversation[PutResult]:
+    """Send a blob and wait for its commit."""
+    done = yield from accept(key, upload, metadata, sha256, min(WAIT_SECONDS, commit_seconds))
+    return done if isinstance(done, PutResult) else (yield from settle(done, commit_seconds))
+
+
+def _stored(answer: Answer, told: object, upload: Upload) -> PutResult:
+    result = _read(answer, lambda: answers.put_from(told))
+    if upload.digest and result.info.digest != upload.digest:
+        raise Corrupt(
+            f"key {result.info.key!r} version {result.info.version}: {result.info.digest} was stored, "
+            f"{upload.digest} was sent: put it again"
+        )
+    return result
+
+
+def info(key: str, version: int | None) -> Conversation[VersionInfo]:
+    """Ask for a version, the newest by default."""
+    check_key(key)
+    check_version(version)
+    answer = yield Call("GET", f"{blob_path(key)}/versions/{version or 'latest'}")
+    return _read(answer, lambda: answers.info_from(answer.json()))
+
+
+def versions(prefix: str, all_versions: bool) -> Conversation[list[VersionInfo]]:
+    """Ask for the newest version, or all, of every key that starts with `prefix`, page by page."""
+    found: list[VersionInfo] = []
+    params = {"limit": str(PAGE_ENTRIES)} | ({"prefix": prefix} if prefix else {})
+    if all_versions:
+        params["versions"] = "all"
+    after: str | None = None
+    while True:
+        answer = yield Call("GET", "/v1/blobs", params | ({"after": after} if after is not None else {}))
+        page, following = _page(answer)
+        found += page
+        if following is None:
+            return found
+        if len(found) >= LISTED_MAX:
+            raise BadInput(f"prefix {prefix!r}: more than {LISTED_MAX:,} versions; list by a longer prefix")
+        if following == after or not page:
+            raise answer.foreign("a page that leads to itself")
+        after = following
+
+
+def _page(answer: Answer) -> tuple[list[VersionInfo], str | None]:
+    told = answer.json()
+
+    def read() -> tuple[list[VersionInfo], str | None]:
+        if not isinstance(told, dict) or not isinstance(told.get("blobs"), list):
+            raise ValueError("no list of blobs")  # noqa: TRY004 - it is the text that is wrong
+        following = told.get("next")
+        return [answers.info_from(entry) for entry in told["blobs"]], None if following is None else str(following)
+
+    return _read(answer, read)
+
+
+def stats() -> Conversation[Stats]:
+    """Ask for the sums over the store."""
+    answer = yield Call("GET", "/v1/stats", patience_seconds=60.0)
+    return _read(answer, lambda: answers.stats_from(answer.json()))
+
+
+def explain(key: str, version: int | None) -> Conversation[Explanation]:
+    """Ask how each chunk of a version is kept."""
+    found = yield from info(key, version)
+    params = {"version": str(found.version), "segments": "true"}
+    answer = yield Call("GET", blob_path(key, "/v1/explain"), params, patience_seconds=60.0)
+    return _read(answer, lambda: answers.explanation_from(answer.json(), found))
+
+
+def config() -> Conversation[dict[str, Any]]:
+    """Ask for the settings that the services run with."""
+    answer = yield Call("GET", "/v1/config")
+    return _object(answer)
+
+
+def change_config(changes: Mapping[str, object]) -> Conversation[dict[str, Any]]:
+    """Change settings of the running services (RFC 7396)."""
+    headers = {"Content-Type": "application/merge-patch+json"}
+    answer = yield Call("PATCH", "/v1/config", headers=headers, body=json.dumps(changes).encode())
+    return _object(answer)
+
+
+def check_version(version: int | None) -> None:
+    """Refuse what is no version's number. Raises BadInput."""
+    if version is not None and not 1 <= version < 1 << 64:
+        raise BadInput(f"version {version}: versions count from 1")
+
+
+def check_range(found: VersionInfo, start: int, stop: int | None) -> int:
+    """Return where a range ends. Raises BadInput."""
+    end = found.size_bytes if stop is None else min(stop, found.size_bytes)
+    if not 0 <= start <= end:
+        raise BadInput(f"range {start} to {stop}: {found.key!r} has {found.size_bytes} bytes")
+    return end
+
+
+def _object(answer: Answer) -> dict[str, Any]:
+    told = answer.json()
+    if not isinstance(told, dict):
+        raise answer.foreign("not an object")
+    return told
+
+
+def _read(answer: Answer, reader: Callable[[], T]) -> T:
+    try:
+        return reader()
+    except (ValueError, OverflowError) as err:
+        raise answer.foreign(err) from err

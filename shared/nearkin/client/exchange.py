@@ -1,0 +1,243 @@
+"""Calls and answers. Invariant: an answer that is not a success becomes an error of ours, by its problem document
+(RFC 9457) where there is one and by its status where there is none; the token is in no message.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import quote, urlsplit
+
+import httpx
+from tenacity import RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from nearkin.config_rules import Refused, ServerUrl, Token
+from nearkin.errors import (
+    BadInput,
+    ConfigError,
+    Corrupt,
+    Denied,
+    NearkinError,
+    NotFound,
+    Permanent,
+    Retryable,
+    StoreLocked,
+    StoreUnavailable,
+)
+
+if TYPE_CHECKING:
+    from nearkin.client.transfer import Upload
+
+_log = logging.getLogger("nearkin.client")
+
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+"""An explanation of a 1 GB version chunk by chunk has 30 MB."""
+DETAIL_CHARACTERS_MAX = 500
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+"""How long the gateway may send or take nothing, besides what a call grants it to think."""
+ATTEMPTS_MAX = 6
+BACKOFF_SECONDS_MAX = 5.0
+RETRY_AFTER_SECONDS_MAX = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a gateway is and what it knows us by."""
+
+    url: str
+    token: str | None = field(repr=False)
+    loopback: bool
+
+    @staticmethod
+    def of(url: str, token: str | None) -> Endpoint:
+        """Check both. Raises ConfigError."""
+        try:
+            ServerUrl().check(url)
+        except Refused as err:
+            raise ConfigError(f'server "{url}": {err}') from err
+        try:
+            token = None if token is None else Token().check(token)
+        except Refused as err:
+            raise ConfigError(f"token: {err}") from err
+        loopback = _is_loopback(urlsplit(url).hostname or "")
+        if token is not None and url.startswith("http:") and not loopback:
+            _log.warning("server %s: the token is sent unencrypted; use https:// outside a trusted network", url)
+        return Endpoint(url.rstrip("/"), token, loopback)
+
+    def client_options(self) -> dict[str, Any]:
+        """Return the arguments of httpx's clients."""
+        headers = {"Accept": "application/json, application/problem+json", "Accept-Encoding": "identity"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        return {
+            "headers": headers,
+            "follow_redirects": False,  # the token goes to nobody who was not named
+            "trust_env": not self.loopback,  # a proxy is not asked for this machine
+            "verify": self.url.startswith("https:"),  # loading certificates takes 20 ms that http does not need
+            "limits": httpx.Limits(max_connections=32, max_keepalive_connections=8),
+        }
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. `path` is percent-encoded and follows the gateway's URL."""
+
+    method: str
+    path: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    upload: Upload | None = None
+    body: bytes | None = None
+    after_seconds: float = 0.0
+    """Wait this long before it is sent."""
+    patience_seconds: float = 0.0
+    """How long the gateway may think before it answers."""
+
+    @property
+    def again(self) -> bool:
+        """Return whether it may be sent once more: reading changes nothing, an upload has its idempotency key."""
+        return self.upload.repeatable if self.upload is not None else self.method == "GET"
+
+    def timeout(self) -> httpx.Timeout:
+        """Return how long each step may take."""
+        return httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=SILENCE_SECONDS + self.patience_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A success."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+    named: str
+
+    def json(self) -> Any:
+        """Return the body's value. Raises Permanent: then this is no gateway of ours."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError) as err:
+            raise self.foreign(err) from err
+
+    def foreign(self, why: object) -> Permanent:
+        """Return the error for an answer that no gateway of ours gives."""
+        return Permanent(f"{self.named}: not what a Nearkin gateway answers: {why}; check the server's URL")
+
+
+Conversation: TypeAlias = Generator[Call, Answer, T]
+"""What is said to the gateway: it is given the answer to each call, errors are raised past it."""
+
+
+def blob_path(key: str, prefix: str = "/v1/blobs") -> str:
+    """Return the path of a key: one segment, whatever is in the key."""
+    encoded = quote(key, safe="")
+    if key in (".", ".."):  # dots alone are the only text that a path's normalisation would eat
+        encoded = encoded.replace(".", "%2E")
+    return f"{prefix}/{encoded}"
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+_BY_NAME: dict[str, type[NearkinError]] = {
+    "bad-input": BadInput,
+    "bad-setting": ConfigError,
+    "corrupt": Corrupt,
+    "not-found": NotFound,
+    "unavailable": StoreUnavailable,
+}
+"""By the last part of a problem's type, `urn:nearkin:problem:NAME`; the others are told apart by status."""
+_BY_STATUS: dict[int, type[NearkinError]] = {
+    401: Denied,
+    403: Denied,
+    404: NotFound,
+    408: StoreUnavailable,
+    409: Permanent,
+    410: NotFound,
+    423: StoreLocked,
+    425: StoreUnavailable,
+    429: StoreUnavailable,
+}
+
+
+def error_of(named: str, status: int, headers: Mapping[str, str], body: bytes) -> NearkinError:
+    """Return the error that an answer stands for. `named` is the call, for answers that say nothing themselves."""
+    problem = _problem(headers, body)
+    name = str(problem.get("type", "")).rpartition(":")[2]
+    kind = _BY_NAME.get(name) or _BY_STATUS.get(status)
+    if kind is None:
+        kind = StoreUnavailable if status >= 500 else BadInput if status >= 400 else Permanent
+    detail = problem.get("detail") or problem.get("title")
+    if isinstance(detail, str) and detail:
+        text = "".join(c if c.isprintable() else " " for c in detail)[:DETAIL_CHARACTERS_MAX]
+    else:
+        text = f"{named}: HTTP {status} {httpx.codes.get_reason_phrase(status)}".rstrip()
+        if 300 <= status < 400:
+            text += f" to {headers.get('location', 'nowhere')[:200]!r}: name that URL as the server"
+    err = kind(text)
+    if isinstance(err, Retryable):
+        err.retry_after_seconds = _retry_after(headers)
+    return err
+
+
+def _problem(headers: Mapping[str, str], body: bytes) -> Mapping[str, Any]:
+    if "json" not in headers.get("content-type", ""):
+        return {}
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that the gateway asks for; it gives no dates."""
+    text = headers.get("retry-after", "")
+    return min(float(text), RETRY_AFTER_SECONDS_MAX) if text.isascii() and text.isdecimal() else None
+
+
+def unreachable(named: str, err: httpx.TransportError) -> NearkinError:
+    """Return the error for a gateway that could not be reached or fell silent."""
+    reason = str(err) or type(err).__name__
+    if isinstance(err, httpx.TimeoutException):
+        reason = f"no answer in time ({type(err).__name__})"
+    if isinstance(err, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
+        return Permanent(f"{named}: {reason}")
+    return StoreUnavailable(f"{named}: {reason}")
+
+
+# --- trying again ----------------------------------------------------------------------------------------------------
+
+_jitter = wait_random_exponential(multiplier=0.2, max=BACKOFF_SECONDS_MAX)
+
+
+def retry_options(call: Call) -> dict[str, Any]:
+    """Return tenacity's arguments for a call: full jitter, or what the gateway asks for."""
+
+    def worth_it(err: BaseException) -> bool:
+        return isinstance(err, Retryable) and call.again
+
+    def wait_seconds(state: RetryCallState) -> float:
+        err = state.outcome.exception() if state.outcome is not None else None
+        asked = getattr(err, "retry_after_seconds", None)
+        return _jitter(state) if asked is None else float(asked)
+
+    return {
+        "retry": retry_if_exception(worth_it),
+        "wait": wait_seconds,
+        "stop": stop_after_attempt(ATTEMPTS_MAX),
+        "reraise": True,
+    }
