@@ -1,0 +1,177 @@
+"""Hot settings. Invariant: a value that is refused changes nothing; what is read is always one whole revision.
+
+    file as started --edited--> its hot fields  \
+                                                 > validated together > current, revision
+    topic `config`  --newest--> its changes     /
+
+What is not hot needs a restart and is ignored here. A revision is a digest of the hot values: equal on every worker
+that runs the same, whichever way they came.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import reduce
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from watchfiles import watch
+
+from nearkin.config import HOT_FIELDS, Settings, load, with_changes
+from nearkin.errors import BadInput, NearkinError
+from nearkin.runners.kafka.clients import consumer, group, topic
+
+_log = logging.getLogger("nearkin.config")
+
+CHANGES_BYTES_MAX = 64 * 1024
+POLL_SECONDS = 0.2
+
+
+def revision_of(settings: Settings) -> str:
+    """Return 12 hex digits that stand for the hot values."""
+    return blake2b(json.dumps(hot_values(settings), sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def hot_values(settings: Settings) -> dict[str, Any]:
+    """Return the hot fields by dotted name."""
+    tree = asdict(settings)
+    return {name: reduce(lambda below, part: below[part], name.split("."), tree) for name in sorted(HOT_FIELDS)}
+
+
+def checked_changes(changes: object) -> dict[str, dict[str, Any]]:
+    """Return a JSON merge patch of hot fields. Raises BadInput naming what is not one."""
+    if not isinstance(changes, dict) or not all(isinstance(section, dict) for section in changes.values()):
+        raise BadInput(f'changes {str(changes)[:100]}: want an object such as {{"features": {{"algorithm": "odess"}}}}')
+    for section, fields in changes.items():
+        for name in fields:
+            if f"{section}.{name}" not in HOT_FIELDS:
+                raise BadInput(
+                    f'{section}.{name} "{fields[name]}": not a hot setting; hot are {", ".join(sorted(HOT_FIELDS))}'
+                )
+    return {section: dict(fields) for section, fields in changes.items()}
+
+
+class HotSettings:
+    """The settings in force. `start` watches; `current` may be read by any thread at any time."""
+
+    def __init__(
+        self, settings: Settings, config_file: Path | None, *, reload: Callable[[], Settings] | None = None
+    ) -> None:
+        self._started = settings
+        self._file = config_file
+        self._reload = reload or (lambda: load(config_file)[0])
+        self._from_file: Mapping[str, Any] = {}
+        self._from_topic: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._state = settings, revision_of(settings)
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._caught_up = threading.Event()
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force: the same object until they change."""
+        return self._state[0]
+
+    @property
+    def revision(self) -> str:
+        """Return the revision in force."""
+        return self._state[1]
+
+    @property
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Return what the topic changes over the file."""
+        return {section: dict(fields) for section, fields in self._from_topic.items()}
+
+    def start(self) -> None:
+        """Watch the file, where there is one, and the topic; returns when the topic was read to its end once."""
+        watchers: list[Callable[[], None]] = [self._watch_topic]
+        if self._file is not None:
+            watchers.append(self._watch_file)
+        for watcher in watchers:
+            thread = threading.Thread(target=watcher, name=f"nearkin-{watcher.__name__.strip('_')}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        if not self._caught_up.wait(30.0):
+            _log.warning("topic %s: not read in 30 s; running with the file's settings", topic(self._started, "config"))
+
+    def stop(self) -> None:
+        """End the watchers."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(10.0)
+
+    def told(self, value: bytes, what: str) -> None:
+        """Take a message of the topic: the newest one stands for all before it. What is refused is logged."""
+        try:
+            if len(value) > CHANGES_BYTES_MAX:
+                raise BadInput(f"{len(value)} bytes: want at most {CHANGES_BYTES_MAX}")
+            changes = checked_changes(json.loads(value)["changes"])
+            self._apply(self._from_file, changes)
+        except (NearkinError, ValueError, KeyError, TypeError, RecursionError) as err:
+            _log.error("%s: refused, revision %s stays: %s", what, self.revision, err)
+
+    def reread(self) -> None:
+        """Take the file's hot fields as they are now. What is refused is logged."""
+        try:
+            self._apply(hot_values(self._reload()), self._from_topic)
+        except NearkinError as err:
+            _log.error("%s: refused, revision %s stays: %s", self._file, self.revision, err)
+
+    def _apply(self, from_file: Mapping[str, Any], from_topic: dict[str, dict[str, Any]]) -> None:
+        with self._lock:
+            nested: dict[str, dict[str, Any]] = {}
+            for name, value in from_file.items():
+                section, _, field = name.partition(".")
+                nested.setdefault(section, {})[field] = value
+            for section, fields in from_topic.items():
+                nested.setdefault(section, {}).update(fields)
+            settings = with_changes(self._started, nested)
+            before, revision = self.revision, revision_of(settings)
+            self._from_file, self._from_topic = from_file, from_topic
+            if revision != before:
+                old, new = hot_values(self._state[0]), hot_values(settings)
+                changed = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name])
+                self._state = settings, revision
+                _log.warning("revision %s -> %s: %s", before, revision, changed)
+
+    def _watch_file(self) -> None:
+        assert self._file is not None
+        # The folder: editors and Kubernetes replace a file, they do not write into it.
+        for _ in watch(self._file.absolute().parent, stop_event=self._stop, recursive=False, debounce=200):
+            self.reread()
+
+    def _watch_topic(self) -> None:
+        full = topic(self._started, "config")
+        client = consumer(
+            self._started, group(self._started, "config-readers"), "nearkin-config", **{"enable.partition.eof": True}
+        )
+        try:
+            client.assign([TopicPartition(full, 0, 0)])
+            while not self._stop.is_set():
+                message = client.poll(POLL_SECONDS)
+                if message is None:
+                    continue
+                problem = message.error()
+                if problem is None:
+                    value = message.value()
+                    self.told(value if isinstance(value, bytes) else b"", f"{full} offset {message.offset()}")
+                elif problem.code() == KafkaError._PARTITION_EOF:
+                    self._caught_up.set()
+                elif problem.code() == KafkaError.OFFSET_OUT_OF_RANGE:
+                    client.assign([TopicPartition(full, 0, 0)])
+        except KafkaException as err:
+            _log.error("%s: %s: settings of the file stay", full, err.args[0].str())
+        finally:
+            client.close()
+
+
+def config_message(changes: Mapping[str, Any], by: str, at: str) -> bytes:
+    """Return the message that puts changes in force everywhere; they stand for all changes before them."""
+    return json.dumps({"changes": changes, "by": by, "at": at}, sort_keys=True).encode()
