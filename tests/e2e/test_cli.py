@@ -222,7 +222,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2_and_touches_no_store(
 @pytest.mark.parametrize(
     ("arguments", "env", "says"),
     [
-        (["stats"], {}, "use --store FOLDER or set NEARKIN_STORE"),
+        (["stats"], {}, "use --store FOLDER or --server URL, or set NEARKIN_STORE or NEARKIN_SERVER"),
         (["--store", "", "stats"], {}, 'store ""'),
         (["--store", "s3://bucket/prefix", "stats"], {}, "not in this build"),
         (["stats", "--store", "S3://bucket"], {}, "not in this build"),

@@ -1,7 +1,7 @@
 """The `nearkin` command. Invariant: every run ends in one of these exit codes, and a failure says why in one line.
 
     0    done
-    1    the store says no: not found, damaged, locked, unreachable, out of room
+    1    the store says no: not found, damaged, locked, unreachable, denied, out of room
     2    the command says no: wrong usage, a setting, key, range or file that is refused
     130  interrupted (Ctrl-C); 143 terminated; 141 the reader of a pipe went away (silent)
 

@@ -72,6 +72,32 @@ def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
     return metadata
 
 
+def parse_changes(pairs: Sequence[str]) -> dict[str, object]:
+    """Read `--set section.name=value` options as a nested merge patch. Raises BadInput."""
+    import json
+
+    changes: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        *sections, last = name.split(".")
+        if not equals or not all((*sections, last)):
+            raise BadInput(f"setting {pair!r}: want name=value, such as features.algorithm=odess")
+        below: dict[str, object] = changes
+        for section in sections:
+            inner = below.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise BadInput(f"setting {pair!r}: {section} is given a value too")
+            below = inner
+        if last in below:
+            raise BadInput(f"setting {name!r}: given twice")
+        try:
+            value: object = json.loads(text)
+        except ValueError:
+            value = text
+        below[last] = value if isinstance(value, bool | int | float | str) else text
+    return changes
+
+
 def parse_sha256(text: str) -> bytes:
     """Read a `--sha256` as 32 bytes. Raises BadInput."""
     if re.fullmatch("[0-9a-fA-F]{64}", text, re.ASCII) is None:
@@ -100,7 +126,7 @@ def check_prefix(prefix: str, what: str = "prefix", bytes_max: int | None = None
 def store_folder(text: str | None) -> Path:
     """Return the folder that `--store` or NEARKIN_STORE names: a path or a `file://` URL. Raises ConfigError."""
     if text is None:
-        raise ConfigError("no store given: use --store FOLDER or set NEARKIN_STORE")
+        raise ConfigError("no store given: use --store FOLDER or --server URL, or set NEARKIN_STORE or NEARKIN_SERVER")
     if not text:
         raise ConfigError('store "": want a folder or a file:// URL')
     match = _SCHEME.fullmatch(text)
@@ -108,6 +134,8 @@ def store_folder(text: str | None) -> Path:
         return Path(text)
     scheme = match[1].lower()
     if scheme != "file":
+        if scheme in ("http", "https"):
+            raise ConfigError(f"store {scheme}://: a gateway's URL is given with --server or NEARKIN_SERVER")
         raise ConfigError(f"store {scheme}://: not in this build; give a folder or a file:// URL")
     from urllib.parse import unquote_to_bytes
 
@@ -141,11 +169,11 @@ class TreeFile(NamedTuple):
     size_bytes: int
 
 
-def walk(folder: Path, prefix: str, store: str, notice: Callable[[str, str], None]) -> Iterator[TreeFile]:
+def walk(folder: Path, prefix: str, store: str | None, notice: Callable[[str, str], None]) -> Iterator[TreeFile]:
     """Yield the regular files below `folder`, sorted by name: the same tree is read in the same order each time.
 
-    Symbolic links, special files and `store`, the real path of the store that the files go to (it would be read while
-    it grows), are left out and told to `notice(path, why)`. Raises BadInput for a name that is
+    Symbolic links, special files and `store`, the real path of a local store that the files go to (it would be read
+    while it grows), are left out and told to `notice(path, why)`. Raises BadInput for a name that is
     not UTF-8, a key that is too long and a folder that cannot be listed: an error is never taken for an empty folder.
     """
     try:

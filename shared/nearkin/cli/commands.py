@@ -1,6 +1,6 @@
 """The commands. Invariant: arguments first, then settings, then the store; a refused argument touches no store.
 
-nearkin [--store FOLDER] [--config FILE] [--json] COMMAND ...      these three may also follow the command
+nearkin [--store FOLDER | --server URL] [--config FILE] [--json] COMMAND ...      these may also follow the command
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ def nearkin() -> None:
     nearkin put db/dump tuesday.rdb      # version 2: only what is new is stored
     nearkin get db/dump -o restored.rdb  # the newest version, every byte verified
     nearkin stats                        # what was saved, and by which step
+
+    The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
+    nearkin --server https://nearkin.example put db/dump monday.rdb
 
     Exit codes: 0 done, 1 the store says no (not found, damaged, locked), 2 wrong usage, 130 interrupted.
     """
@@ -201,7 +204,7 @@ def verify(sample: str | None) -> int:
 
     session = current_session()
     share = None if sample is None else parse_sample(sample)
-    with session.open() as store, count_bar("verify", shown=not session.as_json) as progress:
+    with session.open_local() as store, count_bar("verify", shown=not session.as_json) as progress:
         report = store.verify(share, progress=progress)
     if session.as_json:
         print_json(verify_json(report, share))
@@ -224,7 +227,7 @@ def rebuild_index() -> int:
     from nearkin.cli.progress import count_bar
 
     session = current_session()
-    with session.open(read_only=False) as store, count_bar("rebuild", shown=not session.as_json) as progress:
+    with session.open_local(read_only=False) as store, count_bar("rebuild", shown=not session.as_json) as progress:
         report = store.rebuild_index(progress=progress)
     if session.as_json:
         print_json(rebuild_json(report))
@@ -260,28 +263,29 @@ def explain(key: str, version: int | None, segments: bool) -> None:
 
 
 @nearkin.command()
+@click.option("--set", "changes", metavar="NAME=VALUE", multiple=True, help="Change a running server; repeatable.")
+@click.option("--local", is_flag=True, help="This command's own settings, even if a server is named.")
 @shared_options
-def config() -> None:
+def config(changes: tuple[str, ...], local: bool) -> None:
     """Show every setting, its value and where it came from.
 
     nearkin --config nearkin.toml config
     NEARKIN_DELTA__MAX_DEPTH=1 nearkin config --json
+    nearkin --server http://127.0.0.1:8080 config                       # what the services run with
+    nearkin --server http://127.0.0.1:8080 config --set features.algorithm=odess
     """
-    from nearkin.cli.output import console, print_json, printable
+    from nearkin.cli.arguments import parse_changes
+    from nearkin.cli.settings import local_settings, print_settings, server_settings
 
     session = current_session()
-    _, origins = session.load()
-    if session.as_json:
-        print_json({name: {"value": origin.value, "source": origin.source} for name, origin in origins.items()})
-        return
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table("setting", "value", "source", box=SIMPLE, pad_edge=False)
-    for name, origin in origins.items():
-        value = "-" if origin.value is None else printable(str(origin.value))
-        table.add_row(name, value, printable(origin.source))
-    console().print(table)
+    patch = parse_changes(changes)
+    server = None if local else session.load()[0].server
+    if server is not None:
+        print_settings(session, server_settings(session, server, patch))
+    elif patch:
+        raise BadInput("--set changes running services: name their --server; settings of your own go into --config")
+    else:
+        print_settings(session, local_settings(session))
 
 
 @nearkin.command()

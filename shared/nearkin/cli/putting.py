@@ -15,6 +15,7 @@ from nearkin.errors import BadInput
 if TYPE_CHECKING:
     from nearkin.api import Store
     from nearkin.cli.session import Session
+    from nearkin.client.remote import RemoteStore
     from nearkin.records import PutResult
 
 JSON_BLOBS_MAX = 1_000_000
@@ -79,7 +80,8 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     from nearkin.records import Ledger
 
     skipped: list[dict[str, str]] = []
-    store_path = os.path.realpath(session.folder())
+    store_folder = session.folder()
+    store_path = None if store_folder is None else os.path.realpath(store_folder)
     root, under, plan = _plan_tree(session, prefix, folder, store_path, skipped)
     blobs: list[dict[str, object]] = []
     total, files = Ledger(), 0
@@ -102,7 +104,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
 
 
 def _plan_tree(
-    session: Session, prefix: str, folder: str, store_path: str, skipped: list[dict[str, str]]
+    session: Session, prefix: str, folder: str, store_path: str | None, skipped: list[dict[str, str]]
 ) -> tuple[Path, str, _Plan]:
     """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
     from nearkin.cli.arguments import check_key, walk
@@ -131,10 +133,10 @@ def _plan_tree(
 
 
 def _put_files(
-    store: Store,
+    store: Store | RemoteStore,
     root: Path,
     under: str,
-    store_path: str,
+    store_path: str | None,
     metadata: dict[str, str],
     progress: Callable[[int], None] | None,
 ) -> Iterator[PutResult]:

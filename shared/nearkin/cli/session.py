@@ -1,4 +1,7 @@
-"""What every command shares. Invariant: --store, --config and --json mean the same on either side of the command."""
+"""What every command shares. Invariant: its options mean the same on either side of the command.
+
+A command works on one store: a local one (--store) or one behind a gateway (--server); which, is decided here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import click
 
 if TYPE_CHECKING:
     from nearkin.api import Store
+    from nearkin.client.remote import RemoteStore
     from nearkin.config import Origin, Settings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -34,9 +38,10 @@ class AsWrittenGroup(AsWritten, click.Group):
 
 
 class Session:
-    """What the three options say that may stand before or after the command."""
+    """What the options say that may stand before or after the command."""
 
     store: str | None = None
+    server: str | None = None
     config: Path | None = None
     as_json: bool = False
 
@@ -44,29 +49,78 @@ class Session:
         """Return the settings and where each came from."""
         from nearkin.config import load
 
-        return load(self.config, {"store": self.store})
+        return load(self.config, {"store": self.store, "server": self.server})
 
-    def folder(self) -> Path:
-        """Return the store's folder. Raises ConfigError."""
+    def choose(self) -> tuple[Settings, str | None]:
+        """Return the settings, and the server's URL where it is not a local store. Raises ConfigError for both."""
+        settings, origins = self.load()
+        if settings.server is None or (self.store is not None and self.server is None):
+            return settings, None
+        if settings.store is not None and (self.server is None or self.store is not None):
+            from nearkin.errors import ConfigError
+
+            named = f'store "{settings.store}" ({origins["store"].source}), server "{settings.server}"'
+            raise ConfigError(f"{named} ({origins['server'].source}): name one of them with --store or --server")
+        return settings, settings.server
+
+    def folder(self) -> Path | None:
+        """Return the store's folder, None where it is behind a server. Raises ConfigError."""
         from nearkin.cli.arguments import store_folder
 
-        return store_folder(self.load()[0].store).expanduser()
+        settings, server = self.choose()
+        return None if server is not None else store_folder(settings.store).expanduser()
 
     @contextmanager
-    def open(self, *, create: bool = False, read_only: bool = True) -> Iterator[Store]:
+    def open(self, *, create: bool = False, read_only: bool = True) -> Iterator[Store | RemoteStore]:
         """Open the store that was named for as long as the block runs."""
+        settings, server = self.choose()
+        if server is None:
+            with self._open_folder(settings, create, read_only) as store:
+                yield store
+            return
+        with self.connect(server, settings) as remote:
+            yield remote
+
+    @contextmanager
+    def open_local(self, *, read_only: bool = True) -> Iterator[Store]:
+        """Open a store whose files this command reads itself. Raises BadInput for one behind a server."""
+        settings, server = self.choose()
+        if server is not None:
+            from nearkin.errors import BadInput
+
+            command = click.get_current_context().info_name
+            raise BadInput(
+                f"{command}: reads the files of a local store, name it with --store; the services behind "
+                f"{server} look after theirs themselves"
+            )
+        with self._open_folder(settings, False, read_only) as store:
+            yield store
+
+    @contextmanager
+    def connect(self, server: str, settings: Settings) -> Iterator[RemoteStore]:
+        """Open the store behind a server for as long as the block runs."""
+        self._log_to_stderr()
+        from nearkin.client import connect
+
+        with connect(server, settings.token) as remote:
+            yield remote
+
+    @contextmanager
+    def _open_folder(self, settings: Settings, create: bool, read_only: bool) -> Iterator[Store]:
         from nearkin.cli.arguments import store_folder
 
-        settings, _ = self.load()
         folder = store_folder(settings.store)
-        import logging
-
+        self._log_to_stderr()
         from nearkin.api import open_store
 
-        # with --json stderr is for the one error object; otherwise the store may say that it rebuilds an index
-        logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
         with open_store(folder, settings=settings, create=create, read_only=read_only) as store:
             yield store
+
+    def _log_to_stderr(self) -> None:
+        """With --json stderr is for the one error object; otherwise the store may say that it rebuilds an index."""
+        import logging
+
+        logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
 
 
 def current_session() -> Session:
@@ -84,7 +138,7 @@ def _remember(context: click.Context, option: click.Parameter, value: object) ->
 
 
 def shared_options(command: _Command) -> _Command:
-    """Let --store, --config and --json stand on either side of the command."""
+    """Let --store, --server, --config and --json stand on either side of the command."""
     settle: dict[str, Any] = {"callback": _remember, "expose_value": False, "is_eager": True}
     for option in (
         click.option("--json", is_flag=True, help="Print one JSON value; errors as JSON too.", **settle),
@@ -93,6 +147,12 @@ def shared_options(command: _Command) -> _Command:
             metavar="FILE",
             type=click.Path(path_type=Path),
             help="TOML file with settings; NEARKIN_* variables win over it.",
+            **settle,
+        ),
+        click.option(
+            "--server",
+            metavar="URL",
+            help="Use the store behind this gateway [NEARKIN_SERVER, NEARKIN_TOKEN].",
             **settle,
         ),
         click.option("--store", metavar="FOLDER", help="Folder or file:// URL of the store [NEARKIN_STORE].", **settle),

@@ -1,0 +1,203 @@
+"""The commands with --server: what they print and how they end is what they do with a local store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.testing.gateway import TOKEN, ScriptedGateway
+from nearkin.testing.samples import noise
+
+FIRST = noise(200_000, "server").tobytes()
+SECOND = FIRST[:120_000] + b"inserted" + FIRST[120_000:]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedGateway]:
+    with ScriptedGateway(tmp_path_factory.mktemp("served") / "store") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(gateway: ScriptedGateway) -> Path:
+    """The same store, as a local one; two versions of one key are in it."""
+    answer(gateway, "put", "db/dump", "-", "--meta", "host=db1", stdin=FIRST)
+    answer(gateway, "put", "db/dump", "-", stdin=SECOND)
+    return gateway.read().root
+
+
+def run(
+    *arguments: str | Path, stdin: bytes = b"", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
+    return subprocess.run(
+        [sys.executable, "-m", "nearkin.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        env={**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), **(env or {})},
+        timeout=60,
+        check=False,
+    )
+
+
+def served(
+    gateway: ScriptedGateway, *arguments: str | Path, stdin: bytes = b"", token: str = TOKEN
+) -> subprocess.CompletedProcess[bytes]:
+    return run(*arguments, stdin=stdin, env={"NEARKIN_SERVER": gateway.url, "NEARKIN_TOKEN": token})
+
+
+def answer(gateway: ScriptedGateway, *arguments: str | Path, stdin: bytes = b"") -> Any:
+    return value_of(served(gateway, "--json", *arguments, stdin=stdin))
+
+
+def value_of(done: subprocess.CompletedProcess[bytes]) -> Any:
+    assert (done.returncode, done.stderr) == (0, b"")
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ls",),
+        ("ls", "db/", "--versions"),
+        ("info", "db/dump"),
+        ("info", "db/dump", "--version", "1"),
+        ("explain", "db/dump"),
+        ("explain", "db/dump", "--segments"),
+    ],
+    ids=" ".join,
+)
+def test_json_is_what_a_local_store_prints(gateway: ScriptedGateway, folder: Path, arguments: tuple[str, ...]) -> None:
+    local = value_of(run("--store", folder, "--json", *arguments))
+    assert local
+    assert answer(gateway, *arguments) == local
+    for_people = served(gateway, *arguments)
+    assert for_people.stdout == run("--store", folder, *arguments).stdout
+
+
+def test_stats_have_the_same_names(gateway: ScriptedGateway, folder: Path) -> None:
+    local, found = value_of(run("--store", folder, "stats", "--json")), answer(gateway, "stats")
+    passing = {"base_cache_hits", "base_cache_misses", "index_bytes"}  # of the process, not of the store
+    assert list(found) == list(local)
+    assert {name: found[name] for name in local if name not in passing} == {
+        name: local[name] for name in local if name not in passing
+    }
+    assert b"base cache" in served(gateway, "stats").stdout
+
+
+def test_put_and_get(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(FIRST)
+    put = answer(gateway, "put", "file", source, "--meta", "a=b")
+    local = value_of(run("--store", tmp_path / "store", "--json", "put", "file", source, "--meta", "a=b"))
+    assert list(put) == list(local)
+    assert (put["digest"], put["metadata"], put["version"]) == (local["digest"], {"a": "b"}, 1)
+    got = answer(gateway, "get", "file", "-o", target)
+    assert target.read_bytes() == FIRST
+    assert list(got) == list(value_of(run("--store", tmp_path / "store", "--json", "get", "file", "-o", target)))
+    assert served(gateway, "get", "file", "--range", "-100").stdout == FIRST[-100:]
+    assert served(gateway, "get", "file", "--version", "1", "--range", "5-9").stdout == FIRST[5:10]
+
+
+def test_put_recursive(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    for name in ("a", "b/c", "b/d"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_bytes(name.encode())
+    found = answer(gateway, "put", "-r", "tree", tmp_path / "tree")
+    assert (found["files"], [blob["key"] for blob in found["blobs"]]) == (3, ["tree/a", "tree/b/c", "tree/b/d"])
+    with_metadata = answer(gateway, "put", "-r", "tree", tmp_path / "tree", "--meta", "x=y")
+    assert [blob["metadata"] for blob in with_metadata["blobs"]] == [{"x": "y"}] * 3
+    assert [line.rsplit(b"  ", 1)[1] for line in served(gateway, "ls", "tree/").stdout.splitlines()] == [
+        *(b"tree/a", b"tree/b/c", b"tree/b/d")
+    ]
+
+
+def test_a_get_that_breaks_leaves_the_file_as_it_was(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"before")
+    gateway.script("ok", "rot")
+    done = served(gateway, "get", "db/dump", "-o", target)
+    assert (done.returncode, target.read_bytes()) == (1, b"before")
+    assert b"get it again" in done.stderr
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("get", "none"), 1, b"key 'none': the store has none"),
+        (("info", "db/dump", "--version", "7"), 1, b"version 7"),
+        (("get", "db/dump", "--range", "900000-"), 2, b"range starts at byte 900000"),
+        (("verify",), 2, b"verify: reads the files of a local store, name it with --store"),
+        (("rebuild-index",), 2, b"rebuild-index: reads the files of a local store"),
+        (("config", "--set", "delta"), 2, b"want name=value"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, tuple) else "",
+)
+def test_refusals_are_one_line_with_the_local_exit_code(
+    gateway: ScriptedGateway, folder: Path, arguments: tuple[str, ...], code: int, says: bytes
+) -> None:
+    done = served(gateway, *arguments)
+    assert (done.returncode, done.stdout) == (code, b"")
+    assert says in done.stderr
+    assert done.stderr.count(b"\n") == 1
+    as_json = served(gateway, "--json", *arguments, *(["-o", os.devnull] if arguments[0] == "get" else []))
+    assert set(json.loads(as_json.stderr)["error"]) == {"kind", "message"}
+
+
+def test_a_token_is_read_from_the_environment_and_printed_by_nobody(gateway: ScriptedGateway) -> None:
+    token = "not-the-right-one"
+    for arguments in (("ls",), ("--json", "ls"), ("config", "--local"), ("config", "--local", "--json")):
+        done = served(gateway, *arguments, token=token)
+        assert token.encode() not in done.stdout + done.stderr
+        assert done.returncode == (0 if "config" in arguments else 1)
+    assert b"***" in served(gateway, "config", "--local").stdout
+    assert run("ls", "--token", "x").returncode == 2
+    broken = served(gateway, "ls", token="two words")
+    assert (broken.returncode, b"two words" in broken.stderr) == (2, False)
+
+
+def test_config_is_the_services_and_set_changes_it(gateway: ScriptedGateway) -> None:
+    before = answer(gateway, "config")
+    assert before["features.algorithm"] == {"value": "finesse", "source": f"{gateway.url} revision 1"}
+    changed = answer(gateway, "config", "--set", "features.algorithm=odess", "--set", "delta.level=3")
+    assert changed["features.algorithm"]["value"] == "odess"
+    assert changed["delta.level"]["value"] == 3
+    assert b"odess" in served(gateway, "config").stdout
+    refused = run("config", "--set", "features.algorithm=odess")
+    assert (refused.returncode, b"--server" in refused.stderr) == (2, True)
+
+
+def test_store_and_server_are_not_mixed_up(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:
+    both = {"NEARKIN_SERVER": gateway.url, "NEARKIN_STORE": str(tmp_path / "none"), "NEARKIN_TOKEN": TOKEN}
+    for arguments in ([], ["--store", folder, "--server", gateway.url]):
+        done = run(*arguments, "ls", env=both)
+        assert (done.returncode, b"name one of them with --store or --server" in done.stderr) == (2, True)
+    assert run("--server", gateway.url, "ls", env=both).returncode == 0
+    assert run("--store", folder, "ls", env=both).returncode == 0
+    done = run("--store", gateway.url, "ls")
+    assert (done.returncode, b"--server" in done.stderr) == (2, True)
+
+
+def test_local_commands_load_nothing_of_the_client(tmp_path: Path) -> None:
+    script = (
+        "import sys; from nearkin.cli import main; "
+        "code = main(['--store', sys.argv[1], 'put', 'k', '-']); "
+        "print(code, [name for name in ('httpx', 'tenacity', 'anyio', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "store")],
+        input=b"content",
+        capture_output=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "NEARKIN_TOKEN": "t", "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+    )
+    assert done.stdout.splitlines()[-1] == b"0 []"
