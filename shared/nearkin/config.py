@@ -31,7 +31,8 @@ INDEXES = ("lmdb",)
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-SECRETS = frozenset({"kafka.sasl_password", "token"})
+OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
+SECRETS = frozenset({"token", "kafka.sasl_password", "object_store.secret_access_key", "object_store.session_token"})
 """Shown as *** wherever settings are printed."""
 HIDDEN = "***"
 HOT_FIELDS = frozenset(
@@ -170,6 +171,47 @@ class RunnerSettings:
 
 
 @dataclass(frozen=True)
+class ObjectStoreSettings:
+    """Where services keep containers and manifests. Without keys here, the usual AWS_* variables and roles count."""
+
+    __pydantic_config__ = _FORBID
+
+    url: str | None = None
+    """`s3://bucket`, `s3://bucket/prefix`, or a folder as a path or `file://` URL; `store` where it is not set."""
+    endpoint: str | None = None
+    """URL of a server other than Amazon's."""
+    region: Annotated[str, Text(64)] = "us-east-1"
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+    allow_http: bool = False
+    virtual_hosted: bool = False
+    """Ask `bucket.endpoint/name`, not `endpoint/bucket/name`; an `endpoint` that is set then names the bucket."""
+    ca_file: str | None = None
+    checksum: Annotated[str, OneOf(OBJECT_CHECKSUMS)] = "sha256"
+    """Sent with each object and checked by the server before it acknowledges."""
+    connect_timeout_seconds: Annotated[int, Between(1, 60)] = 5
+    request_timeout_seconds: Annotated[int, Between(1, 600)] = 60
+    retries: Annotated[int, Between(0, 100)] = 12
+    retry_seconds: Annotated[int, Between(1, 3600)] = 60
+    """No try begins later than this after the first."""
+
+    def __post_init__(self) -> None:
+        """Refuse half a pair of keys, and an endpoint without encryption that was not asked for."""
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            missing = "access_key_id" if self.access_key_id is None else "secret_access_key"
+            raise ValueError(f"{missing} is not set: want access_key_id and secret_access_key, or neither")
+        if self.endpoint is not None:
+            scheme = self.endpoint.partition("://")[0]
+            if scheme not in ("http", "https"):
+                raise ValueError(f'endpoint "{self.endpoint}": want a URL such as https://s3.example.org')
+            if scheme == "http" and not self.allow_http:
+                raise ValueError(f'endpoint "{self.endpoint}": is not encrypted: want https://, or allow_http = true')
+        if self.url is not None and "://" in self.url and not self.url.startswith(("s3://", "file:///")):
+            raise ValueError(f'url "{self.url}": want s3://bucket/prefix, file:///folder or a folder')
+
+
+@dataclass(frozen=True)
 class KafkaSettings:
     """How services reach Kafka, and the bounds of what they take from it at a time."""
 
@@ -234,6 +276,7 @@ class Settings:
     index: IndexSettings = IndexSettings()
     restore: RestoreSettings = RestoreSettings()
     runner: RunnerSettings = RunnerSettings()
+    object_store: ObjectStoreSettings = ObjectStoreSettings()
     kafka: KafkaSettings = KafkaSettings()
     service: ServiceSettings = ServiceSettings()
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, GenericError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
-from nearkin.errors import NotFound, Permanent, StoreUnavailable
+from nearkin.errors import NearkinError, NotFound, Permanent, StoreUnavailable
 
 Payload = bytes | memoryview
 
@@ -49,6 +49,10 @@ class ObjectStore(Protocol):
         """Remove an object; one that is not there is fine."""
 
 
+REFUSALS = (BaseError, OSError)
+"""What obstore raises; a missing object is its FileNotFoundError, thus an OSError."""
+
+
 class ObstoreObjects:
     """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory is for tests)."""
 
@@ -60,16 +64,14 @@ class ObstoreObjects:
             obstore.put(self._client, name, data, mode="create", use_multipart=False)
         except (AlreadyExistsError, FileExistsError) as err:
             raise AlreadyExists(f"{name}: already there") from err
-        except (GenericError, OSError) as err:
-            raise _unavailable(name, err) from err
+        except REFUSALS as err:
+            raise self._translated(name, err) from err
 
     def get(self, name: str) -> bytes:  # noqa: D102
         try:
             return bytes(obstore.get(self._client, name).bytes())
-        except FileNotFoundError as err:
-            raise NotFound(f"{name}: no such object") from err
-        except (GenericError, OSError) as err:
-            raise _unavailable(name, err) from err
+        except REFUSALS as err:
+            raise self._translated(name, err) from err
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:  # noqa: D102
         try:
@@ -80,34 +82,36 @@ class ObstoreObjects:
             )
             # An empty range is refused by the client, but not by whoever reads an empty directory or object.
             return [bytes(next(found)) if start < end else b"" for start, end in zip(starts, ends, strict=True)]
-        except FileNotFoundError as err:
-            raise NotFound(f"{name}: no such object") from err
-        except (GenericError, OSError) as err:
-            raise _unavailable(name, err) from err
+        except REFUSALS as err:
+            raise self._translated(name, err) from err
 
     def size_bytes(self, name: str) -> int:  # noqa: D102
         try:
             return obstore.head(self._client, name)["size"]
-        except FileNotFoundError as err:
-            raise NotFound(f"{name}: no such object") from err
-        except (GenericError, OSError) as err:
-            raise _unavailable(name, err) from err
+        except REFUSALS as err:
+            raise self._translated(name, err) from err
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:  # noqa: D102
         try:
             for page in obstore.list(self._client, prefix, chunk_size=1000):
                 for entry in page:
                     yield entry["path"], entry["size"]
-        except (GenericError, OSError) as err:
-            raise _unavailable(prefix, err) from err
+        except REFUSALS as err:
+            raise self._translated(prefix, err) from err
 
     def delete(self, name: str) -> None:  # noqa: D102
         try:
             obstore.delete(self._client, name)
-        except FileNotFoundError:
-            return
-        except (GenericError, OSError) as err:
-            raise _unavailable(name, err) from err
+        except REFUSALS as err:
+            translated = self._translated(name, err)
+            if not isinstance(translated, NotFound):
+                raise translated from err
+
+    def _translated(self, name: str, err: Exception) -> NearkinError:
+        """Return NotFound where `err` says that the object is not there, and nothing else; else StoreUnavailable."""
+        if isinstance(err, FileNotFoundError):
+            return NotFound(f"{name}: no such object")
+        return _unavailable(name, err)
 
 
 FOLDER_LOCKS = 64

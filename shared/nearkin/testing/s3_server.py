@@ -10,7 +10,9 @@ import http.client
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from nearkin.config import ObjectStoreSettings
 from nearkin.errors import choose
 from nearkin.testing import programs
 from nearkin.testing.corpora import MissingTool
@@ -25,6 +27,7 @@ class S3(Server):
     """An S3 server: `endpoint` is its URL, `access_key_id` and `secret_access_key` open it."""
 
     name = "s3"
+    stop_seconds = 2.0  # versitygw waits for its clients to hang up, 10 s long; what it acknowledged is in files
     access_key_id = "nearkin"
     secret_access_key = "nearkin-on-loopback"
 
@@ -101,6 +104,18 @@ class S3(Server):
         finally:
             client.close()
         return name
+
+    def settings(self, bucket: str, prefix: str = "", **changed: Any) -> ObjectStoreSettings:
+        """Return what a store in `bucket` below `prefix` is opened with; `changed` are fields of the section."""
+        chosen: dict[str, Any] = {
+            "url": f"s3://{bucket}/{prefix}",
+            "endpoint": self.endpoint,
+            "region": REGION,
+            "allow_http": True,
+            "access_key_id": self.access_key_id,
+            "secret_access_key": self.secret_access_key,
+        }
+        return ObjectStoreSettings(**{**chosen, **changed})
 
     @property
     def _buckets(self) -> Path:

@@ -30,7 +30,8 @@ LOOPBACK = "127.0.0.1"
 LOG_LINES = 15
 """Of the end of a server's log, in the error of one that did not start."""
 LOG_BYTES = 16 * 1024
-STOP_SECONDS = 20.0
+GONE_SECONDS = 20.0
+"""After a SIGKILL: a large process on a busy machine is not gone at once."""
 PORT_TRIES = 100
 
 _LEFT: list[subprocess.Popen[str]] = []  # keepers that outlive this process on purpose: one or two in a test run
@@ -73,6 +74,7 @@ class Server(ABC):
 
     name: str
     start_seconds: float = 30.0
+    stop_seconds: float = 20.0
 
     def __init__(
         self, folder: Path, *, port: int | None = None, owner_pid: int | None = None, detached: bool = False
@@ -128,20 +130,20 @@ class Server(ABC):
             raise
         return self
 
-    def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """End it in good order, by force where that takes more than `seconds`."""
+    def stop(self) -> None:
+        """End it in good order, by force where that takes more than `stop_seconds`."""
         if self._handle >= 0:
             self._signal(signal.SIGTERM)
-            if not _ended(self._handle, seconds):
+            if not _ended(self._handle, self.stop_seconds):
                 self._signal(signal.SIGKILL)
-                _ended(self._handle, STOP_SECONDS)
+                _ended(self._handle, GONE_SECONDS)
         self._forget()
 
     def kill(self) -> None:
         """End it by SIGKILL, as a crash would; its data stay as they are."""
         if self._handle >= 0:
             self._signal(signal.SIGKILL)
-            _ended(self._handle, STOP_SECONDS)
+            _ended(self._handle, GONE_SECONDS)
         self._forget()
 
     def restart(self) -> Self:
@@ -221,7 +223,7 @@ class Server(ABC):
     def _forget(self) -> None:
         if self._parent is not None:
             try:
-                self._parent.wait(STOP_SECONDS)
+                self._parent.wait(GONE_SECONDS)
             except subprocess.TimeoutExpired:  # a keeper whose server is gone
                 self._parent.kill()
                 self._parent.wait()

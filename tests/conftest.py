@@ -68,6 +68,20 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with needed():
+        server = S3(tmp_path_factory.mktemp("versitygw"), program="versitygw")
+    with server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with S3(tmp_path_factory.mktemp("moto"), program="moto") as server:
+        yield server
+
+
 @pytest.fixture
 def topic_prefix() -> str:
     return f"t{secrets.token_hex(6)}."

@@ -1,0 +1,36 @@
+"""The object store that the settings name. Invariant: every process of one deployment opens the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from nearkin.config import Settings
+from nearkin.errors import ConfigError, StoreUnavailable
+from nearkin.store.objects import LocalObjects, ObjectStore
+
+
+def open_objects(settings: Settings) -> ObjectStore:
+    """Return `object_store.url`, or the folder `store` where that is not set; a folder is made if need be.
+
+    Raises ConfigError when neither is set or the address is none; StoreUnavailable with the remedy when it cannot be
+    reached: no such bucket, wrong keys, no server, no permission.
+    """
+    url = settings.object_store.url or settings.store
+    if url is None:
+        raise ConfigError(
+            'object_store.url: not set; name "s3://bucket/prefix" or a folder, in the config file or by '
+            "NEARKIN_OBJECT_STORE__URL"
+        )
+    if url.startswith("s3://"):
+        from nearkin.store.s3 import S3Objects
+
+        bucket = S3Objects(settings.object_store)
+        bucket.check()
+        return bucket
+    folder = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
+    return LocalObjects(folder)

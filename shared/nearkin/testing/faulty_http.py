@@ -1,0 +1,168 @@
+"""Faults between an HTTP client and a server, by script. Invariant: the n-th request of a method meets the n-th letter.
+
+    .   pass it on
+    E   cut the connection: the server never sees the request
+    L   pass it on, then cut the connection: done, but the reply is lost
+    5   answer 503: the server never sees the request
+    F   pass it on, then answer 503 all the same
+    C   answer 409 ConditionalRequestConflict, as S3 does while another request for the name is under way
+    D   pass it on, answer only after `delay_seconds`: done, but the client has given up
+    W   wait `delay_seconds`, then pass it on: it is done after the client has given up
+    H   pass it on, answer with half of the body, then cut the connection
+
+Requests of other methods, and those after the script, pass. Bodies have a Content-Length, as S3's clients send them.
+"""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+LETTERS = ".EL5FCDWH"
+HEAD_BYTES_MAX = 64 * 1024
+BODY_BYTES_MAX = 64 * 1024 * 1024
+SOCKET_SECONDS = 30.0
+
+_CONFLICT = b"<Error><Code>ConditionalRequestConflict</Code><Message>Try again.</Message></Error>"
+
+
+class FaultyHttp:
+    """A proxy on loopback before the server at `port`; `url` is what clients are given instead."""
+
+    def __init__(self, port: int, script: str = "", *, method: str = "PUT", delay_seconds: float = 2.0) -> None:
+        """Listen. Raises ValueError for letters that are none."""
+        if unknown := set(script) - set(LETTERS):
+            raise ValueError(f"script {script!r}: {''.join(sorted(unknown))!r} unknown; want letters of {LETTERS!r}")
+        self.delay_seconds = delay_seconds
+        self.met: list[str] = []
+        """Letters met so far, in order."""
+        self._server_port = port
+        self._script = script
+        self._method = method.encode()
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                proxy._serve(self.request)
+
+        socketserver.ThreadingTCPServer.allow_reuse_address = True
+        self._listener = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._listener.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """The port it listens on: one of these can stand before another."""
+        return int(self._listener.server_address[1])
+
+    @property
+    def spent(self) -> bool:
+        """Whether every letter was met: a test whose script is not spent did not test its end."""
+        return len(self.met) >= len(self._script)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening, and wait for requests that are under way."""
+        self._listener.shutdown()
+        self._thread.join()
+        self._listener.server_close()
+
+    def _serve(self, client: socket.socket) -> None:
+        """Serve one request: a connection is closed after its answer, so that each letter meets one of its own."""
+        client.settimeout(SOCKET_SECONDS)
+        try:
+            request = _read(client)
+        except OSError:
+            return
+        if request:
+            try:
+                self._answer(client, request, self._letter(request))
+            except OSError:
+                return  # whoever hung up first: that is what is being tested
+
+    def _letter(self, request: bytes) -> str:
+        if not request.startswith(self._method + b" "):
+            return "."
+        with self._lock:
+            letter = self._script[len(self.met)] if len(self.met) < len(self._script) else "."
+            self.met.append(letter)
+        return letter
+
+    def _answer(self, client: socket.socket, request: bytes, letter: str) -> None:
+        match letter:
+            case "E":
+                return
+            case "5":
+                client.sendall(_reply(b"503 Service Unavailable"))
+            case "C":
+                client.sendall(_reply(b"409 Conflict", _CONFLICT))
+            case "L":
+                self._pass_on(request)
+            case "F":
+                self._pass_on(request)
+                client.sendall(_reply(b"503 Service Unavailable"))
+            case "D":
+                reply = self._pass_on(request)
+                time.sleep(self.delay_seconds)
+                client.sendall(reply)
+            case "W":
+                time.sleep(self.delay_seconds)
+                client.sendall(self._pass_on(request))
+            case "H":
+                reply = self._pass_on(request)
+                head, end, body = reply.partition(b"\r\n\r\n")
+                client.sendall(head + end + body[: len(body) // 2])
+            case _:
+                client.sendall(self._pass_on(request))
+
+    def _pass_on(self, request: bytes) -> bytes:
+        line, _, rest = request.partition(b"\r\n")
+        with socket.create_connection(("127.0.0.1", self._server_port), SOCKET_SECONDS) as server:
+            server.sendall(line + b"\r\nConnection: close\r\n" + rest)
+            parts = []
+            while part := server.recv(1 << 20):
+                parts.append(part)
+        return b"".join(parts)
+
+
+def _read(client: socket.socket) -> bytes:
+    """Return one request whole, b"" where the client hung up."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = client.recv(1 << 16)
+        if not part or len(data) > HEAD_BYTES_MAX:
+            return b""
+        data += part
+    head, end, body = data.partition(b"\r\n\r\n")
+    names = dict(line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:])
+    length = int(names.get(b"content-length", b"0"))
+    if length > BODY_BYTES_MAX:
+        return b""
+    parts = [body]
+    missing = length - len(body)
+    while missing > 0:
+        part = client.recv(min(missing, 1 << 20))
+        if not part:
+            return b""
+        parts.append(part)
+        missing -= len(part)
+    kept = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:"))
+    return kept + end + b"".join(parts)
+
+
+def _reply(status: bytes, body: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(body), body)

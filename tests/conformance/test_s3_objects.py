@@ -1,0 +1,88 @@
+"""S3 as an object store, over two servers: the contract, and who wins where many want one name."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nearkin.store.objects import AlreadyExists
+from nearkin.store.s3 import S3Objects
+from nearkin.testing.conformance import ObjectStoreContract
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.servers import S3
+
+WRITERS = 16
+
+
+def new_store(server: S3, **changed: object) -> S3Objects:
+    return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix", **changed))
+
+
+class TestVersitygw(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self, versitygw: S3) -> S3Objects:
+        return new_store(versitygw)
+
+    def test_of_sixteen_writers_exactly_one_wins_and_it_is_the_one_that_says_so(self, objects: S3Objects) -> None:
+        for race in range(20):
+            contents = [random_bytes(200_000, race * WRITERS + number) for number in range(WRITERS)]
+            barrier = threading.Barrier(WRITERS)
+
+            def put(
+                number: int,
+                contents: list[bytes] = contents,
+                barrier: threading.Barrier = barrier,
+                name: str = f"race/{race}",
+            ) -> bool:
+                barrier.wait(10)
+                try:
+                    objects.put_new(name, contents[number])
+                except AlreadyExists:
+                    return False
+                return True
+
+            with ThreadPoolExecutor(WRITERS) as pool:
+                won = list(pool.map(put, range(WRITERS)))
+            assert won.count(True) == 1
+            assert objects.get(f"race/{race}") == contents[won.index(True)]
+
+    def test_writers_of_the_same_bytes_are_told_apart(self, objects: S3Objects) -> None:
+        barrier = threading.Barrier(WRITERS)
+
+        def put(_: int) -> bool:
+            barrier.wait(10)
+            try:
+                objects.put_new("same", b"content")
+            except AlreadyExists:
+                return False
+            return True
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            assert sum(pool.map(put, range(WRITERS))) == 1
+
+
+class TestMoto(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self, moto: S3) -> S3Objects:
+        return new_store(moto)
+
+
+@pytest.mark.parametrize("checksum", ["crc64nvme", "none"])
+def test_every_checksum_stores_the_same_bytes(versitygw: S3, checksum: str) -> None:
+    objects = new_store(versitygw, checksum=checksum)
+    data = random_bytes(300_000, 5)
+    objects.put_new("a", data)
+    assert objects.get("a") == data
+
+
+def test_stores_below_different_prefixes_of_a_bucket_do_not_meet(versitygw: S3) -> None:
+    bucket = versitygw.make_bucket(f"b{secrets.token_hex(6)}")
+    whole = S3Objects(versitygw.settings(bucket))
+    one, other = (S3Objects(versitygw.settings(bucket, prefix)) for prefix in ("one", "one-more/"))
+    one.put_new("a/x", b"1")
+    other.put_new("a/x", b"22")
+    assert (list(one.names("")), list(other.names("a"))) == ([("a/x", 1)], [("a/x", 2)])
+    assert dict(whole.names("")) == {"one/a/x": 1, "one-more/a/x": 2}

@@ -1,0 +1,229 @@
+"""Faults between here and S3: every answer is the truth, and no half of anything is taken for the whole."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nearkin.errors import NotFound, StoreUnavailable
+from nearkin.store.objects import AlreadyExists
+from nearkin.store.s3 import S3Objects
+from nearkin.testing.faulty_http import FaultyHttp
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.servers import S3
+
+DATA = random_bytes(300_000, 1)
+OTHER = random_bytes(300_000, 2)
+RETRIES = 3
+
+
+@pytest.fixture
+def bucket(versitygw: S3) -> str:
+    return versitygw.make_bucket(f"b{secrets.token_hex(6)}")
+
+
+@pytest.fixture
+def direct(versitygw: S3, bucket: str) -> S3Objects:
+    """The same store without faults."""
+    return S3Objects(versitygw.settings(bucket))
+
+
+def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3Objects:
+    quick = {"request_timeout_seconds": 1, "retries": RETRIES, "retry_seconds": 10}
+    return S3Objects(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "puts"),
+    [
+        ("E", 2),  # never reached the server
+        ("5", 2),
+        ("C", 2),  # 409: no object came of it
+        ("L", 1),  # done, the reply lost: looking is enough, nothing is sent twice
+        ("F", 1),  # done, and denied
+        ("D", 1),  # done, the client had given up
+        ("W", 2),  # done after the client had given up and sent it again
+        ("EEE", 4),
+        ("5EL", 3),
+        ("EFE", 2),
+    ],
+)
+def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3Objects, script: str, puts: int) -> None:
+    with FaultyHttp(versitygw.port, script) as proxy:
+        through(proxy, versitygw, bucket).put_new("a/b", DATA)
+        assert len(proxy.met) == puts
+    assert direct.get("a/b") == DATA
+    assert list(direct.names("")) == [("a/b", len(DATA))]
+
+
+@pytest.mark.parametrize("script", ["", "E", "5", "C", "L", "F", "D", "W"])
+def test_a_name_that_is_taken_is_never_reported_as_ours(
+    versitygw: S3, bucket: str, direct: S3Objects, script: str
+) -> None:
+    direct.put_new("a", OTHER)
+    with FaultyHttp(versitygw.port, script) as proxy:
+        for data in (DATA, OTHER):  # the same bytes make it no less somebody else's
+            with pytest.raises(AlreadyExists, match="a: already there"):
+                through(proxy, versitygw, bucket).put_new("a", data)
+        assert proxy.spent
+    assert direct.get("a") == OTHER
+
+
+@pytest.mark.parametrize("letter", ["E", "5", "C"])
+def test_a_put_that_never_got_through_says_so_and_leaves_nothing(
+    versitygw: S3, bucket: str, direct: S3Objects, letter: str
+) -> None:
+    with FaultyHttp(versitygw.port, letter * 20) as proxy:
+        with pytest.raises(StoreUnavailable, match=rf"^a: .*; tried {RETRIES + 1} times; it may or may not be there$"):
+            through(proxy, versitygw, bucket).put_new("a", DATA)
+        assert len(proxy.met) == RETRIES + 1
+    with pytest.raises(NotFound):
+        direct.get("a")
+
+
+def test_a_put_that_cannot_be_looked_at_is_not_called_done(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+    with FaultyHttp(versitygw.port, "L" * 20) as writes, FaultyHttp(writes.port, "5" * 20, method="GET") as reads:
+        with pytest.raises(StoreUnavailable, match=r"503.*may or may not be there"):
+            through(reads, versitygw, bucket).put_new("a", DATA)
+        assert len(writes.met) == len(reads.met) == RETRIES + 1
+    assert direct.get("a") == DATA
+
+
+def test_looking_again_settles_what_could_not_be_looked_at(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+    with FaultyHttp(versitygw.port, "L") as writes, FaultyHttp(writes.port, "5E", method="GET") as reads:
+        through(reads, versitygw, bucket).put_new("a", DATA)
+        assert (len(writes.met), len(reads.met)) == (3, 3)
+    assert direct.get("a") == DATA
+
+
+def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+    """The first try hangs past its timeout, others take the name, then the first one reaches the server."""
+    with FaultyHttp(versitygw.port, "W" + "E" * 20, delay_seconds=2.0) as proxy:
+        thread = threading.Timer(1.2, direct.put_new, ("a", OTHER))
+        thread.start()
+        with pytest.raises(AlreadyExists):
+            through(proxy, versitygw, bucket, retries=12).put_new("a", DATA)
+        thread.join()
+        time.sleep(1.5)  # the late one has landed by now
+    assert direct.get("a") == OTHER
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["E", "5", "L", "H", "EH5"])
+def test_a_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Objects, script: str) -> None:
+    direct.put_new("a", DATA)
+    with FaultyHttp(versitygw.port, script, method="GET") as proxy:
+        assert through(proxy, versitygw, bucket).get("a") == DATA
+        assert proxy.spent
+    with FaultyHttp(versitygw.port, script, method="GET") as proxy:
+        found = through(proxy, versitygw, bucket).get_ranges("a", [0, 299_000], [1000, 300_000])
+        assert found == [DATA[:1000], DATA[299_000:]]
+    with FaultyHttp(versitygw.port, script * 20, method="GET") as proxy, pytest.raises(StoreUnavailable):
+        through(proxy, versitygw, bucket).get("a")
+
+
+@pytest.mark.parametrize("script", ["E", "5", "L"])
+def test_a_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Objects, script: str) -> None:
+    wanted = {f"m/{number:04d}": 1 for number in range(1100)}  # two pages
+    for name in wanted:
+        direct.put_new(name, b"x")
+    for before in ("", "."):
+        with FaultyHttp(versitygw.port, before + script, method="GET") as proxy:
+            assert dict(through(proxy, versitygw, bucket).names("m")) == wanted
+            assert proxy.spent
+        with FaultyHttp(versitygw.port, before + script * 20, method="GET") as proxy:
+            objects = through(proxy, versitygw, bucket)
+            with pytest.raises(StoreUnavailable):
+                list(objects.names("m"))
+
+
+def test_a_page_of_names_that_is_cut_short_is_an_error(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+    direct.put_new("m/a", b"x")
+    with FaultyHttp(versitygw.port, "H", method="GET") as proxy:
+        objects = through(proxy, versitygw, bucket)
+        with pytest.raises(StoreUnavailable, match="body error"):
+            list(objects.names("m"))
+        assert list(objects.names("m")) == [("m/a", 1)]
+
+
+@pytest.fixture
+def own(tmp_path_factory: pytest.TempPathFactory, versitygw: S3) -> Iterator[S3]:
+    with S3(tmp_path_factory.mktemp("own"), program=versitygw.program) as server:
+        yield server
+
+
+def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) -> None:
+    objects = S3Objects(own.settings(own.make_bucket("bucket"), retries=20, retry_seconds=60))
+    contents = {f"a/{number}": random_bytes(50_000, number) for number in range(200)}
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            for name, data in contents.items():
+                objects.put_new(name, data)
+                assert objects.get(name) == data
+        except BaseException as err:
+            failed.append(err)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for _ in range(2):
+        time.sleep(0.1)
+        own.kill()
+        time.sleep(1.5)
+        own.start()
+    writer.join(60)
+    assert not writer.is_alive()
+    assert failed == []
+    assert {name: objects.get(name) for name, _ in objects.names("")} == contents
+
+
+# --- what an operator is told ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"url": "s3://no-such-bucket"}, "bucket no-such-bucket at http.*NoSuchBucket: make the bucket, or correct"),
+        ({"secret_access_key": "wrong"}, "SignatureDoesNotMatch: check object_store.access_key_id and"),
+        ({"access_key_id": "nobody"}, "XAdminUserNotFound: check object_store.access_key_id and"),
+        ({"access_key_id": None, "secret_access_key": None}, "no keys found: set object_store.access_key_id and"),
+        ({"region": "eu-west-1"}, 'expecting "us-east-1"; correct object_store.region'),
+        ({"endpoint": "http://127.0.0.1:9"}, "ConnectionRefused; nothing listens there: start the server, or correct"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_there(
+    versitygw: S3,
+    direct: S3Objects,
+    bucket: str,
+    changed: dict[str, object],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # else a role is asked for at 169.254.169.254
+    direct.put_new("a", DATA)
+    objects = S3Objects(versitygw.settings(bucket, retries=1, **changed))
+    for call in (
+        objects.check,
+        lambda: objects.get("a"),
+        lambda: objects.get_ranges("a", [0], [5]),
+        lambda: objects.put_new("b", DATA),
+        lambda: objects.delete("a"),
+        lambda: list(objects.names("a")),
+    ):
+        with pytest.raises(StoreUnavailable, match=said) as refused:
+            call()
+        assert "\n" not in str(refused.value)
+        assert "wrong" not in str(refused.value).replace("is wrong", "")  # the secret
+    with pytest.raises(StoreUnavailable):
+        objects.size_bytes("a")
+    assert dict(direct.names("")) == {"a": len(DATA)}

@@ -1,0 +1,93 @@
+"""The object store that settings name: which one, and what a refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.config import Settings, load, with_changes
+from nearkin.errors import ConfigError, StoreUnavailable
+from nearkin.store.objects import LocalObjects
+from nearkin.store.opening import open_objects
+from nearkin.store.s3 import Where
+
+
+def opened(**section: Any) -> Any:
+    return open_objects(with_changes(Settings(), {"object_store": section}))
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_a_folder_is_made_and_opened(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "with space" / "deep"
+    url = form.format(folder if form == "{}" else str(folder).replace(" ", "%20"))
+    objects = opened(url=url)
+    assert isinstance(objects, LocalObjects)
+    objects.put_new("a", b"x")
+    assert (folder / "a").read_bytes() == b"x"
+
+
+def test_the_local_store_is_meant_where_no_url_is_set(tmp_path: Path) -> None:
+    open_objects(with_changes(Settings(), {"store": str(tmp_path)})).put_new("a", b"x")
+    assert (tmp_path / "a").exists()
+
+
+def test_neither_is_refused_with_the_variable_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"object_store\.url: not set; .*NEARKIN_OBJECT_STORE__URL"):
+        open_objects(Settings())
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match="file/below: Not a directory"):
+        opened(url=str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"url": "gs://bucket"}, 'url "gs://bucket": want s3://'),
+        ({"url": "file://host/folder"}, 'url "file://host/folder": want'),
+        ({"access_key_id": "a"}, "secret_access_key is not set"),
+        ({"secret_access_key": "a"}, "access_key_id is not set"),
+        ({"endpoint": "s3.example.org"}, "want a URL such as"),
+        ({"endpoint": "http://s3.example.org"}, "is not encrypted: want https://, or allow_http = true"),
+        ({"checksum": "md5"}, "choose crc64nvme, none or sha256"),
+        ({"retries": 101}, "want 0 to 100"),
+        ({"request_timeout_seconds": 0}, "want 1 to 600"),
+        ({"bucket": "b"}, "no such setting"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_what_would_be_right(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^object_store.*{said}"):
+        opened(**section)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://B", "s3://ab", "s3://bucket?x=1", "s3://bu_cket/p", "s3://-bucket"])
+def test_what_is_no_bucket_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r'^object_store\.url "s3://.*want s3://bucket/prefix; a bucket is 3 to 63'):
+        opened(url=url)
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "prefix"),
+    [("s3://bucket", "bucket", ""), ("s3://bucket/", "bucket", ""), ("s3://bu.ck-et/a/b/", "bu.ck-et", "a/b")],
+)
+def test_a_url_is_a_bucket_and_a_prefix(url: str, bucket: str, prefix: str) -> None:
+    where = Where.parse(with_changes(Settings(), {"object_store": {"url": url}}).object_store)
+    assert (where.bucket, where.prefix) == (bucket, prefix)
+
+
+def test_a_ca_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'object_store\.ca_file ".*none": No such file'):
+        opened(url="s3://bucket", ca_file=str(tmp_path / "none"))
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "nearkin.toml"
+    file.write_text('[object_store]\naccess_key_id = "id"\nsecret_access_key = "hidden"\nsession_token = "hidden"')
+    settings, origins = load(file)
+    assert settings.object_store.secret_access_key == "hidden"
+    assert "hidden" not in str(origins)
+    assert origins["object_store.access_key_id"].value == "id"
