@@ -66,6 +66,7 @@ class HotSettings:
         self._started = settings
         self._file = config_file
         self._reload = reload or (lambda: load(config_file)[0])
+        self._content = config_file.read_bytes() if config_file is not None else b""
         self._from_file: Mapping[str, Any] = {}
         self._from_topic: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
@@ -119,6 +120,10 @@ class HotSettings:
 
     def reread(self) -> None:
         """Take the file's hot fields as they are now. What is refused is logged."""
+        content = self._file.read_bytes() if self._file is not None and self._file.is_file() else b""
+        if content == self._content:
+            return  # something else in its folder has changed
+        self._content = content
         try:
             self._apply(hot_values(self._reload()), self._from_topic)
         except NearkinError as err:

@@ -84,6 +84,7 @@ class Loop:
         self._committed: dict[int, tuple[int, str]] = {}
         self._last_commit = time.monotonic()
         self._paused = False
+        self._failed = False
         self._consumer: Consumer = consumer(
             settings, group(settings, service), worker, **{"group.instance.id": f"{service}-{worker}"}
         )
@@ -106,10 +107,14 @@ class Loop:
                 self._handler.drain(part.partition)
             self._commit()
         except KafkaException as err:
+            self._failed = True
             raise unavailable(self._settings, err) from err
+        except BaseException:
+            self._failed = True
+            raise
         finally:
+            self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
             self._handler.close()
-            self._consumer.close()
 
     def _take(self) -> list[Record]:
         first = self._consumer.poll(POLL_SECONDS)
@@ -160,9 +165,10 @@ class Loop:
         _log.info("%s: took partitions %s", self._topic, sorted(part.partition for part in parts))
 
     def _revoked(self, client: Consumer, parts: list[TopicPartition]) -> None:
-        for part in parts:
-            self._handler.drain(part.partition)
-        self._commit()
+        if not self._failed:
+            for part in parts:
+                self._handler.drain(part.partition)
+            self._commit()
         self._forget(parts)
         client.incremental_unassign(parts)
 
