@@ -46,7 +46,8 @@ from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
 if TYPE_CHECKING:  # a get needs neither stages nor index: it starts 0.1 s sooner without them
     from concurrent.futures import Future
 
-    from nearkin.index.lmdb import CatalogEntry, LmdbIndex
+    from nearkin.index.catalog import CatalogEntry
+    from nearkin.index.lmdb import LmdbIndex
     from nearkin.runners.embedded import EmbeddedWriter
 
 READ_BYTES = 1024 * 1024

@@ -6,6 +6,7 @@ Lowest to highest: built-in defaults, the profile, the TOML file, `NEARKIN_*` va
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -28,12 +29,20 @@ FEATURES = ("finesse", "ntransform", "odess", "none")
 BASE_POLICIES = ("first-fit",)
 DELTA_CODECS = ("xdelta3", "none")
 INDEXES = ("lmdb",)
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
-SECRETS = frozenset({"token", "kafka.sasl_password", "object_store.secret_access_key", "object_store.session_token"})
+SECRETS = frozenset(
+    {
+        *("token", "kafka.sasl_password", "redis.password"),
+        *("object_store.secret_access_key", "object_store.session_token"),
+    }
+)
 """Shown as *** wherever settings are printed."""
+SECRET_URLS = frozenset({"redis.url"})
+"""Shown with *** for `user:password`."""
 HIDDEN = "***"
 HOT_FIELDS = frozenset(
     {
@@ -149,6 +158,41 @@ class IndexSettings:
 
     backend: Annotated[str, OneOf(INDEXES)] = "lmdb"
     map_bytes: Annotated[int, Size(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
+
+
+@dataclass(frozen=True)
+class RedisSettings:
+    """The Redis server or Cluster that holds the index of several workers."""
+
+    __pydantic_config__ = _FORBID
+
+    url: Annotated[str, Text(1024)] = field(default="redis://127.0.0.1:6379/0", repr=False)
+    """`redis://`, `rediss://` (TLS), `unix://`; `redis+cluster://` or `rediss+cluster://` for a Cluster."""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    timeout_seconds: Annotated[int, Between(1, 300)] = 5
+    """For connecting, and for each answer."""
+    retries: Annotated[int, Between(0, 100)] = 6
+    """After the first try, with waits that double from 50 ms up to 1 s."""
+    prefix: Annotated[str, Text(64)] = "nearkin"
+    """Of all keys: two stores may share a server."""
+    partitions: Annotated[int, Between(1, 4096, power_of_two=True)] = 16
+    """Hash slots that each table is spread over; takes effect when the index is made anew."""
+
+    def __post_init__(self) -> None:
+        """Refuse a URL of another kind, files without TLS, and a prefix that would move keys to another slot."""
+        scheme = self.url.partition("://")[0]
+        if scheme not in REDIS_SCHEMES:
+            raise ValueError(f'url scheme "{scheme}": choose one of {", ".join(REDIS_SCHEMES)}')
+        if (self.ca_file or self.cert_file or self.key_file) and not scheme.startswith("rediss"):
+            raise ValueError(f'url scheme "{scheme}": ca_file, cert_file and key_file want rediss:// (TLS)')
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file: give both or neither")
+        if set(self.prefix) & set("{} \r\n"):
+            raise ValueError(f'prefix "{self.prefix}": want no braces and no white space')
 
 
 @dataclass(frozen=True)
@@ -274,6 +318,7 @@ class Settings:
     block: BlockSettings = BlockSettings()
     container: ContainerSettings = ContainerSettings()
     index: IndexSettings = IndexSettings()
+    redis: RedisSettings = RedisSettings()
     restore: RestoreSettings = RestoreSettings()
     runner: RunnerSettings = RunnerSettings()
     object_store: ObjectStoreSettings = ObjectStoreSettings()
@@ -424,6 +469,8 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, objec
 
 
 def _shown(name: str, value: object) -> object:
+    if name in SECRET_URLS:
+        return re.sub(r"(?<=://)[^/]*@", f"{HIDDEN}@", str(value))
     return HIDDEN if name in SECRETS and value is not None else value
 
 

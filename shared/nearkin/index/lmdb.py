@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -27,6 +27,7 @@ from blake3 import blake3
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, StoreUnavailable
 from nearkin.formats.manifest import Manifest
+from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.protocols import ContainerSummary
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Ledger, Locations
 
@@ -37,17 +38,6 @@ _NONE = _COUNT.pack(0)
 _LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 _KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogEntry:
-    """What the catalog keeps of a version."""
-
-    key: str
-    version: int
-    manifest_bytes: int
-    seconds: float
-    ledger: Ledger
 
 
 class LmdbIndex:
@@ -287,32 +277,6 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
     return StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again")
-
-
-def summarise(claims: ContainerClaims) -> ContainerSummary:
-    """Return what `stats` needs of a container."""
-    directory = claims.directory
-    chunks, blocks = directory.chunks, directory.blocks
-    deltas = chunks.depths > 0
-    raw_blocks = blocks.depths == 0
-    counted = np.bincount(directory.segments.sketches, minlength=len(directory.sketch_names))
-    return ContainerSummary(
-        container=directory.container,
-        container_bytes=directory.container_bytes,
-        directory_bytes=directory.directory_bytes,
-        recipe_bytes=directory.recipe_bytes,
-        name_bytes=len(chunks) * 28,
-        blocks=len(blocks),
-        segments=len(directory.segments),
-        raw_chunks=int(np.count_nonzero(~deltas)),
-        raw_block_bytes=int(blocks.stored[raw_blocks].sum()),
-        delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
-        unique_bytes=int(chunks.lengths.sum(dtype=np.uint64)),
-        delta_chunk_bytes=int(chunks.lengths[deltas].sum(dtype=np.uint64)),
-        delta_bytes=int(chunks.encoded[deltas].sum(dtype=np.uint64)),
-        depths=tuple(int(n) for n in np.bincount(chunks.depths)),
-        sketches={name: int(n) for name, n in zip(directory.sketch_names, counted, strict=True) if n},
-    )
 
 
 def _rows(array: U8, width: int) -> list[bytes]:

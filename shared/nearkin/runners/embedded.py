@@ -27,7 +27,7 @@ from nearkin.config import Settings
 from nearkin.errors import Retryable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.index.lmdb import summarise
+from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.records import U8, Bools, Ledger, Locations, PutResult, SegmentBatch

@@ -1,0 +1,48 @@
+"""What an index keeps beside locations. Invariant: it follows from containers and manifests alone, in every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nearkin.claims import ContainerClaims
+from nearkin.index.protocols import ContainerSummary
+from nearkin.records import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """What the catalog keeps of a version."""
+
+    key: str
+    version: int
+    manifest_bytes: int
+    seconds: float
+    ledger: Ledger
+
+
+def summarise(claims: ContainerClaims) -> ContainerSummary:
+    """Return what `stats` needs of a container."""
+    directory = claims.directory
+    chunks, blocks = directory.chunks, directory.blocks
+    deltas = chunks.depths > 0
+    raw_blocks = blocks.depths == 0
+    counted = np.bincount(directory.segments.sketches, minlength=len(directory.sketch_names))
+    return ContainerSummary(
+        container=directory.container,
+        container_bytes=directory.container_bytes,
+        directory_bytes=directory.directory_bytes,
+        recipe_bytes=directory.recipe_bytes,
+        name_bytes=len(chunks) * 28,
+        blocks=len(blocks),
+        segments=len(directory.segments),
+        raw_chunks=int(np.count_nonzero(~deltas)),
+        raw_block_bytes=int(blocks.stored[raw_blocks].sum()),
+        delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
+        unique_bytes=int(chunks.lengths.sum(dtype=np.uint64)),
+        delta_chunk_bytes=int(chunks.lengths[deltas].sum(dtype=np.uint64)),
+        delta_bytes=int(chunks.encoded[deltas].sum(dtype=np.uint64)),
+        depths=tuple(int(n) for n in np.bincount(chunks.depths)),
+        sketches={name: int(n) for name, n in zip(directory.sketch_names, counted, strict=True) if n},
+    )

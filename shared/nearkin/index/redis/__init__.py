@@ -1,0 +1,6 @@
+"""The index in Redis: one for all workers. See docs/decisions/0007-redis-index.md."""
+
+from nearkin.index.redis.index import RedisIndex
+from nearkin.index.redis.rebuild import Rebuilder, rebuild_in_background
+
+__all__ = ["Rebuilder", "RedisIndex", "rebuild_in_background"]

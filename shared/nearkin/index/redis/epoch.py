@@ -1,0 +1,261 @@
+"""Epochs. Invariant: a number means the same container for as long as its epoch's name is seen anywhere.
+
+    {m}:epoch            "layout name partitions run whole": run is the server's run_id, whole 1 once it was rebuilt
+    {m}:name:containers  container id 8 -> first number 8, then its summary once all its entries are there
+    {m}:name:table       records in order of their numbers: first number 8, container id 8, span 4, domain 16
+    {m}:name:next        the next free number
+    {t0}:name ...        a partition of table t, see `scripts`
+
+Numbers are given out in one place, by a script that first compares epoch and run_id. A server that was emptied, that
+came back from an older snapshot, or a replica that took over with the last writes missing has another run_id or no
+epoch: a new one begins, with a new name in every key, and what was written under the old name is never read again.
+Every partition has a state from its epoch's first moment on, so that one whose state is gone was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nearkin.errors import FormatTooNew, StoreUnavailable
+from nearkin.index.redis.rows import TABLES, Table
+from nearkin.index.redis.server import Command, Server
+from nearkin.records import U64, Bools, ContainerId, Locations
+
+LAYOUT = 1
+VERSIONS_LETTER = "v"
+_LETTERS = (*(table.letter for table in TABLES), VERSIONS_LETTER)
+_EPOCH = re.compile(rb"(\d+) ([\w-]{8}) (\d+) (\w+) ([01])")
+_RECORD = np.dtype([("first", "<u8"), ("container", "<u8"), ("span", "<u4"), ("domain", "<u8", (2,))])
+assert _RECORD.itemsize == 36
+TAIL_RECORDS = 1000
+"""Read along with each lookup, should there be so many new containers; more take calls of RECORDS_A_CALL."""
+RECORDS_A_CALL = 100_000
+EPOCH_TRIES_MAX = 5
+
+_log = logging.getLogger(__name__)
+
+
+class EpochGone(Exception):
+    """What was asked belongs to an epoch that is no more."""
+
+
+class ContainerTable:
+    """Which container each number lies in: a copy of one epoch's table, 44 bytes a container. Shared by threads.
+
+    Entries are only ever appended, so what was copied stays right for as long as the epoch's name does.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records = np.zeros(1024, _RECORD)
+        self._firsts = np.zeros(1024, np.uint64)  # apart, or each search would first gather them
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, offset: int, records: Sequence[bytes]) -> None:
+        """Take records that begin at `offset`; what is there already stays."""
+        with self._lock:
+            fresh = records[self._count - offset :] if offset <= self._count else ()
+            if not fresh:
+                return
+            joined = b"".join(fresh)
+            if len(joined) != len(fresh) * _RECORD.itemsize:
+                return  # not ours: numbers that it would explain stay unknown
+            count = self._count + len(fresh)
+            if count > len(self._records):
+                grown = np.zeros(max(count, 2 * len(self._records)), _RECORD)
+                grown[: self._count] = self._records[: self._count]
+                self._records, self._firsts = grown, grown["first"].astype(np.uint64)
+            self._records[self._count : count] = np.frombuffer(joined, _RECORD)
+            self._firsts[self._count : count] = self._records["first"][self._count : count]
+            self._count = count
+
+    def covers(self, numbers: U64) -> bool:
+        """Return whether all numbers were given out before the last record that was taken."""
+        if not len(numbers):
+            return True
+        with self._lock:
+            last = self._records[self._count - 1] if self._count else None
+        return last is not None and int(numbers.max()) < int(last["first"]) + int(last["span"])
+
+    def locate(self, numbers: U64, domain: bytes) -> tuple[Locations, Bools]:
+        """Return (locations, found); not found: 0, a number that nobody was given, or another domain's."""
+        with self._lock:
+            records, firsts = self._records[: self._count], self._firsts[: self._count]
+        rows = np.searchsorted(firsts, numbers, side="right") - 1
+        held = records[np.maximum(rows, 0)] if len(records) else np.zeros(len(numbers), _RECORD)
+        found = (rows >= 0) & (numbers - held["first"] < held["span"])
+        found &= (held["domain"] == np.frombuffer(domain, "<u8")).all(axis=1)
+        locations = Locations.empty(len(numbers))
+        locations.containers[found] = held["container"][found]
+        locations.ordinals[found] = (numbers - held["first"])[found]
+        return locations, found
+
+    def containers(self, domain: bytes) -> U64:
+        """Return the ids of a domain's containers, in stream order."""
+        with self._lock:
+            records = self._records[: self._count]
+        mine = (records["domain"] == np.frombuffer(domain, "<u8")).all(axis=1)
+        return np.sort(records["container"][mine]).astype(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One life of the index."""
+
+    name: str
+    value: bytes
+    """As it stands in Redis."""
+    partitions: int
+    whole: bool
+    prefix: str
+    table: ContainerTable = field(default_factory=ContainerTable, compare=False)
+
+    def meta(self, what: str) -> str:
+        """Return the name of one of the keys about containers."""
+        return f"{self.prefix}:{{m}}:{self.name}:{what}"
+
+    def partition(self, table: Table | str, number: int) -> str:
+        """Return the key of a partition; its braces choose its slot in a Cluster."""
+        letter = table if isinstance(table, str) else table.letter
+        return f"{self.prefix}:{{{letter}{number:x}}}:{self.name}"
+
+
+class Epochs:
+    """The epoch in force, and how one follows another. Shared by threads."""
+
+    def __init__(self, server: Server, prefix: str, partitions: int) -> None:
+        self._server = server
+        self._prefix = prefix
+        self._partitions = partitions
+        self._lock = threading.Lock()
+        self.key = f"{prefix}:{{m}}:epoch"
+        found = self._parsed(server.one(("GET", self.key)))
+        self._epoch = found if found is not None and self._still(found) else self._begun(found)
+
+    @property
+    def current(self) -> Epoch:
+        """Return the epoch as last seen."""
+        return self._epoch
+
+    def seen(self, epoch: Epoch, value: bytes | None) -> None:
+        """Compare what Redis says now with the epoch that a caller works in. Raises EpochGone."""
+        if value == epoch.value:
+            return
+        found = self._parsed(value)
+        if found is None or found.name != epoch.name:
+            raise EpochGone
+        with self._lock:
+            if self._epoch.name == found.name:
+                self._epoch = found  # it is whole now
+
+    def check(self) -> Epoch:
+        """Ask Redis, which is not always the one it was; return the epoch that is in force then."""
+        epoch = self._epoch
+        value = self._server.one(Server.call("check", [self.key], epoch.name))
+        try:
+            self.seen(epoch, value)
+        except EpochGone:
+            self.renew(epoch)
+        return self._epoch
+
+    def renew(self, gone: Epoch) -> None:
+        """Leave an epoch: take up the one that another client began, or begin one."""
+        with self._lock:
+            if self._epoch.name != gone.name:
+                return  # another thread was here
+            found = self._parsed(self._server.one(("GET", self.key)))
+            adopted = found is not None and found.name != gone.name and self._still(found)
+            self._epoch = found if adopted and found is not None else self._begun(found)
+            _log.warning(
+                "%s: the index of epoch %s is gone (emptied, restarted or failed over); %s epoch %s",
+                self._server.name,
+                gone.name,
+                "taking up" if adopted else "began",
+                self._epoch.name,
+            )
+
+    def _still(self, epoch: Epoch) -> bool:
+        return self._server.one(Server.call("check", [self.key], epoch.name)) is not None
+
+    def _begun(self, before: Epoch | None) -> Epoch:
+        """Make the partitions of a new epoch, then put it into force unless another client was faster."""
+        old = self._server.one(("GET", self.key)) if before is None else before.value
+        for _ in range(EPOCH_TRIES_MAX):
+            name = secrets.token_urlsafe(6)
+            fresh = Epoch(name, b"", self._partitions, False, self._prefix)
+            keys = [fresh.partition(letter, p) for letter in _LETTERS for p in range(self._partitions)]
+            self._server.run([("HSET", key, "", "0 0 0") for key in keys])
+            value = self._server.one(
+                Server.call("begin", [self.key], old or b"", f"{LAYOUT} {name} {self._partitions}")
+            )
+            found = self._parsed(value)
+            if found is not None and found.name != name:
+                self._server.run([("UNLINK", key) for key in keys])
+            if found is not None and self._still(found):
+                return found
+            old = value
+        raise StoreUnavailable(f"{self._server.name}: {EPOCH_TRIES_MAX} new epochs were gone at once; try again later")
+
+    def _parsed(self, value: bytes | None) -> Epoch | None:
+        """Return the epoch of a value, with what is known of it; None for what nobody wrote. Raises FormatTooNew."""
+        match = _EPOCH.fullmatch(value or b"")
+        if match is None or value is None:
+            return None
+        layout, name, partitions, _, whole = match.groups()
+        if int(layout) > LAYOUT:
+            raise FormatTooNew(
+                f"{self._server.name}: index layout {int(layout)}; this Nearkin reads up to {LAYOUT}: upgrade it, "
+                f"or set another redis.prefix"
+            )
+        known = getattr(self, "_epoch", None)
+        same = known is not None and known.name == name.decode()
+        table = known.table if same and known is not None else ContainerTable()
+        return Epoch(name.decode(), value, int(partitions), whole == b"1", self._prefix, table)
+
+    # --- numbers -----------------------------------------------------------------------------------------------------
+
+    def tail(self, epoch: Epoch) -> tuple[int, Command]:
+        """Return how many records are known, and the command that reads some after them."""
+        known = len(epoch.table)
+        return known, ("LRANGE", epoch.meta("table"), known, known + TAIL_RECORDS - 1)
+
+    def cover(self, epoch: Epoch, numbers: U64) -> None:
+        """Read on in the table until it explains all numbers, or ends."""
+        while not epoch.table.covers(numbers):
+            known = len(epoch.table)
+            found = self._server.one(("LRANGE", epoch.meta("table"), known, known + RECORDS_A_CALL - 1))
+            epoch.table.extend(known, found)
+            if len(epoch.table) == known:
+                return
+
+    def cover_all(self, epoch: Epoch) -> None:
+        """Read the table to its end."""
+        self.cover(epoch, np.full(1, np.iinfo(np.uint64).max, np.uint64))
+
+    def first_number(self, epoch: Epoch, container: ContainerId, span: int, domain: bytes) -> int:
+        """Return the number of a container's ordinal 0; the same whenever asked in one epoch. Raises EpochGone."""
+        keys = [self.key, *(epoch.meta(what) for what in ("containers", "table", "next"))]
+        name = container.to_bytes(8, "little")
+        answer: Any = self._server.one(Server.call("assign", keys, epoch.name, name, span, domain))
+        if answer is None:
+            raise EpochGone
+        if answer < 0:
+            raise StoreUnavailable(f"{self._server.name}: 2^40 chunks and segments are numbered; use another prefix")
+        return int(answer)
+
+    def finish(self, epoch: Epoch, container: ContainerId, summary: bytes) -> None:
+        """Keep a container's summary: all its entries are there. Raises EpochGone."""
+        keys = [self.key, epoch.meta("containers")]
+        if self._server.one(Server.call("finish", keys, epoch.name, container.to_bytes(8, "little"), summary)) is None:
+            raise EpochGone

@@ -1,0 +1,314 @@
+"""Redis index. Invariant: an answer is a location that was published in the epoch it was read in, or "not found".
+
+Every lookup is one round trip, whatever the batch: the epoch, a script a partition, and the end of the container table.
+A publish is three: a container's numbers, its entries, its summary. A commit is three: is it there, counts, catalog.
+
+    publish   1 numbers  2 entries  3 summary       dying between any two only repeats work:
+    commit    1 known?   2 counts   3 catalog       each step is found done when it is done again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nearkin.claims import ContainerClaims
+from nearkin.config import RedisSettings
+from nearkin.errors import StoreUnavailable
+from nearkin.formats.manifest import Manifest
+from nearkin.index.catalog import CatalogEntry, summarise
+from nearkin.index.protocols import ContainerSummary
+from nearkin.index.redis import catalog, rows
+from nearkin.index.redis.epoch import EPOCH_TRIES_MAX, VERSIONS_LETTER, Epoch, EpochGone, Epochs
+from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, Keys, Table
+from nearkin.index.redis.server import Command, Server
+from nearkin.records import U8, U16, U64, Bools, ContainerId, Locations
+
+KEYS_A_SCRIPT = 512
+"""A script holds up everyone else: some 2 ms for so many keys."""
+VERSIONS_A_COMMIT = 256
+MEMBERS_A_PAGE = 1000
+COUNTED_SECONDS = 3600
+"""How long it is remembered that a version's segments were counted, should its commit have to be repeated midway."""
+
+Answer = TypeVar("Answer")
+
+
+class RedisIndex:
+    """The index of several workers, seen from one dedup domain. Shared by threads."""
+
+    def __init__(self, settings: RedisSettings, domain: bytes) -> None:
+        """Connect. Raises StoreUnavailable, or ConfigError where settings or the server's policy are wrong."""
+        self.server = Server(settings)
+        self.prefix = settings.prefix
+        self._domain = domain
+        self.epochs = Epochs(self.server, settings.prefix, settings.partitions)
+
+    def for_domain(self, domain: bytes) -> RedisIndex:
+        """Return the same index seen from another domain (tenant); it shares connections: close only one."""
+        other = RedisIndex.__new__(RedisIndex)
+        other.server, other.prefix, other.epochs, other._domain = self.server, self.prefix, self.epochs, domain
+        return other
+
+    @property
+    def needs_rebuild(self) -> bool:
+        """Whether the index may hold less than the store, as last seen; `check` asks Redis."""
+        return not self.epochs.current.whole
+
+    def check(self) -> bool:
+        """Ask whether Redis is still the one it was; return `needs_rebuild`."""
+        return not self.epochs.check().whole
+
+    # --- lookups -----------------------------------------------------------------------------------------------------
+
+    def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[n, 32] names."""
+        return self._locate(CHUNKS, rows.chunk_keys(names))
+
+    def locate_segments(self, segment_ids: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[s, 20] segment ids."""
+        return self._locate(SEGMENTS, rows.segment_keys(segment_ids))
+
+    def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint64[n] super-features of one rank."""
+        return self._locate(FEATURES, rows.super_feature_keys(sketch, self._domain, rank, super_features))
+
+    def _locate(self, table: Table, keys: Keys) -> tuple[Locations, Bools]:
+        if not len(keys):
+            return Locations.empty(), np.zeros(0, np.bool_)
+        return self._in_epoch(partial(self._located, table=table, keys=keys))
+
+    def _located(self, epoch: Epoch, table: Table, keys: Keys) -> tuple[Locations, Bools]:
+        order, calls = _calls(epoch, "find", table, keys.rows, keys.partitions)
+        known, tail = self.epochs.tail(epoch)
+        value, *values, records = self.server.run([("GET", self.epochs.key), *calls, tail])
+        self.epochs.seen(epoch, value)
+        if None in values:
+            raise EpochGone
+        numbers = np.empty(len(keys), np.uint64)
+        numbers[order] = rows.numbers_of(b"".join(values))
+        epoch.table.extend(known, records)
+        self.epochs.cover(epoch, numbers)
+        return epoch.table.locate(numbers, self._domain)
+
+    # --- publishing --------------------------------------------------------------------------------------------------
+
+    def publish(self, claims: ContainerClaims) -> None:
+        """Add a durable container's entries; one that is there stays."""
+        self._in_epoch(partial(self._published, claims=claims))
+
+    def _published(self, epoch: Epoch, claims: ContainerClaims) -> None:
+        directory = claims.directory
+        span = max(len(directory.chunks), len(directory.segments))
+        first = np.uint64(self.epochs.first_number(epoch, directory.container, span, directory.domain))  # 1
+        chunk_keys = rows.chunk_keys(directory.chunks.names)
+        claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
+        segment_keys = rows.segment_keys(claims.segment_ids[claimed])
+        calls = _inserts(epoch, CHUNKS, chunk_keys, first + np.arange(len(chunk_keys), dtype=np.uint64))
+        calls += _inserts(epoch, SEGMENTS, segment_keys, first + claimed.astype(np.uint64))
+        parts, numbers = [], []
+        for sketch, (ordinals, super_features) in claims.super_features.items():
+            for rank in range(super_features.shape[1]):
+                there = np.flatnonzero(super_features[:, rank])
+                parts.append(rows.super_feature_keys(sketch, directory.domain, rank, super_features[there, rank]))
+                numbers.append(first + ordinals[there].astype(np.uint64))
+        if parts:  # all ranks in one: a script a partition, not three
+            calls += _inserts(epoch, FEATURES, Keys.join(parts), np.concatenate(numbers))
+        if None in self.server.run(calls):  # 2
+            raise EpochGone
+        self.epochs.finish(epoch, directory.container, catalog.pack_summary(summarise(claims)))  # 3
+
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
+        """Add a version to the catalog and count its segments, once."""
+        self.commit_many([(manifest, manifest_bytes)])
+
+    def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
+        """Add versions, each with its manifest's bytes; VERSIONS_A_COMMIT share their round trips."""
+        for at in range(0, len(versions), VERSIONS_A_COMMIT):
+            some = versions[at : at + VERSIONS_A_COMMIT]
+            self._in_epoch(partial(self._committed, versions=some))
+
+    def _committed(self, epoch: Epoch, versions: Sequence[tuple[Manifest, int]]) -> None:
+        starts = [catalog.member_start(manifest.key, manifest.version) for manifest, _ in versions]
+        homes = [self._home(epoch, manifest.tenant) for manifest, _ in versions]
+        asked = [Server.call("committed", home, start) for home, start in zip(homes, starts, strict=True)]
+        known = self.server.run(asked)  # 1
+        if None in known:
+            raise EpochGone
+        new = [row for row, there in enumerate(known) if not there]
+        calls: list[Command] = []
+        for row in new:
+            calls += _counts(epoch, versions[row][0], starts[row])
+        if None in self.server.run(calls):  # 2
+            raise EpochGone
+        adding = []
+        for row in new:
+            manifest, manifest_bytes = versions[row]
+            entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
+            adding.append(Server.call("commit", homes[row], starts[row], catalog.member_rest(entry)))
+        if None in self.server.run(adding):  # 3
+            raise EpochGone
+
+    def _home(self, epoch: Epoch, tenant: str) -> list[str]:
+        """Return the keys of the partition that holds a tenant's versions, and of the versions themselves."""
+        tag = catalog.tenant_tag(tenant)
+        partition = epoch.partition(VERSIONS_LETTER, int(tag[:4], 16) % epoch.partitions)
+        return [partition, f"{partition}:{tag}"]
+
+    def versions_of(self, tenant: str, key: str) -> list[int]:
+        """Return the version numbers of a key, ascending."""
+        start = catalog.escaped(key) + b"\0"
+        return [entry.version for entry in self._entries(tenant, start + b"\0", start + b"\1")]
+
+    def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
+        """Yield the versions of all keys that start with `prefix`, by key and version, MEMBERS_A_PAGE at a time."""
+        start = catalog.escaped(prefix)
+        return self._entries(tenant, start, start + b"\xff" if start else None)  # no UTF-8 holds 255; NUL 255 is NUL
+
+    def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
+        return ((entry.key, entry.version) for entry in self.catalog(tenant, prefix))
+
+    def _entries(self, tenant: str, start: bytes, end: bytes | None) -> Iterator[CatalogEntry]:
+        below = b"+" if end is None else b"(" + end
+        above = b"[" + start
+        while True:
+            page = self._in_epoch(partial(self._page, tenant=tenant, above=above, below=below))
+            yield from map(catalog.parse_member, page)
+            if len(page) < MEMBERS_A_PAGE:
+                return
+            above = b"(" + page[-1]
+
+    def _page(self, epoch: Epoch, tenant: str, above: bytes, below: bytes) -> list[bytes]:
+        partition, versions = self._home(epoch, tenant)
+        asked: list[Command] = [
+            ("GET", self.epochs.key),
+            ("ZRANGEBYLEX", versions, above, below, "LIMIT", 0, MEMBERS_A_PAGE),
+            ("EXISTS", partition),
+        ]
+        value, page, there = self.server.run(asked)
+        self.epochs.seen(epoch, value)
+        if not there:
+            raise EpochGone
+        found: list[bytes] = page
+        return found
+
+    # --- the index as a whole ----------------------------------------------------------------------------------------
+
+    def containers(self) -> Iterator[ContainerSummary]:
+        """Yield what is known of each container of this domain whose entries are all there, in stream order."""
+        epoch = self.epochs.check()
+        self.epochs.cover_all(epoch)
+        ids = epoch.table.containers(self._domain).tolist()
+        for at in range(0, len(ids), MEMBERS_A_PAGE):
+            some = ids[at : at + MEMBERS_A_PAGE]
+            names = [container.to_bytes(8, "little") for container in some]
+            found = self.server.one(("HMGET", epoch.meta("containers"), *names))
+            for container, packed in zip(some, found, strict=True):
+                if packed is not None and len(packed) > 8:
+                    yield catalog.parse_summary(ContainerId(container), packed[8:])
+
+    def entries(self) -> dict[str, dict[bytes, bytes]]:
+        """Return every entry of every table, in memory: for comparing two indexes in tests.
+
+        Keys are as `rows` makes them, after their partition's number; a location is container 8, ordinal 4.
+        """
+        epoch = self.epochs.check()
+        self.epochs.cover_all(epoch)
+        found: dict[str, dict[bytes, bytes]] = {}
+        for name, table in (("chunks", CHUNKS), ("segments", SEGMENTS), ("features", FEATURES), ("counts", COUNTS)):
+            asked: list[Command] = [("HGETALL", epoch.partition(table, p)) for p in range(epoch.partitions)]
+            found[name] = {}
+            for partition, buckets in enumerate(self.server.run(asked)):
+                found[name] |= self._decoded(epoch, table, partition, _flat(buckets, table.width))
+        return found
+
+    def _decoded(self, epoch: Epoch, table: Table, partition: int, held: U8) -> dict[bytes, bytes]:
+        keys, values = np.ascontiguousarray(held[:, : table.key_bytes]), held[:, table.key_bytes :].tobytes()
+        if table is COUNTS:
+            names = _packed(rows.locations_of(keys))
+            return {names[i]: values[4 * i : 4 * i + 4] for i in range(len(keys))}
+        locations, found = epoch.table.locate(rows.numbers_of(values), self._domain)
+        lead, places = partition.to_bytes(2, "little"), _packed(locations)
+        return {lead + keys[i].tobytes(): places[i] for i in np.flatnonzero(found)}
+
+    def sweep(self) -> int:
+        """Delete what earlier epochs left behind, in parts of a Cluster that outlived them; return how many keys."""
+        epoch = self.epochs.check()
+        swept = 0
+        keep = f"}}:{epoch.name}".encode()
+        for keys in self.server.keys(f"{self.prefix}:{{"):
+            old = [key for key in keys if b"}:" in key and keep not in key and len(key.split(b"}:", 1)[1]) >= 8]
+            self.server.run([("UNLINK", key) for key in old])
+            swept += len(old)
+        return swept
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.server.close()
+
+    def _in_epoch(self, work: Callable[[Epoch], Answer]) -> Answer:
+        """Do work in the epoch in force; once more in the next one where that is gone."""
+        for _ in range(EPOCH_TRIES_MAX):
+            epoch = self.epochs.current
+            try:
+                return work(epoch)
+            except EpochGone:
+                self.epochs.renew(epoch)
+        raise StoreUnavailable(
+            f"{self.server.name}: {EPOCH_TRIES_MAX} epochs were gone within one call; try again later"
+        )
+
+
+def _calls(
+    epoch: Epoch, script: str, table: Table, packed: U8, partitions: U16, *more: Any
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], list[Command]]:
+    """Return (order, calls): the rows by partition, at most KEYS_A_SCRIPT a call, and in which order they are."""
+    order, bounds = rows.order_by_partition(partitions, epoch.partitions)
+    data, width = packed[order].tobytes(), packed.shape[1]
+    calls = []
+    for partition in np.flatnonzero(np.diff(bounds)).tolist():
+        key = epoch.partition(table, partition)
+        start, stop = int(bounds[partition]), int(bounds[partition + 1])
+        for at in range(start, stop, KEYS_A_SCRIPT):
+            part = data[at * width : min(at + KEYS_A_SCRIPT, stop) * width]
+            calls.append(Server.call(script, [key], part, table.key_bytes, table.width, table.bucket_entries, *more))
+    return order, calls
+
+
+def _inserts(epoch: Epoch, table: Table, keys: Keys, numbers: U64) -> list[Command]:
+    return _calls(epoch, "insert", table, rows.with_numbers(keys, numbers), keys.partitions)[1]
+
+
+def _counts(epoch: Epoch, manifest: Manifest, start: bytes) -> list[Command]:
+    """Return the calls that count a version's segments; each carries a mark that says whether it was done before."""
+    # with return_index, or np.unique imports numpy.ma: 15 ms of a worker's start
+    pairs = np.stack([manifest.segments.containers, manifest.segments.ordinals.astype(np.uint64)], axis=1)
+    distinct, _ = np.unique(pairs, axis=0, return_index=True)
+    keys = rows.count_keys(Locations(distinct[:, 0].copy(), distinct[:, 1].astype(np.uint32)))
+    version = blake2b(catalog.tenant_tag(manifest.tenant).encode() + start, digest_size=12).hexdigest()
+    calls = _calls(epoch, "count", COUNTS, keys.rows, keys.partitions, COUNTED_SECONDS)[1]
+    marked: list[Command] = []
+    for number, (command, sha, _, key, *arguments) in enumerate(calls):
+        marked.append((command, sha, 2, key, f"{key}:{version}:{number:x}", *arguments))
+    return marked
+
+
+def _flat(buckets: Any, width: int) -> U8:
+    """Return all whole entries of a partition's reply to HGETALL."""
+    pairs = buckets.items() if isinstance(buckets, dict) else zip(buckets[::2], buckets[1::2], strict=True)
+    held = b"".join(bucket for number, bucket in pairs if number and len(bucket) % width == 0)
+    return np.frombuffer(held, np.uint8).reshape(-1, width)
+
+
+def _packed(locations: Locations) -> list[bytes]:
+    packed = np.empty(len(locations), np.dtype([("container", "<u8"), ("ordinal", "<u4")]))
+    packed["container"], packed["ordinal"] = locations.containers, locations.ordinals
+    data = packed.tobytes()
+    return [data[12 * i : 12 * i + 12] for i in range(len(locations))]

@@ -1,0 +1,288 @@
+"""Scripts. Invariant: each touches one Cluster slot, may be repeated, and changes nothing where its epoch is gone.
+
+A table lies in partitions; a partition is one Redis hash and a linear hash (Litwin, VLDB 1980) of its own:
+
+    field ""   "level split entries": there are 2^level + split buckets
+    field n    n as 3 bytes, bucket n: entries of one width, key then value, in order of arrival
+
+    h = the first 24 bits of an entry's key, little-endian; it lies in bucket h mod 2^level, or, where that is below
+    `split`, in bucket h mod 2^(level + 1)
+
+When entries outgrow buckets x `bucket_entries` the bucket at `split` is parted in two. The hash's name holds the epoch,
+so whoever still knows another epoch finds no state.
+"""
+
+from __future__ import annotations
+
+DAMAGED = "NEARKIN-DAMAGED"
+"""Starts an error reply; after it comes the key that holds something else than was written."""
+LEVEL_MAX = 24
+"""Bits of a key that choose its bucket: with 40 entries each, 2^29 entries a partition; then buckets grow longer."""
+BUCKET_ENTRIES_MAX = 2048
+"""A bucket takes no more: who crafts super-features that meet in one must not make every call that reads it slow."""
+
+_TABLE = """
+local base, key_bytes, width, bucket_entries = KEYS[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local byte, char, sub, find, floor = string.byte, string.char, string.sub, string.find, math.floor
+local state = redis.pcall('HGET', base, '')
+if not state then return false end
+local level, split, entries = string.match(type(state) == 'string' and state or '', '^(%d+) (%d+) (%d+)$')
+level, split, entries = tonumber(level), tonumber(split), tonumber(entries)
+if not level or level > $LEVEL_MAX or split >= 2 ^ level then return redis.error_reply('$DAMAGED ' .. base) end
+local low = 2 ^ level
+local high = low * 2
+local held = {}
+local function field(n) return char(n % 256, floor(n / 256) % 256, floor(n / 65536)) end
+local function load_all(numbers, fields)
+  for start = 1, #fields, 1000 do
+    local found = redis.call('HMGET', base, unpack(fields, start, math.min(start + 999, #fields)))
+    for i = 1, #found do
+      local bucket = found[i]
+      if not bucket or #bucket % width ~= 0 then bucket = '' end
+      held[numbers[start + i - 1]] = bucket
+    end
+  end
+end
+local wanted, numbers, fields = {}, {}, {}
+local function want(rows, stride)
+  for at = 1, #rows, stride do
+    local a, b, c = byte(rows, at, at + 2)
+    local h = a + b * 256 + c * 65536
+    local n = h % low
+    if n < split then n = h % high end
+    wanted[#wanted + 1] = n
+    if not held[n] then
+      held[n] = ''
+      numbers[#numbers + 1] = n
+      fields[#fields + 1] = field(n)
+    end
+  end
+  load_all(numbers, fields)
+end
+local function place(bucket, key)
+  local at = find(bucket, key, 1, true)
+  while at and (at - 1) % width ~= 0 do at = find(bucket, key, at + 1, true) end
+  return at
+end
+"""
+
+FIND = (
+    _TABLE
+    + """
+local keys, out, none = ARGV[1], {}, string.rep('\\0', width - key_bytes)
+want(keys, key_bytes)
+for i = 1, #wanted do
+  local at, bucket = (i - 1) * key_bytes, held[wanted[i]]
+  local found = place(bucket, sub(keys, at + 1, at + key_bytes))
+  out[i] = found and sub(bucket, found + key_bytes, found + width - 1) or none
+end
+return table.concat(out)
+"""
+)
+"""KEYS table; ARGV keys, key bytes, width, bucket entries: the keys' values, zeros for what is not there; or nil."""
+
+_STORE = """
+local changed, before = {}, entries
+local function store(n, bucket)
+  held[n] = bucket
+  changed[n] = true
+end
+local function append(n, bucket, entry)
+  if #bucket >= $BUCKET_ENTRIES_MAX * width then return end
+  store(n, bucket .. entry)
+  entries = entries + 1
+end
+local function grow()
+  while entries > bucket_entries * (low + split) and level < $LEVEL_MAX do
+    if not held[split] then load_all({split}, {field(split)}) end
+    local bucket, stay, go = held[split], {}, {}
+    for at = 1, #bucket, width do
+      local a, b, c = byte(bucket, at, at + 2)
+      local to = (a + b * 256 + c * 65536) % high >= low and go or stay
+      to[#to + 1] = sub(bucket, at, at + width - 1)
+    end
+    store(split, table.concat(stay))
+    store(split + low, table.concat(go))
+    split = split + 1
+    if split == low then level, split, low, high = level + 1, 0, high, high * 2 end
+  end
+end
+local function save()
+  grow()
+  local pairs_of, none = {}, {}
+  for n in pairs(changed) do
+    if held[n] == '' then
+      none[#none + 1] = field(n)
+    else
+      pairs_of[#pairs_of + 1] = field(n)
+      pairs_of[#pairs_of + 1] = held[n]
+    end
+  end
+  for start = 1, #pairs_of, 1000 do
+    redis.call('HSET', base, unpack(pairs_of, start, math.min(start + 999, #pairs_of)))
+  end
+  if #none > 0 then redis.call('HDEL', base, unpack(none)) end
+  if entries ~= before then
+    redis.call('HSET', base, '', string.format('%d %d %d', level, split, entries))
+  end
+  return entries - before
+end
+"""
+
+INSERT = (
+    _TABLE
+    + _STORE
+    + """
+local rows = ARGV[1]
+want(rows, width)
+for i = 1, #wanted do
+  local at, n = (i - 1) * width, wanted[i]
+  local bucket = held[n]
+  if not place(bucket, sub(rows, at + 1, at + key_bytes)) then append(n, bucket, sub(rows, at + 1, at + width)) end
+end
+return save()
+"""
+)
+"""KEYS table; ARGV entries, as above: add those whose key is not there yet, in order; how many they were; or nil."""
+
+COUNT = (
+    _TABLE
+    + _STORE
+    + """
+if not redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[5]) then return 0 end
+local keys = ARGV[1]
+want(keys, key_bytes)
+for i = 1, #wanted do
+  local at, n = (i - 1) * key_bytes, wanted[i]
+  local key, bucket = sub(keys, at + 1, at + key_bytes), held[n]
+  local found = place(bucket, key)
+  if found then
+    local a, b, c, d = byte(bucket, found + key_bytes, found + width - 1)
+    local count = math.min(a + b * 256 + c * 65536 + d * 16777216 + 1, 4294967295)
+    store(n, sub(bucket, 1, found + key_bytes - 1) .. struct.pack('<I4', count) .. sub(bucket, found + width))
+  else
+    append(n, bucket, key .. '\\1\\0\\0\\0')
+  end
+end
+return save()
+"""
+)
+"""KEYS table, mark; ARGV keys, as above, seconds: add 1 to each key's count unless the mark says that it was done."""
+
+_EPOCH = """
+local epoch = redis.call('GET', KEYS[1])
+local version, name, partitions, run, whole = string.match(epoch or '', '^(%d+) (%S+) (%d+) (%S+) (%d)$')
+local function run_now() return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)') end
+"""
+
+BEGIN = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return redis.call('GET', KEYS[1]) or '' end
+local run = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+local epoch = ARGV[2] .. ' ' .. run .. ' 0'
+redis.call('SET', KEYS[1], epoch)
+return epoch
+"""
+"""KEYS epoch; ARGV its value as last seen, version and name and partitions of a new one: the value now."""
+
+CHECK = (
+    _EPOCH
+    + """
+if name ~= ARGV[1] or run ~= run_now() then return false end
+return epoch
+"""
+)
+"""KEYS epoch; ARGV name: the epoch's value; or nil where it is another's, or that of another run of the server."""
+
+ASSIGN = (
+    _EPOCH
+    + """
+if name ~= ARGV[1] or run ~= run_now() then return false end
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+if known then return (struct.unpack('<I8', known)) end
+local first, span = tonumber(redis.call('GET', KEYS[4]) or '1'), tonumber(ARGV[3])
+if first + span > 2 ^ 40 then return -1 end
+redis.call('SET', KEYS[4], string.format('%.0f', first + span))
+redis.call('HSET', KEYS[2], ARGV[2], struct.pack('<I8', first))
+redis.call('RPUSH', KEYS[3], struct.pack('<I8', first) .. ARGV[2] .. struct.pack('<I4', span) .. ARGV[4])
+return first
+"""
+)
+"""KEYS epoch, containers, table, next; ARGV name, container id, span, domain: its first number; -1 full; or nil."""
+
+FINISH = (
+    _EPOCH
+    + """
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+if name ~= ARGV[1] or not known then return false end
+if #known == 8 then redis.call('HSET', KEYS[2], ARGV[2], known .. ARGV[3]) end
+return 1
+"""
+)
+"""KEYS epoch, containers; ARGV name, container id, summary: keep the summary, a sign that all entries are there."""
+
+WHOLE = (
+    _EPOCH
+    + """
+if name ~= ARGV[1] or redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], table.concat({version, name, partitions, run, '1'}, ' '))
+return 1
+"""
+)
+"""KEYS epoch, lease; ARGV name, the lease's holder: say that the index holds all that the store does."""
+
+COMMITTED = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+return #redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255', 'LIMIT', 0, 1)
+"""
+"""KEYS partition, versions; ARGV start of a member: 1 where a version is there, else 0; or nil."""
+
+COMMIT = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+if #redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255', 'LIMIT', 0, 1) > 0 then return 0 end
+return redis.call('ZADD', KEYS[2], 0, ARGV[1] .. ARGV[2])
+"""
+"""KEYS partition, versions; ARGV start and rest of a member: add it unless the version is there; or nil."""
+
+TAKE = """
+if redis.call('GET', KEYS[1]) then return false end
+local holder = redis.call('INCR', KEYS[2]) .. ':' .. ARGV[1]
+redis.call('SET', KEYS[1], holder, 'PX', ARGV[2])
+return holder
+"""
+"""KEYS lease, fence; ARGV token, ms: the holder's name, a number that grows and the token; or nil while it is held."""
+
+RENEW = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+"""KEYS lease; ARGV holder, ms: 1 while it is held by that holder."""
+
+RELEASE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+"""KEYS lease; ARGV holder: let go of it."""
+
+
+def _filled(script: str) -> str:
+    for name, value in (("DAMAGED", DAMAGED), ("LEVEL_MAX", LEVEL_MAX), ("BUCKET_ENTRIES_MAX", BUCKET_ENTRIES_MAX)):
+        script = script.replace(f"${name}", str(value))
+    return script
+
+
+SOURCES = {
+    "find": _filled(FIND),
+    "insert": _filled(INSERT),
+    "count": _filled(COUNT),
+    "begin": BEGIN,
+    "check": CHECK,
+    "assign": ASSIGN,
+    "finish": FINISH,
+    "whole": WHOLE,
+    "committed": COMMITTED,
+    "commit": COMMIT,
+    "take": TAKE,
+    "renew": RENEW,
+    "release": RELEASE,
+}
+"""All scripts by name."""
