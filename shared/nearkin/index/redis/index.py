@@ -24,9 +24,9 @@ from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.protocols import ContainerSummary
 from nearkin.index.redis import catalog, rows
 from nearkin.index.redis.epoch import EPOCH_TRIES_MAX, VERSIONS_LETTER, Epoch, EpochGone, Epochs
-from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, Keys, Table
+from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, U16, Keys, Table
 from nearkin.index.redis.server import Command, Server
-from nearkin.records import U8, U16, U64, Bools, ContainerId, Locations
+from nearkin.records import U8, U64, Bools, ContainerId, Locations
 
 KEYS_A_SCRIPT = 512
 """A script holds up everyone else: some 2 ms for so many keys."""

@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.claims import feature_keys
-from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U16, U64, Locations
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Locations
+
+U16 = NDArray[np.uint16]
 
 NUMBER_BYTES = 5
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -19,7 +19,7 @@ from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.errors import Corrupt, Retryable
 from nearkin.formats.message import End, Message, Paired, Placed, encode
-from nearkin.index.lmdb import summarise
+from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
