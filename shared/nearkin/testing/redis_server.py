@@ -1,7 +1,7 @@
 """A Redis server with options of one's own. Invariant: as `servers.Redis`, but it keeps nothing on disk unless told to.
 
-    with redis_server(folder) as url: ...
-    server = RedisServer(folder, "--cluster-enabled", "yes").start(); server.kill(); server.start(); server.stop()
+with redis_server(folder) as url: ...
+server = RedisServer(folder, "--cluster-enabled", "yes").start(); server.kill(); server.start(); server.stop()
 """
 
 from __future__ import annotations
