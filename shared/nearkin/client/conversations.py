@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from nearkin.api import check_key
 from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
@@ -24,7 +25,10 @@ LISTED_MAX = 1_000_000
 """Versions of one listing: 1 GB of memory."""
 WAIT_SECONDS = 20.0
 """How long the gateway is asked to hold a put's answer back: proxies give up on silent ones after 60 s."""
-POLL_SECONDS_MIN, POLL_SECONDS_MAX = 0.05, 2.0
+POLL_SECONDS = 0.2
+"""Between two questions for an outcome, should the gateway not wait as it was asked to."""
+_VALUE_SAFE = "!\"#$&'()*+,-./:;<=>?@[]^_`{|}~"
+_NAME_SAFE = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_.")
 
 
 class Accepted(NamedTuple):
@@ -43,7 +47,7 @@ def accept(
     headers = upload.headers()
     if metadata:
         encode_metadata(metadata)
-        headers["X-Nearkin-Metadata"] = json.dumps(dict(metadata))
+        headers |= metadata_headers(metadata)
     if sha256 is not None:
         headers["X-Content-SHA256"] = sha256.hex()
     answer = yield Call(
@@ -63,25 +67,44 @@ def accept(
     return Accepted(key, blob_path(identity, "/v1/status"), upload)
 
 
+def metadata_headers(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return `X-Nearkin-Meta-NAME: VALUE` headers, percent-encoded; names so that their case survives."""
+    return {f"X-Nearkin-Meta-{_header_name(name)}": quote(text, safe=_VALUE_SAFE) for name, text in metadata.items()}
+
+
+def _header_name(name: str) -> str:
+    return "".join(c if c in _NAME_SAFE else "".join(f"%{byte:02X}" for byte in c.encode()) for c in name)
+
+
 def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]:
     """Wait for the end of a put. Raises StoreUnavailable when it failed or time is up."""
     deadline = time.monotonic() + commit_seconds
-    pause_seconds = POLL_SECONDS_MIN
+    pause_seconds = 0.0
     while True:
-        answer = yield Call("GET", accepted.status_path, after_seconds=pause_seconds)
+        wait_seconds = max(0.0, min(WAIT_SECONDS, deadline - time.monotonic()))
+        answer = yield Call(
+            "GET",
+            accepted.status_path,
+            {"wait": f"{wait_seconds:.3f}"},
+            after_seconds=pause_seconds,
+            patience_seconds=wait_seconds,
+        )
         told = answer.json()
         state = told.get("state") if isinstance(told, dict) else None
         if state == "committed":
-            return _stored(answer, told.get("result", told), accepted.upload)
+            return _stored(answer, told, accepted.upload)
         if state == "failed":
             raise StoreUnavailable(f"key {accepted.key!r}: nothing was stored: {str(told.get('failure'))[:500]}")
-        if state is None:
-            raise answer.foreign("no state")
-        if time.monotonic() > deadline:
-            raise StoreUnavailable(
-                f"key {accepted.key!r}: not committed in {commit_seconds:.0f} s; it goes on, see {accepted.status_path}"
+        if state not in ("pending", "unknown"):
+            raise answer.foreign(f"state {state!r:.50}")
+        if state == "unknown" or time.monotonic() > deadline:
+            why = (
+                "the gateway forgot it"
+                if state == "unknown"
+                else f"not committed in {commit_seconds:.0f} s; it goes on"
             )
-        pause_seconds = min(pause_seconds * 1.5, POLL_SECONDS_MAX)
+            raise StoreUnavailable(f"key {accepted.key!r}: {why}: see {accepted.status_path} and the key's versions")
+        pause_seconds = POLL_SECONDS
 
 
 def put(
@@ -106,40 +129,57 @@ def info(key: str, version: int | None) -> Conversation[VersionInfo]:
     """Ask for a version, the newest by default."""
     check_key(key)
     check_version(version)
-    answer = yield Call("GET", f"{blob_path(key)}/versions/{version or 'latest'}")
+    answer = yield Call("GET", blob_path(key, "/v1/info"), {} if version is None else {"version": str(version)})
     return _read(answer, lambda: answers.info_from(answer.json()))
 
 
 def versions(prefix: str, all_versions: bool) -> Conversation[list[VersionInfo]]:
     """Ask for the newest version, or all, of every key that starts with `prefix`, page by page."""
+    newest = yield from _pages("/v1/blobs", {"prefix": prefix} if prefix else {}, "blobs")
+    if not all_versions:
+        return newest
     found: list[VersionInfo] = []
-    params = {"limit": str(PAGE_ENTRIES)} | ({"prefix": prefix} if prefix else {})
-    if all_versions:
-        params["versions"] = "all"
+    for entry in newest:
+        # A key with one version is all there: nobody is asked for it again.
+        found += (
+            [entry] if entry.version == 1 else (yield from _pages(f"{blob_path(entry.key)}/versions", {}, "versions"))
+        )
+        if len(found) > LISTED_MAX:
+            raise _too_many(prefix)
+    return found
+
+
+def _pages(path: str, params: Mapping[str, str], name: str) -> Conversation[list[VersionInfo]]:
+    found: list[VersionInfo] = []
     after: str | None = None
     while True:
-        answer = yield Call("GET", "/v1/blobs", params | ({"after": after} if after is not None else {}))
-        page, following = _page(answer)
+        more = {"limit": str(PAGE_ENTRIES)} | ({"after": after} if after is not None else {})
+        answer = yield Call("GET", path, {**params, **more})
+        page, following = _page(answer, name)
         found += page
         if following is None:
             return found
         if len(found) >= LISTED_MAX:
-            raise BadInput(f"prefix {prefix!r}: more than {LISTED_MAX:,} versions; list by a longer prefix")
+            raise _too_many(params.get("prefix", ""))
         if following == after or not page:
             raise answer.foreign("a page that leads to itself")
         after = following
 
 
-def _page(answer: Answer) -> tuple[list[VersionInfo], str | None]:
+def _page(answer: Answer, name: str) -> tuple[list[VersionInfo], str | None]:
     told = answer.json()
 
     def read() -> tuple[list[VersionInfo], str | None]:
-        if not isinstance(told, dict) or not isinstance(told.get("blobs"), list):
-            raise ValueError("no list of blobs")  # noqa: TRY004 - it is the text that is wrong
+        if not isinstance(told, dict) or not isinstance(told.get(name), list):
+            raise ValueError(f"no list of {name}")  # noqa: TRY004 - it is the text that is wrong
         following = told.get("next")
-        return [answers.info_from(entry) for entry in told["blobs"]], None if following is None else str(following)
+        return [answers.info_from(entry) for entry in told[name]], None if following is None else str(following)
 
     return _read(answer, read)
+
+
+def _too_many(prefix: str) -> BadInput:
+    return BadInput(f"prefix {prefix!r}: more than {LISTED_MAX:,} versions; list by a longer prefix")
 
 
 def stats() -> Conversation[Stats]:

@@ -152,11 +152,18 @@ def blob_path(key: str, prefix: str = "/v1/blobs") -> str:
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
+
+class ReadOnly(StoreUnavailable):
+    """The operator takes no puts for now: nothing that a second try soon would change."""
+
+
 _BY_NAME: dict[str, type[NearkinError]] = {
     "bad-input": BadInput,
     "bad-setting": ConfigError,
     "corrupt": Corrupt,
     "not-found": NotFound,
+    "read-only": ReadOnly,
+    "still-running": StoreUnavailable,
     "unavailable": StoreUnavailable,
 }
 """By the last part of a problem's type, `urn:nearkin:problem:NAME`; the others are told apart by status."""
@@ -170,6 +177,7 @@ _BY_STATUS: dict[int, type[NearkinError]] = {
     423: StoreLocked,
     425: StoreUnavailable,
     429: StoreUnavailable,
+    501: Permanent,
 }
 
 
@@ -228,7 +236,7 @@ def retry_options(call: Call) -> dict[str, Any]:
     """Return tenacity's arguments for a call: full jitter, or what the gateway asks for."""
 
     def worth_it(err: BaseException) -> bool:
-        return isinstance(err, Retryable) and call.again
+        return isinstance(err, Retryable) and not isinstance(err, ReadOnly) and call.again
 
     def wait_seconds(state: RetryCallState) -> float:
         err = state.outcome.exception() if state.outcome is not None else None

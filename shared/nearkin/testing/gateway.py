@@ -26,7 +26,20 @@ from nearkin.formats import answers
 from nearkin.records import PutResult, VersionInfo
 
 TOKEN = "scripted-token"
-FAULTS = ("ok", "busy", "reset", "cut:BYTES", "deny", "html", "rot", "redirect", "accept", "accept-fail", "lost-reply")
+FAULTS = (
+    "ok",
+    "busy",
+    "reset",
+    "cut:BYTES",
+    "deny",
+    "read-only",
+    "html",
+    "rot",
+    "redirect",
+    "accept",
+    "accept-fail",
+    "lost-reply",
+)
 
 
 class ScriptedGateway:
@@ -41,7 +54,7 @@ class ScriptedGateway:
         self.puts: dict[str, PutResult] = {}
         """By idempotency key."""
         self.accepted: dict[str, tuple[int, PutResult | None]] = {}
-        """By id: how often it is still `accepted`, then what came of it."""
+        """By id: how often it is still `pending`, then what came of it."""
         self.settings: dict[str, Any] = {"features": {"algorithm": "finesse"}}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self._server.daemon_threads = True
@@ -82,7 +95,12 @@ class ScriptedGateway:
         with self.lock:
             number = headers.get("idempotency-key", "")
             if number not in self.puts:
-                metadata = json.loads(headers.get("x-nearkin-metadata", "{}"))
+                meta = "x-nearkin-meta-"
+                metadata = {
+                    unquote(name.removeprefix(meta)): unquote(value)
+                    for name, value in headers.items()
+                    if name.startswith(meta)
+                }
                 announced = headers.get("x-content-sha256")
                 sha256 = bytes.fromhex(announced) if announced else None
                 self.puts[number] = self._store.put(key, body, metadata=metadata, sha256=sha256)
@@ -133,6 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._problem(503, "unavailable", "busy for a moment", {"Retry-After": "0"})
             case "deny":
                 self._problem(403, "denied", "the token has no scope write")
+            case "read-only":
+                self._problem(503, "read-only", "service.read_only is set", {"Retry-After": "5"})
             case "html":
                 self._answer(200, b"<html>router login</html>", {"Content-Type": "text/html"})
             case "redirect":
@@ -160,12 +180,13 @@ class _Handler(BaseHTTPRequestHandler):
             case ["PUT", "v1", "blobs", key]:
                 self._put(key, headers, body, fault)
             case ["GET", "v1", "blobs"]:
-                self._list(store, query)
+                self._page("blobs", store.versions(query.get("prefix", "")), query)
             case ["GET", "v1", "blobs", key]:
                 self._get(store.info(key, version), headers, fault)
-            case ["GET", "v1", "blobs", key, "versions", number]:
-                found = store.info(key, None if number == "latest" else int(number))
-                self._json(200, answers.info_json(found))
+            case ["GET", "v1", "blobs", key, "versions"]:
+                self._page("versions", [v for v in store.versions(key, all_versions=True) if v.key == key], query)
+            case ["GET", "v1", "info", key]:
+                self._json(200, answers.info_json(store.info(key, version)))
             case ["GET", "v1", "status", number]:
                 self._status(number)
             case ["GET", "v1", "stats"]:
@@ -188,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault.startswith("accept"):
             number = f"{len(self.gateway.accepted):032x}-{0:016x}"
             self.gateway.accepted[number] = (2, None if fault == "accept-fail" else result)
-            self._json(202, {"id": number, "state": "accepted", "status_url": f"/v1/status/{number}"})
+            self._json(202, {"id": number, "state": "pending", "status": f"/v1/status/{number}"})
         elif fault == "rot":
             self._json(201, {**answers.put_json(result), "digest": f"blake3:{0:064x}"})
         else:
@@ -197,19 +218,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _status(self, number: str) -> None:
         left, result = self.gateway.accepted[number]
         self.gateway.accepted[number] = (max(0, left - 1), result)
-        told: dict[str, object] = {"id": number, "state": "accepted", "failure": None}
-        if not left:
-            told |= {"state": "failed", "failure": "the pipeline said no"} if result is None else {"state": "committed"}
-            told |= {} if result is None else {"result": answers.put_json(result)}
+        told: dict[str, object] = {"id": number, "state": "pending", "failure": None}
+        if not left and result is None:
+            told |= {"state": "failed", "failure": "the pipeline said no"}
+        elif not left and result is not None:
+            told |= {"state": "committed", **answers.info_json(result.info), "seconds": result.seconds}
+            told["ledger"] = answers.ledger_json(result.ledger, result.seconds)
         self._json(200, told)
 
-    def _list(self, store: Store, query: dict[str, str]) -> None:
-        found = store.versions(query.get("prefix", ""), all_versions=query.get("versions") == "all")
-        start, count = int(query.get("after", "0")), int(query["limit"])
-        count = min(count, 3)  # so that a test's few keys take pages
+    def _page(self, name: str, found: list[VersionInfo], query: dict[str, str]) -> None:
+        start, count = int(query.get("after", "0")), min(int(query["limit"]), 3)  # so that a test's few take pages
         following = str(start + count) if start + count < len(found) else None
         page = [answers.info_json(info) for info in found[start : start + count]]
-        self._json(200, {"blobs": page, "next": following})
+        self._json(200, {name: page, "next": following})
 
     def _get(self, info: VersionInfo, headers: dict[str, str], fault: str) -> None:
         start, status = 0, 200
