@@ -8,7 +8,7 @@ INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
   $(wildcard shared/nearkin/kernels/_*.pyx shared/nearkin/kernels/*.c shared/nearkin/kernels/*.h)
 export NEARKIN_KERNELS ?= cython
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check up down status bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,16 @@ check: setup ## ruff, ruff format, mypy strict, import-linter
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+
+up: setup ## start Kafka, Redis, an S3 server, workers and a gateway on this machine; print its URL and a token
+	@bash tools/system-packages cluster
+	@$(BIN)/python -m nearkin.testing.cluster up
+
+down: setup ## end what `make up` started; its data stay in .cluster/
+	@$(BIN)/python -m nearkin.testing.cluster down
+
+status: setup ## say what of it runs, and what has ended by itself
+	@$(BIN)/python -m nearkin.testing.cluster status
 
 bench: setup ## put and get against restic, borg and kopia, then the paper's table and figure
 	@$(BIN)/python bench/store.py --corpus botocore

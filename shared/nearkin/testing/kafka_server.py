@@ -39,12 +39,13 @@ class Kafka(Server):
         port: int | None = None,
         owner_pid: int | None = None,
         detached: bool = False,
+        controller_port: int | None = None,
         properties: Mapping[str, object] | None = None,
     ) -> None:
         """`properties` are the node's own, over those that are chosen here."""
         super().__init__(folder, port=port, owner_pid=owner_pid, detached=detached)
         self._properties = dict(properties or {})
-        self._controller_port = free_port()
+        self.controller_port = controller_port or free_port()
 
     @property
     def bootstrap(self) -> str:
@@ -120,8 +121,8 @@ class Kafka(Server):
         return {
             "process.roles": "broker,controller",
             "node.id": 1,
-            "controller.quorum.voters": f"1@{LOOPBACK}:{self._controller_port}",
-            "listeners": f"PLAINTEXT://{self.bootstrap},CONTROLLER://{LOOPBACK}:{self._controller_port}",
+            "controller.quorum.voters": f"1@{LOOPBACK}:{self.controller_port}",
+            "listeners": f"PLAINTEXT://{self.bootstrap},CONTROLLER://{LOOPBACK}:{self.controller_port}",
             "advertised.listeners": f"PLAINTEXT://{self.bootstrap}",
             "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
             "controller.listener.names": "CONTROLLER",

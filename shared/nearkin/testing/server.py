@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -93,6 +93,8 @@ class Server(ABC):
         self._detached = detached
         self._parent: subprocess.Popen[str] | None = None
         self._handle = -1
+        self.on_launch: Callable[[int], None] = lambda pid: None
+        """Told the pid before the server is ready: who keeps notes of what runs must not miss one that hangs."""
 
     @abstractmethod
     def command(self) -> list[str]:
@@ -124,6 +126,7 @@ class Server(ABC):
         self.prepare()
         try:
             self._launch()
+            self.on_launch(self.pid)
             self._await()
         except BaseException:
             self.kill()

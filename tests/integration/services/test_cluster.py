@@ -1,0 +1,149 @@
+"""The local cluster: what `make up` starts, `make down` ends, and nobody else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from nearkin.config import load
+from nearkin.errors import Retryable
+from nearkin.runners.kafka.clients import TOPICS, topic
+from nearkin.store.opening import open_objects
+from nearkin.testing import members, programs
+from nearkin.testing.cluster import Cluster, NotUp, Service, main
+from nearkin.testing.members import Member
+from nearkin.testing.server import accepts
+
+GOOD = Service("good", "standing_service", ("fine",), ready_line=": ready")
+BAD = Service("bad", "standing_service", ("broken",), ready_line=": ready")
+
+STANDING = """
+import signal, sys, time
+if sys.argv[3] == "broken":
+    sys.exit("no such thing as a good start")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("standing: ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, need: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for a cluster, which is ended whatever the test does."""
+    need(programs.java)
+    (tmp_path / "standing_service.py").write_text(STANDING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    yield tmp_path / "cluster"
+    Cluster(tmp_path / "cluster", [GOOD, BAD]).down()
+
+
+def pids(cluster: Cluster) -> dict[str, int]:
+    notes = {name: cluster.member(name) for name in cluster.names}
+    return {name: note.pid for name, note in notes.items() if note is not None}
+
+
+def test_what_is_up_is_usable_stays_up_and_is_ended_alone(folder: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        cluster = Cluster(folder, [GOOD])
+        assert cluster.up() == ["redis", "s3", "kafka", "good"]
+        settings = load(cluster.config_file)[0]
+        assert cluster.config_file.stat().st_mode & 0o777 == 0o600
+        admin = AdminClient({"bootstrap.servers": settings.kafka.bootstrap_servers})
+        wanted = {topic(settings, name) for name in TOPICS}
+        deadline = time.monotonic() + 10
+        while not wanted <= set(admin.list_topics(timeout=10).topics):  # a broker learns of the last one a moment later
+            assert time.monotonic() < deadline
+        open_objects(settings).put_new("a", b"kept")
+        before = pids(cluster)
+
+        assert Cluster(folder, [GOOD]).up() == []  # up already
+        assert pids(cluster) == before
+
+        os.kill(before["good"], signal.SIGKILL)
+        os.kill(before["redis"], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while cluster.alive("good") or cluster.alive("redis"):
+            assert time.monotonic() < deadline
+        assert cluster.up() == ["redis", "good"]  # what had crashed, and only that
+        assert {name: pids(cluster)[name] for name in ("s3", "kafka")} == {
+            name: before[name] for name in ("s3", "kafka")
+        }
+
+        running = pids(cluster)
+        assert cluster.down() == ["good", "kafka", "s3", "redis"]
+        assert [psutil.Process(pid).status() for pid in running.values() if psutil.pid_exists(pid)] in (
+            [],
+            [psutil.STATUS_ZOMBIE] * 4,  # of this process, which started them and does not wait
+        )
+        assert pids(cluster) == {}
+        assert cluster.down() == []
+        assert stranger.poll() is None
+
+        cluster.up()
+        assert open_objects(load(cluster.config_file)[0]).get("a") == b"kept"
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_part_that_does_not_start_is_named_with_its_log(folder: Path) -> None:
+    cluster = Cluster(folder, [GOOD, BAD])
+    with pytest.raises(NotUp, match=r"(?s)bad ended while it started; the end of .*bad\.log:.*no such thing as a good"):
+        cluster.up()
+    assert cluster.alive("good")
+    assert cluster.down() == ["good", "kafka", "s3", "redis"]
+
+
+def test_status_shows_what_crashed_and_two_at_work_do_not_meet(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status() -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["--folder", str(folder), "status"])
+        return ended.value.code, capsys.readouterr().out
+
+    folder.mkdir()
+    assert status()[0] == 3
+    assert "gateway      not started" in status()[1]
+    chunker = members.launch("chunker", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "l", folder)
+    code, said = status()
+    assert (code, f"chunker      up, pid {chunker.pid}" in said) == (0, True)
+    (folder / "chunker.log").write_text("what went wrong\n")
+    os.kill(chunker.pid, signal.SIGKILL)
+    while chunker.alive:
+        time.sleep(0.01)
+    code, said = status()
+    assert code == 1
+    assert "chunker      ENDED BY ITSELF" in said
+    assert "what went wrong" in said
+    cluster = Cluster(folder)
+    with cluster._locked(), pytest.raises(Retryable, match="another `make up` or `make down` is at work"):
+        Cluster(folder).down()
+
+
+def test_a_pid_that_is_somebody_else_s_by_now_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stranger:
+        note = Member.of("chunker", stranger.pid)
+        earlier = Member("chunker", stranger.pid, f"1 {note.started.split()[1]}")
+        assert note.alive
+        assert not earlier.alive
+        assert earlier.end()
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_the_gateway_listens_nowhere_before_it_is_up(folder: Path) -> None:
+    port = int(Cluster(folder).url.rpartition(":")[2]) if folder.mkdir() is None else 0
+    assert not accepts(port)
+    assert Cluster(folder).url.endswith(f":{port}")  # drawn once
