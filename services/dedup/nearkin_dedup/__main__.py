@@ -1,0 +1,15 @@
+"""`python -m nearkin_dedup`: drops the segments and chunks that are known."""
+
+from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.relaying import RelayHandler, dedup_work
+from nearkin.runners.kafka.worker import Context, Part, command
+
+
+def handler(context: Context) -> RelayHandler:
+    """Return the handler of topic `segments`."""
+    outbox = Outbox(context.settings, f"dedup-{context.worker}")
+    return RelayHandler(context.settings, "dedup", "fresh", dedup_work(context.lanes()), outbox)
+
+
+if __name__ == "__main__":
+    command("dedup", [Part("dedup", "segments", handler)])()

@@ -1,0 +1,21 @@
+"""`python -m nearkin_delta`: encodes and stores chunks, commits versions, and rebuilds an index that was lost."""
+
+from nearkin.runners.kafka.committing import CommitHandler
+from nearkin.runners.kafka.placing import PlaceHandler
+from nearkin.runners.kafka.worker import Context, Part, command
+from nearkin.store.manifests import ManifestStore
+
+
+def placer(context: Context) -> PlaceHandler:
+    """Return the handler of topic `paired`."""
+    return PlaceHandler(context.settings, context.current, context.lanes(), f"delta-{context.worker}")
+
+
+def committer(context: Context) -> CommitHandler:
+    """Return the handler of topic `placed`."""
+    manifests = ManifestStore(context.objects)
+    return CommitHandler(context.settings, manifests, context.lanes(), f"committer-{context.worker}")
+
+
+if __name__ == "__main__":
+    command("delta", [Part("delta", "paired", placer), Part("committer", "placed", committer)])()

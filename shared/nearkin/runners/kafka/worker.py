@@ -1,0 +1,214 @@
+"""A worker's process. Invariant: it ends only after what it holds is effective, or is left for whoever comes next.
+
+settings -> connections -> hot settings -> loops, until SIGTERM or SIGINT
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from nearkin.config import Settings, load
+from nearkin.errors import ConfigError, NearkinError, NotFound, Retryable
+from nearkin.index.redis import RedisIndex
+from nearkin.runners.kafka.clients import Outbox, create_topics
+from nearkin.runners.kafka.hot import HotSettings
+from nearkin.runners.kafka.loop import Handler, Loop, run_forever
+from nearkin.runners.kafka.tenants import Lanes, lanes
+from nearkin.store import descriptor
+from nearkin.store.objects import AlreadyExists, ObjectStore
+from nearkin.store.opening import open_objects
+
+_log = logging.getLogger("nearkin.worker")
+
+CONNECT_SECONDS_MAX = 120.0
+REPORT_SECONDS = 5.0
+STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a service's loops are made from."""
+
+    settings: Settings
+    hot: HotSettings
+    objects: ObjectStore
+    found: descriptor.Descriptor
+    index: RedisIndex
+    worker: str
+
+    @property
+    def secret(self) -> bytes:
+        """Return the store's secret."""
+        return bytes.fromhex(self.found.secret)
+
+    def lanes(self) -> Lanes:
+        """Return fresh lanes: what the last ones held in memory may belong to somebody else by now."""
+        return lanes(self.settings, self.objects, self.secret, self.found.fingerprint_bits, self.index.for_domain)
+
+    def current(self) -> Settings:
+        """Return the settings in force."""
+        return self.hot.settings
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One loop of a service: its consumer group, its topic, and how its handler is made."""
+
+    service: str
+    topic: str
+    make: Callable[[Context], Handler]
+
+
+def open_store_of(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor]:
+    """Return the object store and its descriptor, made when this is the first process to come."""
+    objects = open_objects(settings)
+    try:
+        return objects, descriptor.read(objects)
+    except NotFound:
+        try:
+            return objects, descriptor.create(objects)
+        except AlreadyExists:
+            return objects, descriptor.read(objects)
+
+
+def command(
+    service: str, parts: Sequence[Part], background: Callable[[Context], Callable[[], None]] | None = None
+) -> click.Command:
+    """Return the command that runs a service's worker. `background` starts what runs beside and returns its stop."""
+
+    @click.command(help=f"Run a {service} worker: it takes messages from Kafka until SIGTERM, and then ends cleanly.")
+    @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings; watched.")
+    @click.option(
+        "--worker",
+        default=lambda: f"{socket.gethostname()}",
+        help="This worker's name, its own in the fleet and the same after a restart. Default: the host's name.",
+    )
+    @click.option("--verbose", is_flag=True, help="Tell more.")
+    def run(config_file: Path | None, worker: str, verbose: bool) -> None:
+        logging.basicConfig(
+            level=logging.INFO if verbose else logging.WARNING,
+            format="%(asctime)s %(levelname)s %(name)s %(message)s",
+            stream=sys.stderr,
+        )
+        logging.getLogger("watchfiles").setLevel(logging.WARNING)
+        try:
+            settings = load(config_file)[0]
+        except ConfigError as err:
+            raise click.UsageError(str(err)) from err
+        sys.exit(run_worker(service, parts, settings, config_file, worker, background))
+
+    return run
+
+
+def run_worker(
+    service: str,
+    parts: Sequence[Part],
+    settings: Settings,
+    config_file: Path | None,
+    worker: str,
+    background: Callable[[Context], Callable[[], None]] | None,
+) -> int:
+    """Run until a signal; return the exit code."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        context = _connected(service, settings, config_file, worker, stop)
+    except NearkinError as err:
+        _log.error("%s: %s", service, err)
+        return 1
+    if context is None:
+        return 0
+    failures: list[BaseException] = []
+    threads = [_thread(context, part, stop, failures) for part in parts]
+    end_background = background(context) if background is not None else None
+    reporter = threading.Thread(target=_report, args=(context, service, stop), name="nearkin-report", daemon=True)
+    reporter.start()
+    _log.warning("%s %s: ready, revision %s", service, worker, context.hot.revision)
+    stop.wait()
+    for thread in threads:
+        thread.join(STOP_SECONDS)
+    if end_background is not None:
+        end_background()
+    context.hot.stop()
+    reporter.join(STOP_SECONDS)
+    for failure in failures:
+        _log.error("%s: %s", service, failure, exc_info=failure)
+    return 1 if failures or any(thread.is_alive() for thread in threads) else 0
+
+
+def _connected(
+    service: str, settings: Settings, config_file: Path | None, worker: str, stop: threading.Event
+) -> Context | None:
+    """Return all connections, waiting for servers that are not up yet. Raises NearkinError after a while."""
+    deadline = time.monotonic() + CONNECT_SECONDS_MAX
+    while not stop.is_set():
+        try:
+            create_topics(settings)
+            objects, found = open_store_of(settings)
+            index = RedisIndex(settings.redis, b"")
+        except Retryable as err:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("%s: waiting: %s", service, err)
+            stop.wait(1.0)
+            continue
+        hot = HotSettings(settings, config_file)
+        hot.start()
+        return Context(settings, hot, objects, found, index, worker)
+    return None
+
+
+def _thread(context: Context, part: Part, stop: threading.Event, failures: list[BaseException]) -> threading.Thread:
+    def make() -> Loop:
+        worker = f"{part.service}-{context.worker}"
+        return Loop(context.settings, part.service, part.topic, worker, part.make(context))
+
+    def run() -> None:
+        try:
+            run_forever(make, stop, lambda: context.current().service.paused)
+        except BaseException as err:
+            failures.append(err)
+            stop.set()
+
+    thread = threading.Thread(target=run, name=f"nearkin-{part.service}")
+    thread.start()
+    return thread
+
+
+def _report(context: Context, service: str, stop: threading.Event) -> None:
+    """Tell, now and then, what this worker runs: gateways list it."""
+    outbox = Outbox(context.settings, f"{service}-{context.worker}-report")
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    name = f"{service}/{context.worker}"
+    while True:
+        report = {
+            "worker": name,
+            "service": service,
+            "revision": context.hot.revision,
+            "started": started,
+            "seen": datetime.now(UTC).isoformat(timespec="seconds"),
+            "state": "stopped" if stop.is_set() else "paused" if context.current().service.paused else "running",
+        }
+        try:
+            outbox.send("workers", name.encode(), json.dumps(report).encode(), {})
+            outbox.flush()
+        except Retryable as err:
+            _log.warning("report: %s", err)
+            outbox.close()
+            outbox = Outbox(context.settings, f"{service}-{context.worker}-report")
+        if stop.wait(REPORT_SECONDS) and report["state"] == "stopped":
+            outbox.close()
+            return

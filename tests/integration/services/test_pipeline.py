@@ -1,0 +1,144 @@
+"""The stages behind real Kafka, Redis and an object store: what goes in comes out, whatever is repeated or toggled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nearkin
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.message import Envelope, Frame, encode
+from nearkin.restore import Blob
+from nearkin.runners.kafka.clients import topic
+from nearkin.runners.kafka.worker import open_store_of
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+from nearkin.testing.pipeline import Pipeline, Uploader, uploading
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def pipeline(kafka: object, redis: object, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[Pipeline]:
+    config = {
+        "kafka": {
+            "bootstrap_servers": kafka.bootstrap,  # type: ignore[attr-defined]
+            "topic_prefix": topic_prefix,
+            "partitions": 2,
+            "upload_idle_seconds": 4,
+        },
+        "redis": {"url": redis.url, "prefix": key_prefix},  # type: ignore[attr-defined]
+        "object_store": {"url": str(tmp_path / "objects")},
+    }
+    with Pipeline(tmp_path / "pipeline", config) as made:
+        yield made
+        codes = made.stop()
+        assert set(codes.values()) == {0}, made.logs()
+
+
+@pytest.fixture
+def uploader(pipeline: Pipeline) -> Iterator[Uploader]:
+    with uploading(pipeline.settings) as made:
+        yield made
+
+
+def restored(pipeline: Pipeline, key: str, version: int, tenant: str = "default") -> bytes:
+    objects, found = open_store_of(pipeline.settings)
+    namer = Fingerprinter(bytes.fromhex(found.secret), tenant)
+    manifest = ManifestStore(objects).get(tenant, key, version)
+    containers = ContainerStore(objects, namer.domain, 64 * MIB)
+    return Blob(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).read()
+
+
+def content(seed: int, size: int) -> bytes:
+    """Return bytes that are half noise, half text-like repetition."""
+    generator = np.random.default_rng(seed)
+    noise = generator.integers(0, 256, size // 2, np.uint8).tobytes()
+    words = generator.integers(97, 123, 5000, np.uint8).tobytes()
+    return (noise + words * (size // 5000 + 1))[:size]
+
+
+def test_blobs_come_back_and_the_second_version_is_deltas(pipeline: Pipeline, uploader: Uploader) -> None:
+    first = content(1, 6 * MIB)
+    edited = bytearray(first)
+    for place in range(1000, len(edited), 50_000):
+        edited[place : place + 8] = b"changed!"
+    events = [uploader.wait(uploader.put("backups/a", [bytes(data)])) for data in (first, edited, first)]
+    assert [event["state"] for event in events] == ["committed"] * 3, events
+    assert [event["version"] for event in events] == [1, 2, 3]
+    assert events[1]["ledger"]["delta_chunks"] > 50
+    assert events[2]["ledger"]["unique_bytes"] == 0
+    for version, data in ((1, first), (2, bytes(edited)), (3, first)):
+        assert restored(pipeline, "backups/a", version) == data
+
+
+def test_empty_tiny_and_zero_blobs_come_back(pipeline: Pipeline, uploader: Uploader) -> None:
+    blobs = {"empty": b"", "one": b"x", "zeros": bytes(5 * MIB), "frame": content(3, 900 * 1024)}
+    ids = {key: uploader.put(key, [data]) for key, data in blobs.items()}
+    for key, data in blobs.items():
+        event = uploader.wait(ids[key])
+        assert event["state"] == "committed", event
+        assert restored(pipeline, key, 1) == data
+
+
+def test_one_origin_is_committed_once_and_puts_of_a_key_are_ordered(pipeline: Pipeline, uploader: Uploader) -> None:
+    data = content(4, 100_000)
+    ids = [uploader.put("k", [data], origin=b"o" * 16) for _ in range(3)]
+    assert [uploader.wait(blob)["version"] for blob in ids] == [1, 1, 1]
+    others = [uploader.put("k", [content(seed, 50_000)]) for seed in range(10, 16)]
+    assert sorted(uploader.wait(blob)["version"] for blob in others) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipeline, uploader: Uploader) -> None:
+    cut = uploader.put("cut", [content(5, 300_000)], cut=True)
+    for name in ("frames", "segments", "fresh", "paired", "placed"):
+        full = topic(pipeline.settings, name)
+        for value in (b"", b"garbage", encode(Frame(Envelope(b"q" * 16, "t", "k", 5), np.zeros(9, np.uint8)))[:-1]):
+            for _ in range(4):
+                uploader.outbox.send_to(full, None, value, [])
+    good = uploader.put("good", [content(6, 300_000)])
+    assert uploader.wait(good)["state"] == "committed"
+    event = uploader.wait(cut)
+    assert event["state"] == "failed"
+    assert "stopped" in event["failure"]
+
+
+def test_workers_that_die_lose_and_repeat_nothing(pipeline: Pipeline, uploader: Uploader) -> None:
+    blobs = {f"blob-{number}": content(number, 2 * MIB) for number in range(12)}
+    ids = {}
+    for number, (key, data) in enumerate(blobs.items()):
+        ids[key] = uploader.put(key, [data])
+        service = ("chunker", "delta", "dedup", "resemblance")[number % 4]
+        pipeline.kill(service)
+        pipeline.start(service)
+    for key, data in blobs.items():
+        event = uploader.wait(ids[key], 90)
+        assert event["state"] == "committed", (event, pipeline.logs())
+        assert event["version"] == 1
+        assert restored(pipeline, key, 1) == data
+    objects, _ = open_store_of(pipeline.settings)
+    assert all(ManifestStore(objects).versions("default", key) == [1] for key in blobs)
+
+
+def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
+    pipeline: Pipeline, uploader: Uploader, tmp_path: Path
+) -> None:
+    before = uploader.wait(uploader.put("a", [content(7, MIB)]))
+    pipeline.write_config(features={"algorithm": "ntransform"})
+    ids = []
+    for number in range(20):
+        ids.append(uploader.put(f"b{number}", [content(100 + number, 300_000)]))
+        uploader.events(0.2)
+    pipeline.write_config(features={"algorithm": "fineese"})
+    ids.append(uploader.put("last", [content(99, 300_000)]))
+    assert before["state"] == "committed"
+    assert all(uploader.wait(blob)["state"] == "committed" for blob in ids)
+    with nearkin.open_store(pipeline.settings.object_store.url or "") as store:
+        store.rebuild_index()
+        sketches = store.stats().sketches
+    by_algorithm = {kind: sum(n for name, n in sketches.items() if kind in name) for kind in ("finesse", "ntransform")}
+    assert all(by_algorithm.values()), sketches
+    assert "fineese" in (pipeline.folder / "delta.log").read_text()
