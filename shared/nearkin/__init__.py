@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from nearkin.client.aio import AsyncRemoteStore
     from nearkin.client.remote import RemoteStore
     from nearkin.config import Settings, load
-    from nearkin.errors import BadInput, ConfigError, Corrupt, Denied, NearkinError, NotFound, Permanent, Retryable
+    from nearkin.errors import (
+        BadInput,
+        ConfigError,
+        Corrupt,
+        Denied,
+        NearkinError,
+        NotFound,
+        Permanent,
+        Retryable,
+        SourceFailed,
+    )
     from nearkin.restore import Blob
 
 __version__ = "0.1.0"
@@ -36,6 +46,7 @@ __all__ = [
     "RemoteStore",
     "Retryable",
     "Settings",
+    "SourceFailed",
     "Store",
     "__version__",
     "connect",

@@ -87,7 +87,11 @@ class Text:
 
     def check(self, value: str) -> str:
         """Return `value`. Raises Refused."""
-        if not 1 <= len(value.encode(errors="replace")) <= self.bytes_max:
+        try:
+            size_bytes = len(value.encode())
+        except UnicodeEncodeError as err:
+            raise Refused("want valid UTF-8") from err
+        if not 1 <= size_bytes <= self.bytes_max:
             raise Refused(f"want 1 to {self.bytes_max} bytes")
         return value
 

@@ -45,7 +45,11 @@ class StoreUnavailable(Retryable):
 
 
 class StoreLocked(Retryable):
-    """Another process is writing to this store; names its holder."""
+    """Somebody else has this store: another process writes to it, or another Store of this process is open on it."""
+
+
+class SourceFailed(Retryable):
+    """The caller's file or stream failed while it was read; the cause is the error it gave. Nothing was stored."""
 
 
 class FormatTooNew(Permanent):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from blake3 import blake3
 
+from nearkin.errors import BadInput
 from nearkin.kernels.fingerprint import TagKey, check_tags, names, sha1_many, zero_mask
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools
 
@@ -13,13 +14,20 @@ ZERO_LENGTHS_MAX = 4096
 """Names of zero chunks kept: mostly there are a handful, the chunker's bound and the ends of holes."""
 
 
+def domain_of(tenant: str) -> bytes:
+    """Return the 16 bytes that name a tenant's dedup domain. Raises BadInput for a tenant that is not UTF-8."""
+    try:
+        encoded = tenant.encode()
+    except UnicodeEncodeError as err:
+        raise BadInput(f"tenant {tenant!r}: is not valid UTF-8 (position {err.start})") from err
+    return blake3(encoded, derive_key_context="nearkin 2026 dedup domain of a tenant").digest(DOMAIN_BYTES)
+
+
 class Fingerprinter:
     """Names chunks of one dedup domain (one tenant): its tags never agree with another domain's."""
 
     def __init__(self, secret: bytes, tenant: str, fingerprint_bits: int = 160) -> None:
-        self.domain = blake3(tenant.encode(), derive_key_context="nearkin 2026 dedup domain of a tenant").digest(
-            DOMAIN_BYTES
-        )
+        self.domain = domain_of(tenant)
         self._key = TagKey(secret, self.domain)
         self._mask = np.frombuffer(((1 << 160) - (1 << (160 - fingerprint_bits))).to_bytes(20, "big"), np.uint8)
         self._zeros: dict[int, U8] = {}

@@ -241,6 +241,9 @@ class Damage:
     object_name: str
     problem: str
     versions: tuple[tuple[str, int], ...]
+    """(key, version) of the tenant that asks."""
+    of_other_tenants: tuple[tuple[str, str, int], ...] = ()
+    """(tenant, key, version) of all others whose data this store holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,11 @@ class VerifyReport:
     bytes_read: int
     damage: tuple[Damage, ...]
     seconds: float
+    untagged_containers: int = 0
+    """Of `containers`, those whose tenant no version names: their chunks were compared by SHA-1, not by check tag."""
+    forgotten: bool | None = None
+    """Whether the index has let go of the chunks that are broken, so that the same data, put again, are stored anew.
+    None: no chunk is broken. False: a put was running, or the store cannot be written; verify again."""
 
 
 @dataclass(frozen=True, slots=True)

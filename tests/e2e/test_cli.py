@@ -440,8 +440,26 @@ def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
     assert told.returncode == 1
     assert b"touches db/dump version 1" in told.stdout
 
+    assert b"put the same data again" in told.stdout
+    assert call.answer("--store", copied, "put", "db/dump", "-", stdin=FIRST)["duplicate_chunks"] == 0
+    assert call("--store", copied, "get", "db/dump").stdout == FIRST
+
 
 # ---------------------------------------------------------------- the others
+
+
+def test_ls_lists_what_it_can_and_names_what_it_cannot(copied: Path, call: InProcess) -> None:
+    (manifest,) = (copied / "manifests").rglob("*2.nkm")
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    listed = call("--store", copied, "ls", "--versions")
+    assert listed.returncode == 1
+    assert [line.split()[-2:] for line in listed.stdout.decode().splitlines()] == [["v1", "db/dump"], ["v1", "notes"]]
+    (line,) = listed.stderr.decode().splitlines()
+    assert line.startswith("nearkin: 'db/dump' version 2 cannot be read: manifests/")
+    as_json = call("--store", copied, "--json", "ls")
+    assert as_json.returncode == 1
+    assert [info["key"] for info in json.loads(as_json.stdout)] == ["notes"]
+    assert json.loads(as_json.stderr)["error"]["kind"] == "Corrupt"
 
 
 def test_ls_lists_the_newest_versions_or_all_or_those_of_a_prefix(store: Path, call: InProcess) -> None:
@@ -533,6 +551,17 @@ def test_config_shows_each_value_and_where_it_came_from(tmp_path: Path, call: In
 def test_version_says_what_runs() -> None:
     assert run("version").stdout.startswith(b"nearkin ")
     assert answer("version").keys() == {"version", "python", "kernels"}
+
+
+def test_version_is_an_option_too_and_is_the_one_that_was_built(call: InProcess) -> None:
+    import tomllib
+
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        built = tomllib.load(file)["project"]["version"]
+    assert call.answer("--version") == call.answer("version")
+    assert call.answer("version")["version"] == built
+    assert call("--version").stdout.startswith(f"nearkin {built} (Python ".encode())
+    assert call("--version", "get", "k").stdout == call("version").stdout
 
 
 # ---------------------------------------------------------------- the demo

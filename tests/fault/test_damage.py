@@ -12,8 +12,9 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.records import Damage
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, attempt, broken, containers, manifests, settings
+from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "super_features": 6}})
 
@@ -50,12 +51,6 @@ def sound(tmp_path_factory) -> Path:
 @pytest.fixture
 def root(sound, tmp_path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "store"))
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
 
 
 def named(root: Path, path: Path) -> str:
@@ -231,6 +226,91 @@ def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root, harm):
             versions[key, store.put(key, content).info.version] = content
         assert broken(store, versions) == set()
         assert not set(versions) & {version for d in store.verify().damage for version in d.versions}
+
+
+def put_again(store: Store) -> dict[tuple[str, int], bytes]:
+    """Put every content once more under keys of its own; return the new versions."""
+    return {
+        (f"again {key} {version}", store.put(f"again {key} {version}", content).info.version): content
+        for (key, version), content in CONTENTS.items()
+    }
+
+
+@pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
+def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root, harm):
+    victims = containers(root)[1:4]
+    for path in victims:
+        hurt(path, harm)
+    with open_store(root, settings=CHOSEN) as store:
+        report = store.verify()
+        assert {d.object_name for d in report.damage} == {named(root, path) for path in victims}
+        assert report.forgotten is True
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, put_again(store)) == set()
+        assert {d.object_name for d in store.verify().damage} == {named(root, path) for path in victims}
+
+
+def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay_in_them(root, caplog):
+    before = open_store(root, settings=CHOSEN)
+    counted = before.stats().containers
+    before.close()
+    for path in containers(root)[2:4]:
+        path.unlink()
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, put_again(store)) == set()
+        assert "2 of the containers that the index names are missing" in caplog.text
+        assert store.stats().containers >= counted - 2
+        assert sum(store.stats().parts.values()) == store.stats().ledger.stored_bytes
+        caplog.clear()
+        store.put("once more", b"content")
+        assert caplog.text == ""
+
+
+def test_what_is_sound_stays_known_after_verify_has_found_damage(root):
+    path = containers(root)[3]
+    flip(path, 40)
+    with open_store(root, settings=CHOSEN) as store:
+        touched = {version for d in store.verify().damage for version in d.versions}
+        for (key, version), content in CONTENTS.items():
+            if (key, version) not in touched:
+                assert store.put(f"again {key}", content).ledger.unique_bytes == 0, (key, version)
+    assert touched
+
+
+def test_verify_of_a_sound_store_leaves_the_index_as_it_was(root):
+    with open_store(root, settings=CHOSEN) as store:
+        before = store._index.readable().entries()
+        assert store.verify().forgotten is None
+        assert store._index.readable().entries() == before
+
+
+def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_broken(root):
+    flip(containers(root)[1], 40)
+    with open_store(root, settings=CHOSEN) as writer, open_store(root, settings=CHOSEN) as reader:
+        writer.put("k", b"x")
+        assert reader.verify().forgotten is False
+        assert writer.verify().forgotten is True
+        assert broken(writer, put_again(writer)) == set()
+        writer.close()
+        assert reader.verify().forgotten is True
+
+
+def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(root, caplog):
+    flipped, lost = manifest_of(root, ("history", 3)), manifest_of(root, ("alone", 2))
+    flip(flipped, 50)
+    lost.unlink()
+    with open_store(root, settings=CHOSEN) as store:
+        told: list[Damage] = []
+        found = store.versions(all_versions=True, broken=told.append)
+        assert {(info.key, info.version) for info in found} == CONTENTS.keys() - {("history", 3), ("alone", 2)}
+        assert {d.object_name: d.versions for d in told} == {
+            named(root, flipped): (("history", 3),),
+            named(root, lost): (("alone", 2),),
+        }
+        assert caplog.text == ""
+        assert [info.key for info in store.versions()] == ["empty", "history", "mixed", "zeros"]
+        assert "'alone' version 2 cannot be read" in caplog.text
+        assert "'history' version 3" not in caplog.text  # not the newest
 
 
 # ------------------------------------------------------------------ descriptor and index

@@ -113,7 +113,7 @@ def test_every_version_restores_where_fingerprint_collisions_abound(bits, tmp_pa
         assert stats.ledger.raw_chunks + stats.ledger.delta_chunks == unique
         assert stats.ledger.logical_bytes == sum(map(len, contents))
         assert store.verify().damage == ()
-        live = {name: dict(rows) for name, rows in store._readable_index().entries().items()}
+        live = {name: dict(rows) for name, rows in store._index.readable().entries().items()}
         store.rebuild_index()
-        assert store._readable_index().entries() == live
+        assert store._index.readable().entries() == live
         assert np.all([store.get("k", v).read() == c for v, c in enumerate(contents, 1)])

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import unicodedata
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -13,9 +14,19 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import BadInput, FormatTooNew, NearkinError, NotFound
+from nearkin.errors import (
+    BadInput,
+    ConfigError,
+    FormatTooNew,
+    NearkinError,
+    NotFound,
+    Retryable,
+    SourceFailed,
+    StoreLocked,
+)
+from nearkin.store.manifests import object_name
 from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, objects, settings
+from nearkin.testing.stores import SMALL, containers, flip, objects, settings
 
 CONTENT = random_bytes(50_000)
 ODD_KEYS = [
@@ -164,11 +175,72 @@ def test_a_source_that_fails_in_the_middle_stores_no_version(store):
                 raise OSError(5, "Input/output error")
             return super().readinto(memoryview(window)[:100_000])
 
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(SourceFailed, match=r"Input/output error; nothing was stored") as caught:
         store.put("k", Failing(random_bytes(4_000_000)))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert isinstance(caught.value, Retryable)
     with pytest.raises(NotFound):
         store.get("k")
     assert store.put("k", CONTENT).info.version == 1
+
+
+def test_a_source_that_gives_no_bytes_is_refused(store, tmp_path):
+    (tmp_path / "text").write_text("text")
+    closed = BytesIO(b"x")
+    closed.close()
+
+    class Lying(BytesIO):
+        def readinto(self, window):
+            return len(window) + 1
+
+    with (tmp_path / "text").open() as text:
+        for source, says in [
+            (text, "for reading bytes"),
+            ("text", "type str"),
+            (None, "type NoneType"),
+            (7, "type int"),
+            (closed, "closed file"),
+            (Lying(b"x"), "says that it read"),
+            (Path("a\0b"), "no such file"),
+        ]:
+            assert_refused(store, BadInput, says, lambda source=source: store.put("k", source))
+    assert store.put("k", bytearray(CONTENT)).ledger.unique_bytes == 0
+    assert store.put("k", memoryview(CONTENT)[:100]).info.size_bytes == 100
+
+
+@pytest.mark.parametrize("key", [b"k", None, 7, Path("k")])
+def test_a_key_that_is_no_text_is_refused(key, store):
+    assert_refused(store, BadInput, "want text, not", lambda: store.put(key, b"x"))
+    assert_refused(store, BadInput, "want text, not", lambda: store.get(key))
+
+
+@pytest.mark.parametrize("prefix", ["\udcff", "db/\ud800"])
+def test_a_prefix_that_no_key_can_have_is_refused(prefix, store):
+    assert_refused(store, BadInput, "prefix .*UTF-8", lambda: store.versions(prefix))
+
+
+def test_a_tenant_that_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"tenant.*UTF-8"):
+        settings({"tenant": "\udcff"})
+    with pytest.raises(BadInput, match=r"tenant.*UTF-8"):
+        open_store(tmp_path / "s", settings=replace(settings(SMALL), tenant="\udcff"))
+
+
+def test_a_put_in_the_middle_of_another_is_refused(store):
+    results = store.put_many([(f"k{number}", CONTENT) for number in range(3)])
+    next(results)
+    with pytest.raises(StoreLocked, match="middle of another put"):
+        store.put("k", b"x")
+    assert len(list(results)) == 2
+    assert store.put("k", b"x").info.version == 1
+
+
+@pytest.mark.parametrize("name", ["a\0b", "n" * 300, "~no-such-user/s"], ids=["nul", "long", "home"])
+def test_a_store_path_that_cannot_be_is_one_line(name, tmp_path):
+    path = name if name.startswith("~") else tmp_path / name
+    with pytest.raises(NearkinError, match=r"^store ") as caught:
+        open_store(path, settings=settings(SMALL))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_source_with_nothing_to_read_yet_is_refused_and_not_taken_for_ended(store):
@@ -204,9 +276,6 @@ def test_an_unknown_tenant_sees_an_empty_store(store):
             other.get("there")
 
 
-@pytest.mark.xfail(
-    reason="verify takes another tenant's containers for damage and a rebuild leaves them out: one key is known"
-)
 def test_two_tenants_of_one_store_share_nothing_and_harm_nothing(tmp_path):
     chosen = {tenant: settings(SMALL, {"tenant": tenant}) for tenant in ("one", "other")}
     for tenant in ("one", "other", "one"):
@@ -222,6 +291,87 @@ def test_two_tenants_of_one_store_share_nothing_and_harm_nothing(tmp_path):
         with open_store(tmp_path / "s", settings=chosen[tenant]) as store:
             assert store.get("k").read() == CONTENT
             assert store.put("k", CONTENT).ledger.unique_bytes == 0
+
+
+def of_tenant(root: Path, tenant: str) -> Store:
+    return open_store(root, settings=settings(SMALL, {"tenant": tenant}))
+
+
+def test_damage_is_told_to_one_tenant_with_the_versions_of_all(tmp_path):
+    for tenant in ("one", "other"):
+        with of_tenant(tmp_path / "s", tenant) as store:
+            store.put("k", CONTENT)
+    mine, others = containers(tmp_path / "s")
+    flip(others, 4000)
+    with of_tenant(tmp_path / "s", "one") as store:
+        (damage,) = store.verify().damage
+        assert damage.object_name.endswith(others.name)
+        assert (damage.versions, damage.of_other_tenants) == ((), (("other", "k", 1),))
+    with of_tenant(tmp_path / "s", "other") as store:
+        (damage,) = store.verify().damage
+        assert (damage.versions, damage.of_other_tenants) == ((("k", 1),), ())
+        assert store.put("again", CONTENT).ledger.duplicate_chunks == 0  # its own are broken, the other's not its own
+        assert store.get("again").read() == CONTENT
+    with of_tenant(tmp_path / "s", "one") as store:
+        assert store.put("again", CONTENT).ledger.unique_bytes == 0
+    assert mine.exists()
+
+
+def test_containers_that_no_version_explains_are_compared_by_sha1_and_counted(tmp_path):
+    root = tmp_path / "s"
+    for tenant in ("one", "gone"):
+        with of_tenant(root, tenant) as store:
+            store.put("k", CONTENT)
+    _, theirs = containers(root)
+    with of_tenant(root, "gone") as store:
+        name = object_name("gone", "k", 1)
+    (root / name).unlink()
+    with of_tenant(root, "one") as store:
+        (damage,) = store.verify().damage  # the index still knows whose version is missing, and whose container it is
+        assert (damage.object_name, damage.of_other_tenants) == (name, (("gone", "k", 1),))
+        assert store.rebuild_index().skipped == ()
+        report = store.verify()
+        assert (report.damage, report.untagged_containers, report.containers) == ((), 1, 2)
+        flip(theirs, 4000)
+        (damage,) = store.verify().damage
+        assert damage.object_name.endswith(theirs.name)
+        flip(theirs, 4000)
+        assert store.rebuild_index().skipped == ()
+    with of_tenant(root, "gone") as store:  # its chunks were not lost from the rebuilt index
+        assert store.put("k", CONTENT).ledger.unique_bytes == 0
+        assert store.get("k").read() == CONTENT
+
+
+def test_stats_add_up_over_all_tenants(tmp_path):
+    for tenant in ("one", "other"):
+        with of_tenant(tmp_path / "s", tenant) as store:
+            store.put("k", CONTENT)
+    for tenant in ("one", "other", "third"):
+        with of_tenant(tmp_path / "s", tenant) as store:
+            stats = store.stats()
+            assert (stats.versions, stats.keys, stats.ledger.logical_bytes) == (2, 2, 2 * len(CONTENT))
+            assert stats.ledger.unique_bytes == 2 * len(CONTENT)
+            stored = sum(len(data) for data in objects(tmp_path / "s").values())
+            assert stats.ledger.stored_bytes == sum(stats.parts.values()) == stored
+
+
+def test_two_stores_of_one_process_read_side_by_side_and_one_writes(tmp_path):
+    root = tmp_path / "s"
+    with of_tenant(root, "one") as one, of_tenant(root, "other") as other:
+        one.put("k", CONTENT)
+        assert [info.key for info in one.versions()] == ["k"]
+        assert other.versions() == []
+        with pytest.raises(StoreLocked, match="which is this one: close its other Store"):
+            other.put("k", b"x")
+        one.close()
+        assert [info.key for info in one.versions()] == ["k"]
+        other.put("mine", b"x")
+        assert [info.key for info in other.versions()] == ["mine"]
+        assert [info.key for info in one.versions()] == ["k"]
+        other.rebuild_index()
+        other.put("more", b"x")
+        other.close()
+        assert one.stats().versions == 3  # of the index that lies there now
 
 
 # ------------------------------------------------------------------ folders

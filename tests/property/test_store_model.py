@@ -141,9 +141,9 @@ class StoreBesideADictionary(RuleBasedStateMachine):
     @rule()
     def rebuild(self):
         self.store.versions()
-        live = self.store._writable_index().entries()
+        live = self.store._index.writable().entries()
         assert self.store.rebuild_index().skipped == ()
-        assert self.store._writable_index().entries() == live
+        assert self.store._index.writable().entries() == live
 
     @rule()
     def verify(self):

@@ -1,6 +1,8 @@
 """The janitor: rebuilds the index and verifies the store; works on containers and manifests, the truth."""
 
 from nearkin_janitor.rebuild import claims_of, rebuild_index
-from nearkin_janitor.verify import verify_store
+from nearkin_janitor.soundness import Soundness, Unsound
+from nearkin_janitor.tenants import Tenants
+from nearkin_janitor.verify import Verifier
 
-__all__ = ["claims_of", "rebuild_index", "verify_store"]
+__all__ = ["Soundness", "Tenants", "Unsound", "Verifier", "claims_of", "rebuild_index"]

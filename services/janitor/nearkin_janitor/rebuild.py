@@ -1,4 +1,8 @@
-"""Index rebuild. Invariant: containers in stream order, then manifests, give the lost index, entry by entry."""
+"""Index rebuild. Invariant: containers in stream order, then manifests, give the lost index, entry by entry.
+
+Every tenant's containers are claimed, each under its own domain. Where no version names a container's tenant, its
+segments cannot be named and are not claimed; its chunks and bases are.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims
-from nearkin.errors import Corrupt, NotFound
+from nearkin.errors import Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.container import Directory
 from nearkin.index.protocols import Index
-from nearkin.records import NAME_BYTES, U8, U32, U64, ZERO, Locations, RebuildReport
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, ZERO, ContainerId, Locations, RebuildReport
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore
+from nearkin_janitor.order import leaning_last
+from nearkin_janitor.tenants import Tenants
 
 READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and sketched so many bytes at a time."""
@@ -40,7 +46,7 @@ def rebuild_index(
     containers: ContainerStore,
     manifests: ManifestStore,
     index: Index,
-    fingerprinter: Fingerprinter,
+    tenants: Tenants,
     sketches: Sketches,
     progress: Progress | None = None,
     known_containers: Collection[int] = (),
@@ -56,11 +62,14 @@ def rebuild_index(
     skipped: list[str] = []
     sound = {int(container) for container in known_containers}
     chunks = segments = 0
-    for done, container in enumerate(ids):
+    everyones = containers.of(None)
+    for done, container in enumerate(leaning_last(ids, lambda container: _leans_on(everyones, container))):
         try:
-            claims = claims_of(containers.directory(container), containers, fingerprinter, sketches, sound)
-        except (Corrupt, NotFound):
-            skipped.append(object_name(container))
+            directory = everyones.directory(ContainerId(container))
+            own = containers.of(directory.domain)
+            claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound)
+        except Permanent:
+            skipped.append(object_name(ContainerId(container)))
         else:
             index.publish(claims)
             sound.add(container)
@@ -72,7 +81,7 @@ def rebuild_index(
     for name, size_bytes in names:
         try:
             found.append((manifests.read(name), size_bytes))
-        except (Corrupt, NotFound):
+        except Permanent:
             skipped.append(name)
     found.sort(key=lambda pair: (pair[0].created_us, pair[0].key, pair[0].version))
     for start in range(0, len(found), COMMIT_VERSIONS):
@@ -82,19 +91,33 @@ def rebuild_index(
     return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
 
 
+def _leans_on(containers: ContainerStore, container: int) -> list[int]:
+    """Return the other containers that one names, in bases and recipes; none where it cannot be read."""
+    try:
+        directory = containers.directory(ContainerId(container))
+    except Permanent:
+        return []
+    named = np.unique(np.concatenate([directory.chunks.bases.containers, directory.segments.chunks.containers]))
+    return [int(other) for other in named if other not in (0, ZERO, container)]
+
+
 def claims_of(
     directory: Directory,
     containers: ContainerStore,
-    fingerprinter: Fingerprinter,
+    fingerprinter: Fingerprinter | None,
     sketches: Sketches,
     sound: Collection[int],
 ) -> ContainerClaims:
     """Return what a container claims, from its bytes and those of the `sound` containers before it.
 
-    A segment with a chunk in any other container is not claimed: a version put later would not restore. Raises
-    Corrupt where a chunk of its own cannot be decoded.
+    A segment with a chunk in any other container is not claimed: a version put later would not restore; nor is any
+    without a `fingerprinter`, which names them. Raises Corrupt where a chunk of its own cannot be decoded, or names
+    another domain's.
     """
     reader = ChunkReader(containers)
+    if fingerprinter is None:
+        none = np.zeros((len(directory.segments), SEGMENT_ID_BYTES), np.uint8)
+        return ContainerClaims(directory, none, _super_features(directory, reader, sketches))
     recipes, bounds = directory.segments.chunks, directory.segments.bounds
     named, which = np.unique(recipes.containers, return_inverse=True)
     usable = [int(holder) in sound or holder in (ZERO, directory.container) for holder in named]

@@ -5,19 +5,31 @@ nearkin [--store FOLDER | --server URL] [--config FILE] [--json] COMMAND ...    
 
 from __future__ import annotations
 
-import os
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from nearkin.cli.session import AsWrittenGroup, current_session, shared_options
-from nearkin.errors import BadInput
+from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
+from nearkin.errors import BadInput, Corrupt
+
+if TYPE_CHECKING:
+    from nearkin.records import Damage
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
+def _show_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from nearkin.cli.output import print_version
+
+        print_version(as_json=context.ensure_object(Session).as_json)
+        context.exit()
+
+
 @click.group(cls=AsWrittenGroup, context_settings=_HELP)
+@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 @shared_options
 def nearkin() -> None:
     """Keep blobs: each chunk as its nearest kin plus the difference.
@@ -120,25 +132,30 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
 def ls(prefix: str, versions: bool) -> None:
     """List keys that start with PREFIX.
 
-    A line is: created (UTC), size, version, key.
+    A line is: created (UTC), size, version, key. Versions that cannot be read are told on stderr: exit code 1.
 
     nearkin ls
     nearkin ls db/ --versions
     nearkin --json ls | jq '.[].key'
     """
     from nearkin.cli.arguments import check_prefix
-    from nearkin.cli.output import print_json, say, version_line
+    from nearkin.cli.output import print_json, say, unreadable, version_line
     from nearkin.formats.answers import info_json
 
     session = current_session()
     check_prefix(prefix)
+    broken: list[Damage] = []
+    # A gateway answers for what it cannot read itself, with an error.
+    told: dict[str, Any] = {"broken": broken.append} if session.folder() is not None else {}
     with session.open() as store:
-        found = store.versions(prefix, all_versions=versions)
+        found = store.versions(prefix, all_versions=versions, **told)
     if session.as_json:
         print_json([info_json(info) for info in found])
-        return
-    for info in found:
-        say(version_line(info))
+    else:
+        for info in found:
+            say(version_line(info))
+    if broken:
+        raise Corrupt(unreadable(broken))
 
 
 @nearkin.command()
@@ -291,22 +308,10 @@ def config(changes: tuple[str, ...], local: bool) -> None:
 @nearkin.command()
 @shared_options
 def version() -> None:
-    """Show the version of this command.
+    """Show the version of this command, as --version does.
 
-    nearkin version
+    nearkin version --json
     """
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-    from platform import python_version
+    from nearkin.cli.output import print_version
 
-    from nearkin.cli.output import print_json, say
-
-    try:
-        number = installed("nearkin")
-    except PackageNotFoundError:  # run from a source tree
-        number = "unknown"
-    kernels = os.environ.get("NEARKIN_KERNELS", "cython")
-    if current_session().as_json:
-        print_json({"version": number, "python": python_version(), "kernels": kernels})
-    else:
-        say(f"nearkin {number} (Python {python_version()}, {kernels} kernels)")
+    print_version(as_json=current_session().as_json)

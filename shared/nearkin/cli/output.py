@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nearkin.records import (
+        Damage,
         Explanation,
         Ledger,
         RebuildReport,
@@ -26,6 +27,24 @@ if TYPE_CHECKING:
         VerifyReport,
         VersionInfo,
     )
+
+
+def print_version(*, as_json: bool) -> None:
+    """Print what runs: Nearkin, Python, and which kernels."""
+    import os
+    from platform import python_version
+
+    from nearkin import __version__
+
+    kernels = os.environ.get("NEARKIN_KERNELS", "cython")
+    if as_json:
+        print_json({"version": __version__, "python": python_version(), "kernels": kernels})
+    else:
+        say(f"nearkin {__version__} (Python {python_version()}, {kernels} kernels)")
+
+
+UNREADABLE_NAMED = 10
+"""A listing's one line of what it left out names so many; `verify` names all."""
 
 
 def say(line: str) -> None:
@@ -81,6 +100,13 @@ def version_line(info: VersionInfo) -> str:
     return f"{created}  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
 
 
+def unreadable(broken: Sequence[Damage]) -> str:
+    """Return one line that names the versions a listing had to leave out: the first few, and how many more."""
+    names = [f"{key!r} version {version}" for damage in broken for key, version in damage.versions]
+    more = f" and {len(names) - UNREADABLE_NAMED} more" if len(names) > UNREADABLE_NAMED else ""
+    return f"{', '.join(names[:UNREADABLE_NAMED])}{more} cannot be read: {broken[0].problem}: run `nearkin verify`"
+
+
 def print_stats(stats: Stats) -> None:
     """Print a store's sums for people."""
     from rich.box import SIMPLE
@@ -117,11 +143,17 @@ def verify_json(report: VerifyReport, sample: float | None) -> dict[str, object]
         "chunks": report.chunks,
         "versions": report.versions,
         "bytes_read": report.bytes_read,
+        "untagged_containers": report.untagged_containers,
+        "forgotten": report.forgotten,
         "damage": [
             {
                 "object_name": damage.object_name,
                 "problem": damage.problem,
                 "versions": [{"key": key, "version": version} for key, version in damage.versions],
+                "of_other_tenants": [
+                    {"tenant": tenant, "key": key, "version": version}
+                    for tenant, key, version in damage.of_other_tenants
+                ],
             }
             for damage in report.damage
         ],
@@ -135,6 +167,16 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
         yield f"damaged: {printable(damage.object_name)}: {printable(damage.problem)}"
         for key, version in damage.versions:
             yield f"  touches {printable(key)} version {version}"
+        for tenant, key, version in damage.of_other_tenants:
+            yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
+    if report.untagged_containers:
+        yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
+    if report.forgotten is not None:
+        yield (
+            "put the same data again and what is broken is stored anew: the index names it no more"
+            if report.forgotten
+            else "the index still names what is broken, since a put is running: run verify again when it has ended"
+        )
     found = counted(len(report.damage), "damaged object") if report.damage else "no damage"
     read = ", ".join(
         (counted(report.containers, "container"), counted(report.chunks, "chunk"), counted(report.versions, "version"))

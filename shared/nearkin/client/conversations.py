@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from nearkin.api import check_key
 from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
 from nearkin.client.transfer import Upload
 from nearkin.errors import BadInput, Corrupt, StoreUnavailable
 from nearkin.formats import answers
 from nearkin.formats.manifest import encode_metadata
 from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+from nearkin.sources import check_key
 
 PAGE_ENTRIES = 1000
 LISTED_MAX = 1_000_000

@@ -11,9 +11,8 @@ versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as
 from __future__ import annotations
 
 import json
-import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,14 +27,18 @@ from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
+from nearkin.index.environments import Environment, acquire, release
 from nearkin.index.protocols import ContainerSummary
-from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Ledger, Locations
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 
-VERSION = 1
+VERSION = 2
+"""Of an index of another version the store makes a new one, as if it were lost."""
+TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
 _LOCATION = Struct("<QI")
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
 _LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
+FORGET_ENTRIES = 1 << 16
 _KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
 
@@ -46,47 +49,18 @@ class LmdbIndex:
     def __init__(self, folder: Path, domain: bytes, map_bytes: int, *, read_only: bool = False) -> None:
         self.read_only = read_only
         self._domain = domain
+        self._folder = folder
         self._write_lock = threading.Lock()
+        self._shared: Environment | None = acquire(folder, map_bytes, TABLES, writable=not read_only)
+        self._env = self._shared.env
+        self._databases = databases = self._shared.databases
+        self._chunks, self._features, self._segments = (databases[name] for name in TABLES[:3])
+        self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
         try:
-            if not read_only:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._env = lmdb.open(
-                str(folder),
-                map_size=map_bytes,
-                max_dbs=8,
-                readonly=read_only,
-                lock=True,
-                readahead=False,
-                meminit=False,
-                max_readers=512,
-            )
-            self._fill_up(folder)
-            self._chunks = self._open("chunks", read_only)
-            self._features = self._open("features", read_only)
-            self._segments = self._open("segments", read_only)
-            self._counts = self._open("counts", read_only)
-            self._containers = self._open("containers", read_only)
-            self._versions = self._open("versions", read_only)
-            self._meta = self._open("meta", read_only)
-        except (lmdb.Error, OSError) as err:
-            raise StoreUnavailable(
-                f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
-            ) from err
-        self._check_version(read_only)
-
-    def _fill_up(self, folder: Path) -> None:
-        """Let zeros stand for pages beyond the file's end: LMDB maps them all, and touching none at all is SIGBUS.
-
-        A page that was freed before it was ever written may lie there; one that was lost is then refused as corrupt.
-        """
-        needed_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        with (folder / "data.mdb").open("r+b") as file:
-            size_bytes = file.seek(0, os.SEEK_END)
-            if size_bytes < needed_bytes:  # fallocate never shrinks what a writer may have extended meanwhile
-                os.posix_fallocate(file.fileno(), size_bytes, needed_bytes - size_bytes)
-
-    def _open(self, name: str, read_only: bool) -> Any:
-        return self._env.open_db(name.encode(), create=not read_only)
+            self._check_version(read_only)
+        except BaseException:
+            self.close()
+            raise
 
     def _check_version(self, read_only: bool) -> None:
         with self._reading() as txn:
@@ -178,7 +152,8 @@ class LmdbIndex:
             for manifest, manifest_bytes in versions:
                 key = _version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-                if not txn.put(key, json.dumps(asdict(entry)).encode(), db=self._versions, overwrite=False):
+                said = json.dumps({"tenant": manifest.tenant, **asdict(entry)}).encode()
+                if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
                 rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
                 rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
@@ -204,23 +179,52 @@ class LmdbIndex:
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version."""
-        head = _tenant_head(tenant) + prefix.encode()[:_KEY_HEAD_BYTES]
+        found = [entry for _, entry in self._said(_tenant_head(tenant) + prefix.encode()[:_KEY_HEAD_BYTES])]
+        wanted = [entry for entry in found if entry.key.startswith(prefix)]
+        wanted.sort(key=lambda entry: (entry.key.encode(), entry.version))
+        return iter(wanted)
+
+    def catalogs(self) -> Iterator[tuple[str, CatalogEntry]]:
+        """Yield (tenant, version) of all tenants, in no order that has a meaning."""
+        return iter(self._said(b""))
+
+    def _said(self, head: bytes) -> list[tuple[str, CatalogEntry]]:
         found = []
         with self._reading() as txn:
             cursor = txn.cursor(self._versions)
-            if cursor.set_range(head):
+            if cursor.set_range(head) if head else cursor.first():
                 for key, value in cursor:
                     if not key.startswith(head):
                         break
                     fields = json.loads(value)
-                    if fields["key"].startswith(prefix):
-                        found.append(CatalogEntry(**{**fields, "ledger": Ledger(**fields["ledger"])}))
-        found.sort(key=lambda entry: (entry.key.encode(), entry.version))
-        return iter(found)
+                    tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
+                    found.append((tenant, CatalogEntry(**fields, ledger=ledger)))
+        return found
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
         return ((entry.key, entry.version) for entry in self.catalog(tenant, prefix))
+
+    def container_ids(self) -> U64:
+        """Return the ids of all published containers, ascending."""
+        with self._reading() as txn:
+            keys = b"".join(txn.cursor(self._containers).iternext(keys=True, values=False))
+        return np.frombuffer(keys, ">u8").astype(np.uint64)
+
+    def forget(
+        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+    ) -> None:
+        """Let go of entries that name what is lost or broken, in one transaction: a full scan of three tables.
+
+        `chunks` and `segments` by container: ordinals, or None for all (of `chunks`: of its segments too); `containers`
+        are gone as a whole and no longer counted.
+        """
+        lost: dict[int, U32 | None] = {container: None for container, rows in chunks.items() if rows is None}
+        with self._writing() as txn:
+            for db, rows in ((self._chunks, chunks), (self._features, chunks), (self._segments, {**segments, **lost})):
+                _drop(txn, db, rows)
+            for container in containers:
+                txn.delete(container.to_bytes(8, "big"), db=self._containers)
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each published container, in stream order."""
@@ -230,27 +234,24 @@ class LmdbIndex:
 
     def entries(self) -> dict[str, dict[bytes, bytes]]:
         """Return every entry of every table: for comparing two indexes in tests and in `verify`."""
-        tables = {
-            "chunks": self._chunks,
-            "features": self._features,
-            "segments": self._segments,
-            "counts": self._counts,
-            "containers": self._containers,
-            "versions": self._versions,
-        }
         with self._reading() as txn:
-            return {name: {bytes(k): bytes(v) for k, v in txn.cursor(db)} for name, db in tables.items()}
+            return {
+                name: {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
+                for name in TABLES
+                if name != "meta"
+            }
 
     @property
     def complete(self) -> bool:
-        """Return whether the index was once in step with the store; a rebuild that was cut short is not."""
+        """Return whether the index was once in step with the store; one of an older version, or cut short, is not."""
         with self._reading() as txn:
-            return txn.get(b"complete", db=self._meta) is not None
+            return bool(txn.get(b"complete", db=self._meta) == str(VERSION).encode())
 
     def mark_complete(self) -> None:
         """Say that the index holds all that the store does."""
         with self._writing() as txn:
-            txn.put(b"complete", b"1", db=self._meta)
+            txn.put(b"complete", str(VERSION).encode(), db=self._meta)
+            txn.put(b"version", str(VERSION).encode(), db=self._meta)
 
     @property
     def behind(self) -> bool:
@@ -267,8 +268,15 @@ class LmdbIndex:
                 txn.delete(b"behind", db=self._meta)
 
     def close(self) -> None:
-        """Release the environment."""
-        self._env.close()
+        """Let go of the environment; again is fine."""
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            release(shared)
+
+    @property
+    def current(self) -> bool:
+        """Return whether this is the index that lies in its folder; a rebuild, by whom ever, puts a new one there."""
+        return self._shared is not None and self._shared.is_at(self._folder)
 
 
 def _unavailable(err: lmdb.Error) -> StoreUnavailable:
@@ -277,6 +285,32 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
     return StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again")
+
+
+def _drop(txn: Any, db: Any, unwanted: Mapping[int, U32 | None]) -> None:
+    """Delete the entries whose location is unwanted, FORGET_ENTRIES at a time: no list of all of them is held."""
+    ordinals = {
+        container.to_bytes(8, "little"): None if rows is None else frozenset(rows.tolist())
+        for container, rows in unwanted.items()
+    }
+    after = b""
+    while ordinals:
+        cursor = txn.cursor(db)
+        keys = []
+        if cursor.set_range(after) if after else cursor.first():
+            for key, value in cursor:
+                container = value[:8]
+                if container in ordinals:
+                    rows = ordinals[container]
+                    if rows is None or int.from_bytes(value[8 : _LOCATION.size], "little") in rows:
+                        keys.append(key)
+                        if len(keys) >= FORGET_ENTRIES:
+                            break
+        for key in keys:
+            txn.delete(key, db=db)
+        if len(keys) < FORGET_ENTRIES:
+            return
+        after = keys[-1]
 
 
 def _rows(array: U8, width: int) -> list[bytes]:

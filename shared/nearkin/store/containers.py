@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import container as fmt
@@ -79,13 +80,19 @@ def object_name(container: ContainerId) -> str:
 
 
 class ContainerStore:
-    """Containers by id, with bounded caches of directories and decoded blocks."""
+    """Containers by id, of one dedup domain, with bounded caches of directories and decoded blocks."""
 
     def __init__(self, objects: ObjectStore, domain: bytes, block_cache_bytes: int) -> None:
         self._objects = objects
-        self._domain = domain
+        self._domain: bytes | None = domain
         self._directories: ByteBoundedLru[ContainerId, Directory] = ByteBoundedLru(DIRECTORY_CACHE_BYTES)
         self.blocks: ByteBoundedLru[tuple[ContainerId, int], U8] = ByteBoundedLru(block_cache_bytes)
+
+    def of(self, domain: bytes | None) -> Self:
+        """Return the same store, and the same caches, for another domain; None: for all, which is the janitor's."""
+        other = copy.copy(self)
+        other._domain = domain
+        return other
 
     def put(self, container: ContainerId, data: bytes) -> None:
         """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
@@ -107,10 +114,10 @@ class ContainerStore:
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory, from the cache or with one or two reads. Raises Corrupt where it is lost."""
+        name = object_name(container)
         known = self._directories.get(container)
         if known is not None:
-            return known
-        name = object_name(container)
+            return self._ours(known, name)
         try:
             size_bytes = self._objects.size_bytes(name)
         except NotFound as err:
@@ -122,14 +129,20 @@ class ContainerStore:
         # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
         offset, length, check = fmt.footer_of(header, tail[-fmt.FOOTER.size :], size_bytes, name)
         found, domain = fmt.container_id_of(header, name)
-        if found != container or domain != self._domain:
-            raise Corrupt(f"{name}: holds container {found:016x}: was it renamed, or is it another tenant's?")
+        if found != container:
+            raise Corrupt(f"{name}: holds container {found:016x}: was it renamed?")
         if offset >= tail_start:
             data = tail[offset - tail_start : offset - tail_start + length]
         else:
             (data,) = self._objects.get_ranges(name, [offset], [offset + length])
         directory = fmt.decode_directory(data, container, domain, size_bytes, check, name)
         self._directories.put(container, directory, directory.memory_bytes)
+        return self._ours(directory, name)
+
+    def _ours(self, directory: Directory, name: str) -> Directory:
+        """Refuse another tenant's (I9): whoever can name its container must not read through it."""
+        if self._domain not in (None, directory.domain):
+            raise Corrupt(f"{name}: belongs to another tenant")
         return directory
 
     def block(self, container: ContainerId, block: int) -> U8:

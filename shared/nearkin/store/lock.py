@@ -62,6 +62,8 @@ class WriterLock:
     def _named(self) -> str:
         try:
             holder = json.loads(self._holder.read_text())
-            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+            own = holder["pid"] == os.getpid() and holder["host"] == socket.gethostname()
+            also = ", which is this one: close its other Store first" if own else ""
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}{also}"
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"

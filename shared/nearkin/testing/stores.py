@@ -57,6 +57,13 @@ def manifests(root: Path) -> list[Path]:
     return sorted((root / "manifests").rglob("*.nkm"))
 
 
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
 def attempt(store: Store, key: str, version: int) -> tuple[bytes, NearkinError | None]:
     """Return the bytes that a `get` gave out and the error it ended with, None where it ended well."""
     given = bytearray()

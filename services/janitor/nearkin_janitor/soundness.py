@@ -1,0 +1,224 @@
+"""Soundness. Invariant: a chunk is sound only if its bytes, and those of every base below it, are what its name says.
+
+container -> checksums -> bases -> decode -> names      each broken chunk is kept with the container that broke it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import Corrupt, NotFound, Permanent
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats import container as fmt
+from nearkin.formats.container import Directory
+from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
+from nearkin.store.chunks import ChunkReader, grouped, offsets_of
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.order import leaning_last
+from nearkin_janitor.tenants import Tenants
+
+READ_BYTES = 8 * 1024 * 1024
+"""Chunks are decoded and named so many bytes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of one container: some 200 bytes, and 12 for each broken chunk.
+
+    `broken` uint32[b] ordinals, ascending; `blamed` uint64[b] the container in which the damage of each lies.
+    """
+
+    domain: bytes
+    chunks: int
+    broken: U32
+    blamed: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Unsound:
+    """What no later version may lean on: by container, ordinals of chunks and of segments; None: all of them."""
+
+    chunks: dict[int, U32 | None]
+    segments: dict[int, U32]
+
+
+class Soundness:
+    """What is sound of the containers of a store, all tenants' alike; `problems` by object name."""
+
+    def __init__(self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
+        self._containers = containers
+        self._everyones = containers.of(None)
+        self._tenants = tenants
+        self._any_fingerprinter = any_fingerprinter
+        self._checked: dict[int, Checked | None] = {}
+        self.problems: dict[str, str] = {}
+        self.chunks = 0
+        self.bytes_read = 0
+        self.untagged = 0
+
+    def leans_on(self, container: int) -> list[int]:
+        """Return the other containers in which bases of this one lie; none where it cannot be read."""
+        try:
+            bases = self._everyones.directory(ContainerId(container)).chunks.bases.containers
+        except Permanent:
+            return []
+        return [int(base) for base in np.unique(bases) if base not in (0, container)]
+
+    def check(self, container: ContainerId, *, deep: bool) -> None:
+        """Look at one container, after those that it leans on: `deep` reads and decodes all of it."""
+        name = object_name(container)
+        try:
+            if deep:
+                data = self._containers.raw(container)
+                self.bytes_read += len(data)
+                directory = fmt.decode_container(data, name)
+                if directory.container != container:
+                    raise Corrupt(f"{name}: holds container {directory.container:016x}")
+            else:
+                data, directory = b"", self._everyones.directory(container)
+        except Permanent as err:
+            self._checked[container] = None
+            if not (isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)):
+                self.problems.setdefault(name, str(err))
+            return  # one that is missing is a problem only once something is found to need it
+        blamed = np.zeros(len(directory.chunks), np.uint64)
+        if deep:
+            self._check_blocks(directory, data, blamed, name)
+        self._check_bases(directory, blamed)
+        if deep:
+            self._check_names(directory, blamed, name)
+        broken = np.flatnonzero(blamed).astype(np.uint32)
+        self._checked[container] = Checked(directory.domain, len(blamed), broken, blamed[broken])
+
+    def directory(self, container: int, domain: bytes) -> Directory | None:
+        """Return a container's directory for a version of `domain`; None, and a problem, where it is no use to it."""
+        if self._of(container, domain) is None:
+            return None
+        try:
+            return self._containers.of(domain).directory(ContainerId(container))
+        except Permanent as err:  # it was readable a moment ago
+            self.problems.setdefault(object_name(ContainerId(container)), str(err))
+            return None
+
+    def blame(self, chunks: Locations, domain: bytes) -> U64:
+        """Return uint64[n]: the container whose damage breaks each chunk for a user in `domain`, 0 for a sound one."""
+        blamed = np.zeros(len(chunks), np.uint64)
+        for container, rows in grouped(chunks.containers):
+            if container == ZERO:
+                continue
+            checked, ordinals = self._of(container, domain), chunks.ordinals[rows]
+            if checked is None:
+                blamed[rows] = container
+                continue
+            beyond = ordinals >= checked.chunks
+            if beyond.any():
+                name = object_name(ContainerId(container))
+                self.problems.setdefault(
+                    name, f"{name}: has {checked.chunks} chunks, number {int(ordinals.max())} is wanted"
+                )
+            blamed[rows[beyond]] = container
+            if len(checked.broken):
+                at = np.minimum(np.searchsorted(checked.broken, ordinals), len(checked.broken) - 1)
+                hit = checked.broken[at] == ordinals
+                blamed[rows[hit]] = checked.blamed[at[hit]]
+        return blamed
+
+    def unsound(self, containers: Iterable[ContainerId]) -> Unsound:
+        """Return what is broken or lost of `containers`, looking also at those that came since the others were checked.
+
+        A segment is unsound that names an unsound chunk, wherever that lies.
+        """
+        known = sorted({*containers, *self._checked})
+        for container in leaning_last([c for c in known if c not in self._checked], self.leans_on):
+            self.check(ContainerId(container), deep=False)
+        chunks: dict[int, U32 | None] = {}
+        for container, checked in self._checked.items():
+            if checked is None or len(checked.broken):
+                chunks[container] = None if checked is None else checked.broken
+        segments: dict[int, U32] = {}
+        for container in known if chunks else []:
+            checked = self._checked[container]
+            directory = None if checked is None else self.directory(container, checked.domain)
+            if directory is None:
+                continue
+            recipes = directory.segments
+            of_chunk = np.repeat(np.arange(len(recipes), dtype=np.uint32), np.diff(recipes.bounds))
+            bad = np.unique(of_chunk[self.blame(recipes.chunks, directory.domain) != 0])
+            if len(bad):
+                segments[container] = bad
+        return Unsound(chunks, segments)
+
+    def _of(self, container: int, domain: bytes) -> Checked | None:
+        """Return what is known of a container that something in `domain` needs; None, and a problem, if it is lost."""
+        name = object_name(ContainerId(container))
+        if container not in self._checked:  # not listed: lost, or put since
+            self.check(ContainerId(container), deep=False)
+        checked = self._checked[container]
+        if checked is None:
+            self.problems.setdefault(name, f"{name}: missing, and what is needed lies in it")
+        elif checked.domain != domain:
+            self.problems.setdefault(name, f"{name}: belongs to another tenant than what names it")
+            return None
+        return checked
+
+    def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str) -> None:
+        for block in range(len(directory.blocks)):
+            start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
+            end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
+            said = int(directory.blocks.raw[block])
+            try:
+                decoded = fmt.decode_block(memoryview(data)[start:end], f"{name} block {block}")
+            except Permanent as err:
+                problem = str(err)
+            else:
+                problem = "" if len(decoded) == said else f"{name} block {block}: {len(decoded)} bytes, not {said}"
+            if problem:
+                self.problems.setdefault(name, problem)
+                blamed[directory.chunks.blocks == block] = directory.container
+
+    def _check_bases(self, directory: Directory, blamed: U64) -> None:
+        """Blame the chunks whose base is lost or broken, shallow ones first: a base may lie in the same container."""
+        chunks = directory.chunks
+        for depth in range(1, int(chunks.depths.max(initial=0)) + 1):
+            rows = np.flatnonzero((chunks.depths == depth) & (blamed == 0))
+            own = chunks.bases.containers[rows] == np.uint64(directory.container)
+            blamed[rows[own]] = blamed[chunks.bases.ordinals[rows[own]]]
+            blamed[rows[~own]] = self.blame(chunks.bases.take(rows[~own]), directory.domain)
+
+    def _check_names(self, directory: Directory, blamed: U64, name: str) -> None:
+        """Decode every chunk that seems sound and compare it with its name; only SHA-1 where no tenant is known."""
+        fingerprinter = self._tenants.fingerprinter(directory.domain)
+        self.untagged += fingerprinter is None
+        compared = np.ones(32, np.bool_)
+        compared[20:28] = fingerprinter is not None
+        reader = ChunkReader(self._containers.of(directory.domain))
+        rows = np.flatnonzero(blamed == 0)
+        portion = np.cumsum(directory.chunks.lengths[rows], dtype=np.int64) // READ_BYTES
+        parts = np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []
+        while parts:
+            part = parts.pop()
+            try:
+                payload, lengths, names = _read(reader, directory.container, part)
+            except (Corrupt, NotFound) as err:
+                if len(part) > 1:  # which of them it is; only on the way through damage
+                    parts += np.array_split(part, 2)
+                    continue
+                bad, problem = part, f"{name}: {err}"
+            else:
+                found = (fingerprinter or self._any_fingerprinter).name_chunks(payload, offsets_of(lengths), lengths)
+                bad = part[np.any((found != names)[:, compared], axis=1)]
+                problem = f"{name}: {len(bad)} chunks are not what their names say"
+                self.chunks += len(part)
+            if len(bad):
+                self.problems.setdefault(name, problem)
+                blamed[bad] = directory.container
+
+
+def _read(reader: ChunkReader, container: ContainerId, rows: NDArray[np.intp]) -> tuple[U8, U32, U8]:
+    """Return (bytes, lengths, names) of a container's chunks."""
+    plan = reader.plan(Locations(np.full(len(rows), container, np.uint64), rows.astype(np.uint32)))
+    return reader.fetch(plan), plan.lengths, plan.names

@@ -1,0 +1,130 @@
+"""LMDB environments. Invariant: a process opens each file once, whoever asks (LMDB's rule); the last user closes it.
+
+Two Stores of one process, of two tenants say, share one: each would else be told that the file is open already.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from nearkin.errors import StoreUnavailable
+
+READERS_MAX = 512
+
+_LOCK = threading.Lock()
+_OPEN: dict[tuple[int, int], Environment] = {}
+"""By device and inode of the data file; as many as stores are open, each holding two file descriptors."""
+
+
+@dataclass(eq=False, slots=True)
+class Environment:
+    """An open environment and its named databases; `writable` where the file could be opened so."""
+
+    env: Any
+    databases: dict[str, Any]
+    writable: bool
+    file: tuple[int, int]
+    users: int = 0
+
+    def open(self, names: Sequence[str], *, writable: bool) -> None:
+        """Open databases, and with `writable` make those that are not there."""
+        if writable and not self.writable:
+            raise PermissionError(errno.EACCES, "this process may not write it")
+        for name in names:
+            if name not in self.databases:
+                self.databases[name] = self.env.open_db(name.encode(), create=writable)
+
+    def is_at(self, folder: Path) -> bool:
+        """Return whether this is still the file that lies in the folder: a rebuild puts another one there."""
+        return _file(folder) == self.file
+
+
+def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: bool) -> Environment:
+    """Return the environment in a folder with all databases named; without `writable` nothing is made.
+
+    Raises StoreUnavailable: not there, not writable, damaged.
+    """
+    try:
+        with _LOCK:
+            if writable:
+                folder.mkdir(parents=True, exist_ok=True)
+            file = _file(folder)
+            shared = _OPEN.get(file) if file is not None else None
+            if shared is None:
+                shared = _opened(folder, map_bytes, writable=writable)
+            try:
+                shared.open(names, writable=writable)
+            except BaseException:
+                if not shared.users:
+                    shared.env.close()
+                raise
+            _OPEN[shared.file] = shared
+            shared.users += 1
+            return shared
+    except (lmdb.Error, OSError) as err:
+        raise StoreUnavailable(
+            f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
+        ) from err
+
+
+def release(shared: Environment) -> None:
+    """Let go of an environment."""
+    with _LOCK:
+        shared.users -= 1
+        if not shared.users:
+            _OPEN.pop(shared.file, None)
+            shared.env.close()
+
+
+def _opened(folder: Path, map_bytes: int, *, writable: bool) -> Environment:
+    """Open for writing wherever that is allowed, even for a reader: a writer of this process may ask next."""
+    options: dict[str, Any] = {
+        "map_size": map_bytes,
+        "max_dbs": 8,
+        "lock": True,
+        "readahead": False,
+        "meminit": False,
+        "max_readers": READERS_MAX,
+    }
+    try:
+        env, can_write = lmdb.open(str(folder), create=writable, **options), True
+    except lmdb.Error:
+        if writable:
+            raise
+        env, can_write = lmdb.open(str(folder), readonly=True, **options), False
+    try:
+        _fill_up(env, folder)
+        status = (folder / "data.mdb").stat()
+    except BaseException:
+        env.close()
+        raise
+    return Environment(env, {}, can_write, (status.st_dev, status.st_ino))
+
+
+def _fill_up(env: Any, folder: Path) -> None:
+    """Let zeros stand for pages beyond the file's end: LMDB maps them all, and touching none of them is SIGBUS.
+
+    A page that was freed before it was ever written may lie there; one that was lost is then refused as corrupt.
+    """
+    needed_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    path = folder / "data.mdb"
+    size_bytes = path.stat().st_size
+    if size_bytes < needed_bytes:
+        with path.open("r+b") as file:  # fallocate never shrinks what a writer may have extended meanwhile
+            os.posix_fallocate(file.fileno(), size_bytes, needed_bytes - size_bytes)
+
+
+def _file(folder: Path) -> tuple[int, int] | None:
+    try:
+        status = (folder / "data.mdb").stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,130 @@
+"""What callers give. Invariant: all that is refused is refused here, by name; a source that fails never ends a blob."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from nearkin.errors import BadInput, SourceFailed
+from nearkin.formats.manifest import encode_metadata
+from nearkin.limits import KEY_BYTES_MAX
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from nearkin.records import PutResult
+    from nearkin.runners.embedded import EmbeddedWriter
+
+READ_BYTES = 1024 * 1024
+
+Progress = Callable[[int], None]
+"""Called with the bytes taken since the last call."""
+Source = Path | BinaryIO | bytes
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that cannot be listed as it was given. Any other UTF-8 is taken as it is: a key is never a path."""
+    size_bytes = len(_encoded(key, "key"))
+    if not size_bytes:
+        raise BadInput('key "": want at least one character')
+    if size_bytes > KEY_BYTES_MAX:
+        raise BadInput(f"key of {size_bytes} bytes ({key[:20]!r}...): want at most {KEY_BYTES_MAX} bytes of UTF-8")
+    if "\0" in key:
+        raise BadInput(f"key {key!r}: has a NUL character; use another separator, such as /")
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that no key can have."""
+    _encoded(prefix, "prefix")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Refuse metadata that is not text or too much of it."""
+    encode_metadata(metadata)
+
+
+def _encoded(text: str, what: str) -> bytes:
+    if not isinstance(text, str):
+        raise BadInput(f"{what} {text!r:.100}: want text, not {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as err:
+        raise BadInput(f"{what} {text!r:.100}: is not valid UTF-8 (position {err.start})") from err
+
+
+def feed(
+    writer: EmbeddedWriter,
+    key: str,
+    source: Source,
+    metadata: Mapping[str, str],
+    sha256: bytes | None,
+    progress: Progress | None,
+) -> Future[PutResult]:
+    """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed."""
+    if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
+        raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
+    blob = writer.begin(key, metadata, sha256)
+    check = hashlib.sha256() if sha256 is not None else None
+    with ExitStack() as files:
+        file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)
+        while True:
+            window = writer.window()
+            count = _read_into(file, window, str(source) if isinstance(source, Path) else "source")
+            if not count:
+                break
+            if check is not None:
+                check.update(window[:count])
+            writer.advance(blob, count)
+            if progress is not None:
+                progress(count)
+    if check is not None and check.digest() != sha256:
+        raise BadInput(f"key {key!r}: its SHA-256 is {check.hexdigest()}, not the one announced; nothing was stored")
+    writer.end(blob)
+    return blob.done
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        if not path.is_file():
+            raise BadInput(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
+        return cast("BinaryIO", path.open("rb", buffering=0))
+    except OSError as err:
+        raise BadInput(f"{path}: {err.strerror}") from err
+    except ValueError as err:  # a NUL in it
+        raise BadInput(f"{str(path)!r}: {err}") from err
+
+
+def _readable(source: BinaryIO | bytes) -> Any:
+    if isinstance(source, bytes | bytearray | memoryview):
+        return BytesIO(source)
+    if not (hasattr(source, "readinto") or hasattr(source, "read")):
+        raise BadInput(f"source of type {type(source).__name__}: want a Path, bytes, or a file open for reading bytes")
+    return source
+
+
+def _read_into(file: Any, window: memoryview, name: str) -> int:
+    """Fill the window's start from a file; 0 at its end. Files without `readinto` are read and copied."""
+    try:
+        if hasattr(file, "readinto"):
+            count = file.readinto(window)
+        else:
+            data = file.read(min(len(window), READ_BYTES))
+            if not isinstance(data, bytes | bytearray | memoryview | None):
+                raise BadInput(f'{name}: gives {type(data).__name__}; open it for reading bytes, such as with "rb"')
+            count = None if data is None else len(data)
+            if data is not None and len(data) <= len(window):
+                window[: len(data)] = data
+    except OSError as err:
+        reason = err.strerror or str(err) or type(err).__name__
+        raise SourceFailed(f"{name}: reading it failed: {reason}; nothing was stored: put it again") from err
+    except ValueError as err:  # a closed file says so in this way
+        raise BadInput(f"{name}: cannot be read: {err}") from err
+    if count is None:  # not the end: taken for it, half a blob would be committed as a whole one
+        raise BadInput(f"{name}: has nothing to read yet; open it blocking, not non-blocking")
+    if not 0 <= count <= len(window):
+        raise BadInput(f"{name}: says that it read {count} bytes where {len(window)} were asked for")
+    return int(count)

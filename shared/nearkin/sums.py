@@ -1,0 +1,71 @@
+"""Sums over a store, all its tenants. Invariant: `parts` adds up to the stored bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from nearkin.records import Ledger, Stats
+
+if TYPE_CHECKING:
+    from nearkin.index.lmdb import LmdbIndex
+    from nearkin.store.containers import ContainerStore
+
+
+def stats(index: LmdbIndex, containers: ContainerStore, descriptor_bytes: int, index_bytes: int) -> Stats:
+    """Return the sums, from the index and the object store's listing: no container or manifest is read."""
+    ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, 0, 0
+    keys: set[tuple[str, str]] = set()
+    for tenant, entry in index.catalogs():
+        ledger += entry.ledger
+        seconds += entry.seconds
+        manifest_bytes += entry.manifest_bytes
+        versions += 1
+        keys.add((tenant, entry.key))
+    found = list(index.containers())
+    stored = sum(size_bytes for _, size_bytes in containers.ids()) + manifest_bytes + descriptor_bytes
+    parts = {
+        "raw_blocks": sum(c.raw_block_bytes for c in found),
+        "delta_blocks": sum(c.delta_block_bytes for c in found),
+        "chunk_names": sum(c.name_bytes for c in found),
+        "recipes": sum(c.recipe_bytes for c in found),
+        "directories": sum(c.directory_bytes - c.name_bytes - c.recipe_bytes for c in found),
+        "manifests": manifest_bytes,
+        "descriptor": descriptor_bytes,
+    }
+    parts["framing"] = stored - sum(parts.values())
+    depths: Counter[int] = Counter()
+    sketches: Counter[str] = Counter()
+    for container in found:
+        depths.update(dict(enumerate(container.depths)))
+        sketches.update(container.sketches)
+    raw_chunks = sum(c.raw_chunks for c in found)
+    delta_chunks = depths.total() - raw_chunks
+    return Stats(
+        ledger=Ledger(
+            logical_bytes=ledger.logical_bytes,
+            chunks=ledger.chunks,
+            # Chunks of a put that failed may be stored and in no version: fewer are then needed than are there.
+            duplicate_chunks=max(0, ledger.chunks - raw_chunks - delta_chunks),
+            delta_chunks=delta_chunks,
+            raw_chunks=raw_chunks,
+            zero_chunks=ledger.zero_chunks,
+            unique_bytes=sum(c.unique_bytes for c in found),
+            delta_chunk_bytes=sum(c.delta_chunk_bytes for c in found),
+            delta_bytes=sum(c.delta_bytes for c in found),
+            block_bytes=parts["raw_blocks"] + parts["delta_blocks"],
+            raw_block_bytes=parts["raw_blocks"],
+            stored_bytes=stored,
+        ),
+        versions=versions,
+        keys=len(keys),
+        containers=len(found),
+        segments=sum(c.segments for c in found),
+        parts=parts,
+        index_bytes=index_bytes,
+        depths=dict(depths),
+        sketches=dict(sketches),
+        base_cache_hits=containers.blocks.hits,
+        base_cache_misses=containers.blocks.misses,
+        seconds=seconds,
+    )
