@@ -28,8 +28,29 @@ class Refused(ValueError):
     """A value out of its bounds; the text says what would be right."""
 
 
+class Rule:
+    """What a field's annotation carries: pydantic reads the value by its type, then `check` accepts or refuses it.
+
+    A field that may be None is not checked when it is.
+    """
+
+    check: Callable[[Any], Any]
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads the value before it is checked."""
+        return handler(source)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._checked, self.schema_of(source, handler))
+
+    def _checked(self, value: Any) -> Any:
+        return None if value is None else self.check(value)
+
+
 @dataclass(frozen=True)
-class OneOf:
+class OneOf(Rule):
     """A name out of a fixed list."""
 
     known: tuple[str, ...]
@@ -40,14 +61,9 @@ class OneOf:
             raise Unknown(self.known)
         return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
 
 @dataclass(frozen=True)
-class Between:
+class Between(Rule):
     """A number in a closed range; a power of two where the field needs one."""
 
     least: int
@@ -62,25 +78,20 @@ class Between:
             raise Refused("want a power of two")
         return int(value)
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
 
 @dataclass(frozen=True)
 class Size(Between):
     """Bytes, given as a number or as `8KiB`, `400MB`."""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a number of bytes, with or without a unit."""
         from pydantic import ByteSize
-        from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(self.check, handler.generate_schema(ByteSize))
+        return handler.generate_schema(ByteSize)
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Rule):
     """Text of bounded length in UTF-8."""
 
     bytes_max: int
@@ -95,14 +106,9 @@ class Text:
             raise Refused(f"want 1 to {self.bytes_max} bytes")
         return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
 
 @dataclass(frozen=True)
-class OneMatch:
+class OneMatch(Rule):
     """Text that one pattern matches in whole."""
 
     pattern: str
@@ -113,14 +119,9 @@ class OneMatch:
             raise Refused(f"want text that matches {self.pattern}")
         return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
 
 @dataclass(frozen=True)
-class ServerUrl:
+class ServerUrl(Rule):
     """The URL of a gateway: http or https, a host, nothing that belongs into a request or is a secret."""
 
     def check(self, value: str) -> str:
@@ -130,14 +131,9 @@ class ServerUrl:
             raise Refused("want http:// or https:// with a host, such as https://nearkin.example:8443")
         return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(_unless_none(self.check), handler(source))
-
 
 @dataclass(frozen=True)
-class Token:
+class Token(Rule):
     """A bearer token: what an HTTP header can carry (RFC 6750, section 2.1)."""
 
     def check(self, value: str) -> str:
@@ -145,12 +141,3 @@ class Token:
         if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
             raise Refused("want up to 1024 letters, digits and - . _ ~ + / without spaces")
         return value
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(_unless_none(self.check), handler(source))
-
-
-def _unless_none(check: Callable[[str], str]) -> Callable[[str | None], str | None]:
-    return lambda value: None if value is None else check(value)

@@ -16,6 +16,7 @@ from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo
+from nearkin.sources import write_pieces
 from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
 from nearkin.store.containers import ContainerSource, object_name
 
@@ -83,15 +84,7 @@ class Blob:
 
     def write_to(self, file: BinaryIO, progress: Callable[[int], None] | None = None) -> int:
         """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
-        written = 0
-        for piece in self:
-            left = piece
-            while left:  # a raw file may take less than it is given
-                left = left[file.write(left) or 0 :]
-            written += len(piece)
-            if progress is not None:
-                progress(len(piece))
-        return written
+        return write_pieces(self, file, progress)
 
     def _verified(self, plan: Plan) -> U8:
         payload = self._reader.fetch(plan)

@@ -1,11 +1,11 @@
-"""What callers give. Invariant: all that is refused is refused here, by name; a source that fails never ends a blob."""
+"""Keys, sources and outputs that callers give. Invariant: a source that fails never ends a blob as if it were whole."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from io import BytesIO
+from io import BytesIO, RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -85,6 +85,24 @@ def feed(
         raise BadInput(f"key {key!r}: its SHA-256 is {check.hexdigest()}, not the one announced; nothing was stored")
     writer.end(blob)
     return blob.done
+
+
+def write_pieces(pieces: Iterable[memoryview], file: BinaryIO, progress: Progress | None) -> int:
+    """Write pieces to a file and return their bytes. Raises BadInput for one that takes none without saying why."""
+    written = 0
+    for piece in pieces:
+        left = piece
+        while left:  # a raw file may take less than it is given
+            taken = file.write(left)
+            if taken is None and not isinstance(file, RawIOBase):
+                break  # who does not count took all; of a raw file None means that it would have to wait
+            if not taken:
+                raise BadInput("output: takes no more bytes; open it blocking, not non-blocking")
+            left = left[taken:]
+        written += len(piece)
+        if progress is not None:
+            progress(len(piece))
+    return written
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -14,7 +14,7 @@ from typing import Any
 import obstore
 import pytest
 
-from nearkin.errors import Retryable, StoreUnavailable
+from nearkin.errors import Corrupt, NotFound, Retryable, StoreUnavailable
 from nearkin.store import objects as module
 from nearkin.store.objects import LocalObjects, memory_objects
 from nearkin.testing.faulty import FaultyObjects
@@ -167,6 +167,23 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
 
 
 # --- faults by script ------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_sector_is_damage_of_the_object_and_no_outage(tmp_path: Path) -> None:
+    store = LocalObjects(tmp_path)
+    store.put_new("a/good", b"1")
+    (tmp_path / "a/bad").symlink_to("/proc/self/mem")  # reading it at 0 is EIO, as a bad sector is
+    with pytest.raises(Corrupt, match=r"a/bad: the device cannot read it \(Input/output error\)"):
+        store.get_ranges("a/bad", [0], [10])
+    assert store.get("a/good") == b"1"
+
+
+def test_a_folder_in_the_place_of_an_object_is_no_object(tmp_path: Path) -> None:
+    store = LocalObjects(tmp_path)
+    store.put_new("a/b/x", b"1")
+    for ask in (store.get, store.size_bytes, lambda name: store.get_ranges(name, [0], [1])):
+        with pytest.raises(NotFound, match="a/b: no such object"):
+            ask("a/b")
 
 
 def outcome(call: Callable[[], None]) -> str:

@@ -1,7 +1,8 @@
 """Segmenter. Invariant: a segment ends where the fingerprints say so, never above its bound in bytes.
 
-A segment ends after a chunk whose check tag has its low bits zero (1 in `target_chunks`), so that an insertion moves
-only the boundaries near it; zero chunks never end one, or a hole would fall into one-chunk segments.
+A segment ends after a chunk whose fingerprint's first two bytes, read little-endian, have their low bits zero (1 in
+`target_chunks`, at most 1024), so that an insertion moves only the boundaries near it; zero chunks never end one, or a
+hole would fall into one-chunk segments.
 """
 
 from __future__ import annotations

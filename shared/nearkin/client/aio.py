@@ -29,6 +29,7 @@ from nearkin.client.remote import PUTS_IN_FLIGHT_MAX
 from nearkin.client.transfer import AsyncSource, Download, Progress, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
 from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+from nearkin.sources import write_pieces
 
 
 class AsyncRemoteStore:
@@ -237,10 +238,7 @@ class AsyncRemoteBlob:
         """Write the range's bytes, in a thread; return how many. `progress` hears of each piece's bytes."""
         written = 0
         async for piece in self:
-            left = piece
-            while left:  # a raw file may take less than it is given
-                left = left[await anyio.to_thread.run_sync(file.write, left) or 0 :]
-            written += len(piece)
+            written += await anyio.to_thread.run_sync(write_pieces, [piece], file, None)
             if progress is not None:
                 progress(len(piece))
         return written

@@ -30,6 +30,7 @@ from nearkin.client.exchange import (
 from nearkin.client.transfer import Download, Progress, Source, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
 from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+from nearkin.sources import write_pieces
 
 PUTS_IN_FLIGHT_MAX = 64
 """Blobs of one `put_many` that are durable and not yet committed."""
@@ -244,15 +245,7 @@ class RemoteBlob:
 
     def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
         """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
-        written = 0
-        for piece in self:
-            left = piece
-            while left:  # a raw file may take less than it is given
-                left = left[file.write(left) or 0 :]
-            written += len(piece)
-            if progress is not None:
-                progress(len(piece))
-        return written
+        return write_pieces(self, file, progress)
 
 
 def _drained(waiting: deque[Accepted]) -> Iterator[Accepted]:

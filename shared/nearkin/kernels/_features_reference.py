@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -208,8 +209,20 @@ def _odess_row(chunk: NDArray[np.uint8], plan: Plan) -> list[int]:
     return _group_in_order(_transformed_maxima(words, plan.features), plan.super_features)
 
 
-def _is_sketchable(chunk: NDArray[np.uint8], plan: Plan) -> bool:
-    return len(chunk) >= plan.features * plan.window_bytes
+def _sketched(
+    row: Callable[[NDArray[np.uint8], Plan], list[int]],
+    payload: Payload,
+    offsets: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    plan: Plan,
+) -> NDArray[np.uint64]:
+    """Return uint64[n, k] super-features by `row` of each chunk, zeros for one shorter than a window a feature."""
+    data, offsets, lengths = check_chunks(payload, offsets, lengths)
+    rows = np.zeros((len(offsets), plan.super_features), np.uint64)
+    for i, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
+        if length >= plan.features * plan.window_bytes:
+            rows[i] = np.array(row(data[offset : offset + length], plan), np.uint64)
+    return rows
 
 
 def ntransform(
@@ -222,14 +235,7 @@ def ntransform(
     window_bytes: int = 48,
 ) -> NDArray[np.uint64]:
     """N-transform super-features; the compiled kernel's stub says the whole contract."""
-    plan = check_plan(features, super_features, window_bytes)
-    data, offsets, lengths = check_chunks(payload, offsets, lengths)
-    rows = np.zeros((len(offsets), plan.super_features), np.uint64)
-    for i, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
-        chunk = data[offset : offset + length]
-        if _is_sketchable(chunk, plan):
-            rows[i] = np.array(_ntransform_row(chunk, plan), np.uint64)
-    return rows
+    return _sketched(_ntransform_row, payload, offsets, lengths, check_plan(features, super_features, window_bytes))
 
 
 def finesse(
@@ -242,14 +248,7 @@ def finesse(
     window_bytes: int = 48,
 ) -> NDArray[np.uint64]:
     """Finesse super-features; the compiled kernel's stub says the whole contract."""
-    plan = check_plan(features, super_features, window_bytes)
-    data, offsets, lengths = check_chunks(payload, offsets, lengths)
-    rows = np.zeros((len(offsets), plan.super_features), np.uint64)
-    for i, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
-        chunk = data[offset : offset + length]
-        if _is_sketchable(chunk, plan):
-            rows[i] = np.array(_finesse_row(chunk, plan), np.uint64)
-    return rows
+    return _sketched(_finesse_row, payload, offsets, lengths, check_plan(features, super_features, window_bytes))
 
 
 def odess(
@@ -264,13 +263,7 @@ def odess(
 ) -> NDArray[np.uint64]:
     """Odess super-features; the compiled kernel's stub says the whole contract."""
     plan = check_plan(features, super_features, window_bytes, sampling_bits)
-    data, offsets, lengths = check_chunks(payload, offsets, lengths)
-    rows = np.zeros((len(offsets), plan.super_features), np.uint64)
-    for i, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
-        chunk = data[offset : offset + length]
-        if _is_sketchable(chunk, plan):
-            rows[i] = np.array(_odess_row(chunk, plan), np.uint64)
-    return rows
+    return _sketched(_odess_row, payload, offsets, lengths, plan)
 
 
 ntransform_scalar = ntransform

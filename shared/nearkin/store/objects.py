@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
-from nearkin.errors import NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
 
 Payload = bytes | memoryview
 
@@ -118,7 +120,7 @@ FOLDER_LOCKS = 64
 
 
 class LocalObjects(ObstoreObjects):
-    """A folder. obstore reads and lists it; writing is ours, since its LocalStore does not fsync (I1 needs it)."""
+    """A folder. obstore lists it; writing is ours, since its LocalStore does not fsync (I1 needs it); so is reading."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -146,17 +148,38 @@ class LocalObjects(ObstoreObjects):
         except OSError as err:
             raise _unavailable(name, err) from err
 
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt where the device cannot read it."""
+        with self._reading(name) as (descriptor, size_bytes):
+            return _read_range(descriptor, 0, size_bytes)
+
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Return the byte ranges [start, end): by pread, 10 us a range where a trip through obstore takes 400."""
+        with self._reading(name) as (descriptor, _):
+            return [_read_range(descriptor, start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def size_bytes(self, name: str) -> int:
+        """Return an object's size. Raises NotFound, StoreUnavailable, or Corrupt as `get` does."""
+        with self._reading(name) as (_, size_bytes):
+            return size_bytes
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[tuple[int, int]]:
+        """Open an object for as long as the block runs: (descriptor, bytes)."""
         try:
             descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return [_read_range(descriptor, start, end) for start, end in zip(starts, ends, strict=True)]
+                status = os.fstat(descriptor)
+                if stat.S_ISDIR(status.st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "is a folder")
+                yield descriptor, status.st_size
             finally:
                 os.close(descriptor)
         except FileNotFoundError as err:
             raise NotFound(f"{name}: no such object") from err
         except OSError as err:
+            if err.errno == errno.EIO:  # a bad sector is damage of this object, not of the store: it stays
+                raise Corrupt(f"{name}: the device cannot read it ({err.strerror}): run `nearkin verify`") from err
             raise _unavailable(name, err) from err
 
     def sweep_scratch(self) -> None:
