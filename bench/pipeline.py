@@ -3,7 +3,8 @@
     python bench/pipeline.py --versions 4
 
 Kafka, Redis and one worker of each service run beside the uploader; the store is a folder. Every blob is waited for;
-the last is put twice: the second time everything is known. Copies of payload count as Python here, since no kernel makes them.
+the last is put twice: the second time everything is known.
+Copies of payload count as Python here, since no kernel makes them.
 """
 
 from __future__ import annotations

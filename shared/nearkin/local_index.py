@@ -143,7 +143,9 @@ class LocalIndex:
         shutil.rmtree(self._fresh, ignore_errors=True)
         index = LmdbIndex(self._fresh, self._domain, self._map_bytes)
         try:
-            report = rebuild_index(self._containers, self._manifests, index, self._tenants(), _sketches, progress)
+            report = rebuild_index(
+                self._containers, self._manifests, index, self._tenants(), super_features_of, progress
+            )
             index.mark_complete()
         finally:
             index.close()
@@ -230,7 +232,7 @@ class LocalIndex:
             self._manifests,
             index,
             self._tenants(),
-            _sketches,
+            super_features_of,
             known_containers=set(index.container_ids().tolist()),
             known_manifests={manifest_name(tenant, entry.key, entry.version) for tenant, entry in index.catalogs()},
         )
@@ -264,7 +266,8 @@ class LocalIndex:
         return LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only)
 
 
-def _sketches(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
+def super_features_of(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
+    """Return what the sketch of that name gives: what a rebuild needs of the resemblance stage."""
     from nearkin_resemblance import Sketch
 
     return Sketch.parse(sketch).super_features(payload, offsets, lengths)

@@ -56,6 +56,7 @@ SERVICES = (
     Service("dedup", "nearkin_dedup", ("--worker", "local"), ready_line=": ready"),
     Service("resemblance", "nearkin_resemblance", ("--worker", "local"), ready_line=": ready"),
     Service("delta", "nearkin_delta", ("--worker", "local"), ready_line=": ready"),
+    Service("janitor", "nearkin_janitor", ("--worker", "local"), ready_line=": ready"),
     Service("gateway", "nearkin_gateway", ready_path="/readyz"),
 )
 """Started in this order, ended in the other."""

@@ -24,7 +24,7 @@ from nearkin.formats.message import End, Envelope, Frame, encode
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, topic
 
-SERVICES = ("chunker", "dedup", "resemblance", "delta")
+SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
 STOP_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.05
 

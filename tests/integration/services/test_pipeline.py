@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import redis as redis_client
 
 import nearkin
 from nearkin.fingerprints import Fingerprinter
@@ -17,6 +20,7 @@ from nearkin.runners.kafka.worker import open_store_of
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.testing.pipeline import Pipeline, Uploader, uploading
+from nearkin.testing.servers import Redis
 
 MIB = 1024 * 1024
 
@@ -121,6 +125,31 @@ def test_workers_that_die_lose_and_repeat_nothing(pipeline: Pipeline, uploader: 
         assert restored(pipeline, key, 1) == data
     objects, _ = open_store_of(pipeline.settings)
     assert all(ManifestStore(objects).versions("default", key) == [1] for key in blobs)
+
+
+def test_an_emptied_redis_costs_dedup_for_a_moment_and_is_filled_again(
+    pipeline: Pipeline, uploader: Uploader, tmp_path: Path, need: Callable[[Callable[[], Any]], Any]
+) -> None:
+    data = content(8, 3 * MIB)
+    server = need(lambda: Redis(tmp_path / "own-redis"))
+    with server:
+        for service in list(pipeline.processes):
+            pipeline.kill(service)
+        pipeline.write_config(redis={"url": server.url})
+        for service in list(pipeline.processes):
+            pipeline.start(service)
+        assert uploader.wait(uploader.put("k", [data]))["state"] == "committed"
+        with redis_client.Redis.from_url(server.url) as client:
+            client.flushall()
+        assert uploader.wait(uploader.put("k", [data]))["state"] == "committed"
+        deadline = time.monotonic() + 60
+        while "index rebuilt" not in (pipeline.folder / "janitor.log").read_text():
+            assert time.monotonic() < deadline, pipeline.logs()
+            time.sleep(0.2)
+        event = uploader.wait(uploader.put("k", [data]))
+        assert event["ledger"]["unique_bytes"] == 0
+        assert [restored(pipeline, "k", version) == data for version in (1, 2, 3)] == [True] * 3
+        pipeline.stop()
 
 
 def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(

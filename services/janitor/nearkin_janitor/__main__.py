@@ -1,0 +1,35 @@
+"""`python -m nearkin_janitor`: makes the index in Redis again, from the object store, when it was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nearkin.fingerprints import Fingerprinter, domain_of
+from nearkin.index.protocols import Index
+from nearkin.index.redis import rebuild_in_background
+from nearkin.local_index import super_features_of
+from nearkin.runners.kafka.worker import Context, command
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+from nearkin_janitor.rebuild import rebuild_index
+from nearkin_janitor.tenants import Tenants
+
+
+def start(context: Context) -> Callable[[], None]:
+    """Watch the index; return what ends that. One janitor of the fleet rebuilds at a time (a lease in Redis)."""
+    manifests = ManifestStore(context.objects)
+
+    def fingerprinter(tenant: str) -> Fingerprinter:
+        return Fingerprinter(context.secret, tenant, context.found.fingerprint_bits)
+
+    def rebuild(index: Index) -> object:
+        settings = context.settings
+        containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
+        tenants = Tenants(fingerprinter, [settings.tenant], manifests)
+        return rebuild_index(containers, manifests, index, tenants, super_features_of)
+
+    return rebuild_in_background(context.index, rebuild).stop
+
+
+if __name__ == "__main__":
+    command("janitor", [], start)()
