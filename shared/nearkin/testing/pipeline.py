@@ -25,6 +25,7 @@ from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, topic
 
 SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
+GATEWAY = "gateway"
 STOP_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.05
 
@@ -65,9 +66,11 @@ class Pipeline:
 
     def start(self, service: str) -> None:
         """Start a service's worker; its log goes to a file of its own."""
-        command = [sys.executable, "-m", f"nearkin_{service}", "--config", str(self.config_file), "--worker", "w1"]
+        command = [sys.executable, "-m", f"nearkin_{service}", "--config", str(self.config_file)]
+        if service != GATEWAY:
+            command += ["--worker", "w1", "--verbose"]
         with (self.folder / f"{service}.log").open("ab") as log:
-            self.processes[service] = subprocess.Popen([*command, "--verbose"], stdout=log, stderr=log)
+            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill(self, service: str) -> None:
         """End a worker as a power cut would."""
