@@ -35,7 +35,6 @@ from nearkin.testing.redis_server import redis_server
 
 CHUNKS_A_CONTAINER, CHUNKS_A_SEGMENT, RANKS = 512, 16, 3
 SKETCH, DOMAIN = "finesse/12/3/48", bytes(range(16))
-LOOKUPS = 200_000  # of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def look_up(find: Callable[[U8], tuple[Locations, Any]], rows: U8, batch: int, t
             raise SystemExit(f"{np.count_nonzero(found)} of {len(found)} found, wanted {'all' if there else 'none'}")
 
 
-def measure(chunks: int, url: str) -> dict[str, Any]:
+def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
     """Fill the index and measure it."""
     random = np.random.default_rng(7)
     index = RedisIndex(RedisSettings(url=url), DOMAIN)
@@ -124,7 +123,7 @@ def measure(chunks: int, url: str) -> dict[str, Any]:
     rates.append(timed(index, "count segments", len(segments), len(segments), lambda: index.commit(manifest, 1000)))
     after = memory(index)
     rows, sketched = np.concatenate(names), np.concatenate(features)
-    chosen = random.permutation(len(rows))[:LOOKUPS]
+    chosen = random.permutation(len(rows))[:lookups]
     absent = random.integers(0, 256, (len(chosen), 32), dtype=np.uint8)
     rank = partial(index.locate_rank, SKETCH, 0)
     kinds: list[tuple[str, Any, Any, bool]] = [
@@ -136,8 +135,10 @@ def measure(chunks: int, url: str) -> dict[str, Any]:
         for what, find, asked, there in kinds:
             work = partial(look_up, find, asked, batch, there)
             rates.append(timed(index, what, batch, len(asked), work))
+    version = index.server.one(("INFO", "server"))["redis_version"]
     index.close()
     return {
+        "server": version,
         "chunks": chunks,
         "segments": len(segments),
         "containers": len(made),
@@ -151,10 +152,15 @@ def main() -> None:
     """Measure and print a table; `--json` keeps it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--lookups", type=int, default=200_000, help="of each kind")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as url:
-        result = {"machine": platform.machine(), "python": platform.python_version(), **measure(given.chunks, url)}
+        result = {
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            **measure(given.chunks, given.lookups, url),
+        }
     print(f"{result['chunks']} unique chunks: bytes a chunk {result['bytes_per_chunk']}")
     print(f"{'what':20} {'batch':>7} {'a second':>10} {'a client CPU s':>15} {'a server CPU s':>15}")
     for rate in result["rates"]:

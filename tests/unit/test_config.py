@@ -288,3 +288,33 @@ def test_broken_json_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_settings_do_not_change() -> None:
     with pytest.raises(AttributeError):
         Settings().tenant = "other"  # type: ignore[misc]
+
+
+# --- the Redis index ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"url": "http://127.0.0.1"}, 'redis: url scheme "http": choose one of redis, rediss, unix'),
+        ({"url": "redis://h", "ca_file": "ca.pem"}, "want rediss:// (TLS)"),
+        ({"url": "rediss://h", "cert_file": "c.pem"}, "cert_file and key_file: give both or neither"),
+        ({"prefix": "a{b}"}, 'prefix "a{b}": want no braces'),
+        ({"partitions": 48}, 'redis.partitions "48": want a power of two'),
+        ({"timeout_seconds": 0}, 'redis.timeout_seconds "0": want 1 to 300'),
+    ],
+)
+def test_redis_settings_that_cannot_work_are_refused(section: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, {"redis": section})
+    assert said in str(refused.value)
+
+
+def test_the_redis_password_is_taken_from_the_environment_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_REDIS__PASSWORD", "s3same")
+    settings, origins = load(None, {"redis": {"url": "redis://user:op@n@h:6379/0"}})
+    assert settings.redis.password == "s3same"
+    assert origins["redis.password"] == ("***", "environment NEARKIN_REDIS__PASSWORD")
+    assert origins["redis.url"].value == "redis://***@h:6379/0"
+    assert "s3same" not in repr(settings)
+    assert "op@n" not in repr(settings)

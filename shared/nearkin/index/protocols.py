@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nearkin.claims import ContainerClaims
 from nearkin.formats.manifest import Manifest
 from nearkin.records import U8, U64, Bools, ContainerId, Locations
+
+if TYPE_CHECKING:
+    from nearkin.index.catalog import CatalogEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ class Catalog(Protocol):
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""
 
+    def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
+        """Yield the versions of all keys that start with `prefix`, by key and version."""
+
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
 
@@ -76,6 +82,9 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
         """Do that for many versions at once, each with its manifest's bytes."""
+
+    def containers(self) -> Iterator[ContainerSummary]:
+        """Yield what is known of each container whose entries are all there, in stream order."""
 
     def close(self) -> None:
         """Release all resources."""

@@ -32,7 +32,7 @@ from nearkin.records import U64, Bools, ContainerId, Locations
 LAYOUT = 1
 VERSIONS_LETTER = "v"
 _LETTERS = (*(table.letter for table in TABLES), VERSIONS_LETTER)
-_EPOCH = re.compile(rb"(\d+) ([\w-]{8}) (\d+) (\w+) ([01])")
+_EPOCH = re.compile(rb"(\d+) ([\w-]{8}) ([1-9]\d{0,3}) (\w+) ([01])")
 _RECORD = np.dtype([("first", "<u8"), ("container", "<u8"), ("span", "<u4"), ("domain", "<u8", (2,))])
 assert _RECORD.itemsize == 36
 TAIL_RECORDS = 1000
@@ -140,8 +140,7 @@ class Epochs:
         self._partitions = partitions
         self._lock = threading.Lock()
         self.key = f"{prefix}:{{m}}:epoch"
-        found = self._parsed(server.one(("GET", self.key)))
-        self._epoch = found if found is not None and self._still(found) else self._begun(found)
+        self._epoch, _ = self._next(None)
 
     @property
     def current(self) -> Epoch:
@@ -174,9 +173,7 @@ class Epochs:
         with self._lock:
             if self._epoch.name != gone.name:
                 return  # another thread was here
-            found = self._parsed(self._server.one(("GET", self.key)))
-            adopted = found is not None and found.name != gone.name and self._still(found)
-            self._epoch = found if adopted and found is not None else self._begun(found)
+            self._epoch, adopted = self._next(gone)
             _log.warning(
                 "%s: the index of epoch %s is gone (emptied, restarted or failed over); %s epoch %s",
                 self._server.name,
@@ -188,24 +185,33 @@ class Epochs:
     def _still(self, epoch: Epoch) -> bool:
         return self._server.one(Server.call("check", [self.key], epoch.name)) is not None
 
-    def _begun(self, before: Epoch | None) -> Epoch:
-        """Make the partitions of a new epoch, then put it into force unless another client was faster."""
-        old = self._server.one(("GET", self.key)) if before is None else before.value
+    def _next(self, gone: Epoch | None) -> tuple[Epoch, bool]:
+        """Return the epoch in force and whether another client began it; begin one where there is none but `gone`."""
+        value: bytes | None = self._server.one(("GET", self.key))
         for _ in range(EPOCH_TRIES_MAX):
-            name = secrets.token_urlsafe(6)
-            fresh = Epoch(name, b"", self._partitions, False, self._prefix)
-            keys = [fresh.partition(letter, p) for letter in _LETTERS for p in range(self._partitions)]
-            self._server.run([("HSET", key, "", "0 0 0") for key in keys])
-            value = self._server.one(
-                Server.call("begin", [self.key], old or b"", f"{LAYOUT} {name} {self._partitions}")
-            )
             found = self._parsed(value)
-            if found is not None and found.name != name:
-                self._server.run([("UNLINK", key) for key in keys])
-            if found is not None and self._still(found):
-                return found
-            old = value
+            if found is not None and (gone is None or found.name != gone.name) and self._still(found):
+                return found, True
+            name, value = self._begin(value or b"")
+            found = self._parsed(value)
+            if found is not None and found.name == name:
+                return found, False
         raise StoreUnavailable(f"{self._server.name}: {EPOCH_TRIES_MAX} new epochs were gone at once; try again later")
+
+    def _begin(self, before: bytes) -> tuple[str, bytes]:
+        """Make the partitions of a new epoch, then put it into force, unless `before` is the value no more.
+
+        Returns the new epoch's name, and the value that is there now.
+        """
+        name = secrets.token_urlsafe(6)
+        fresh = Epoch(name, b"", self._partitions, False, self._prefix)
+        keys = [fresh.partition(letter, p) for letter in _LETTERS for p in range(self._partitions)]
+        self._server.run([("HSET", key, "", "0 0 0") for key in keys])
+        wanted = f"{LAYOUT} {name} {self._partitions}"
+        value: bytes = self._server.one(Server.call("begin", [self.key], before, wanted))
+        if not value.startswith(wanted.encode()):
+            self._server.run([("UNLINK", key) for key in keys])
+        return name, value
 
     def _parsed(self, value: bytes | None) -> Epoch | None:
         """Return the epoch of a value, with what is known of it; None for what nobody wrote. Raises FormatTooNew."""
@@ -213,6 +219,8 @@ class Epochs:
         if match is None or value is None:
             return None
         layout, name, partitions, _, whole = match.groups()
+        if int(partitions) & (int(partitions) - 1):
+            return None
         if int(layout) > LAYOUT:
             raise FormatTooNew(
                 f"{self._server.name}: index layout {int(layout)}; this Nearkin reads up to {LAYOUT}: upgrade it, "

@@ -49,7 +49,9 @@ class RebuildTarget:
         self.locate_segments = index.locate_segments
         self.locate_rank = index.locate_rank
         self.versions_of = index.versions_of
+        self.catalog = index.catalog
         self.manifest_names = index.manifest_names
+        self.containers = index.containers
 
     def publish(self, claims: ContainerClaims) -> None:
         """Publish. Raises RebuildOver."""

@@ -89,7 +89,7 @@ def _tagged(tags: U64, fold: U64) -> Keys:
     rows = np.empty((len(tags), 13), np.uint8)
     rows[:, :8] = _bytes(tags)
     rows[:, 8:] = _bytes(fold ^ (fold >> np.uint64(40)))[:, :5]
-    return Keys(rows, ((tags >> np.uint64(48)) ^ (fold >> np.uint64(24))).astype(np.uint16))
+    return Keys(rows, ((tags >> np.uint64(48)) ^ (fold >> np.uint64(44))).astype(np.uint16))
 
 
 def super_feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> Keys:

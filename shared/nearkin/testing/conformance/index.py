@@ -5,7 +5,9 @@ Entries are made up: two containers of three chunks and two segments each, the s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +16,14 @@ from nearkin.claims import ContainerClaims
 from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
+from nearkin.index.catalog import summarise
 from nearkin.index.protocols import Index
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 from nearkin.testing import samples
 
 FIRST, SECOND, THIRD = ContainerId(1 << 40), ContainerId((1 << 40) + 5), ContainerId(2 << 40)
 SKETCH, OTHER_SKETCH = "finesse/12/3/48", "odess/12/3/48/7"
-LENGTHS = [100, 200, 300]
+PUBLISHERS = 8
 
 
 def ids(*labels: str) -> U8:
@@ -175,7 +178,103 @@ class IndexContract:
         assert rows(index.locate_rank(SKETCH, 0, np.array([80], np.uint64))) == [None]
         assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
 
+    def test_containers_are_listed_with_what_stats_needs(self, index: Index) -> None:
+        """In stream order, each once, whatever the order and number of publishings."""
+        for again in (second_claims(), first_claims(), second_claims()):
+            index.publish(again)
+        assert list(index.containers()) == [summarise(first_claims()), summarise(second_claims())]
+
+    def test_of_many_publishers_of_the_same_chunks_one_is_first(self, index: Index) -> None:
+        """Whoever it was, it stays so; no location is made up of two, and what only one brings is found there."""
+        made = [
+            claims(
+                ContainerId((3 << 40) + n),
+                ["all", f"own{n}", "both"],
+                ["same", f"seg{n}"],
+                [[5, 6], [n + 100, 7], [0, n + 200]],
+            )
+            for n in range(PUBLISHERS)
+        ]
+        ready = threading.Barrier(PUBLISHERS)
+
+        def publish(number: int) -> None:
+            ready.wait(30)
+            for turn in range(PUBLISHERS):
+                index.publish(made[(number + turn) % PUBLISHERS])
+
+        with ThreadPoolExecutor(PUBLISHERS) as pool:
+            list(pool.map(publish, range(PUBLISHERS)))
+
+        def answers() -> list[list[tuple[int, int] | None]]:
+            shared = np.array([5], np.uint64), np.array([6, 7], np.uint64)
+            return [
+                rows(index.locate_chunks(chunk_names("all", "both"))),
+                rows(index.locate_segments(ids("same"))),
+                rows(index.locate_rank(SKETCH, 0, shared[0])),
+                rows(index.locate_rank(SKETCH, 1, shared[1])),
+            ]
+
+        first = answers()
+        holders = {int(claimed.directory.container) for claimed in made}
+        ordinals = [[0, 2], [0], [0], [0, 1]]
+        for places, expected in zip(first, ordinals, strict=True):
+            assert [place[1] for place in places if place] == expected
+            assert {place[0] for place in places if place} <= holders
+        for n, claimed in enumerate(made):
+            own = claimed.directory.container
+            assert rows(index.locate_chunks(chunk_names(f"own{n}"))) == [(own, 1)]
+            assert rows(index.locate_segments(ids(f"seg{n}"))) == [(own, 1)]
+            assert rows(index.locate_rank(SKETCH, 0, np.array([n + 100], np.uint64))) == [(own, 1)]
+            assert rows(index.locate_rank(SKETCH, 1, np.array([n + 200], np.uint64))) == [(own, 2)]
+            index.publish(claimed)
+        assert answers() == first
+
+    def test_many_entries_are_all_found(self, index: Index) -> None:
+        """As many as make tables grow, in answers of several thousand."""
+        made = [
+            claims(
+                ContainerId((4 << 40) + n),
+                [f"{n}.{i}" for i in range(300)],
+                [f"g{n}", f"h{n}"],
+                [[n * 300 + i + 1] for i in range(300)],
+            )
+            for n in range(12)
+        ]
+        for claimed in made:
+            index.publish(claimed)
+        expected = [(int(claimed.directory.container), i) for claimed in made for i in range(300)]
+        names = np.concatenate([claimed.directory.chunks.names for claimed in made])
+        assert rows(index.locate_chunks(names)) == expected
+        assert rows(index.locate_rank(SKETCH, 0, np.arange(1, 3601, dtype=np.uint64))) == expected
+        assert rows(index.locate_chunks(names[::-1]))[0] == expected[-1]
+        assert not index.locate_rank(SKETCH, 0, np.arange(4000, 9000, dtype=np.uint64))[1].any()
+
     # --- versions ----------------------------------------------------------------------------------------------------
+
+    def test_the_catalog_says_of_a_version_what_was_committed(self, index: Index) -> None:
+        """Its ledger and times, and how many bytes its manifest takes."""
+        ledger = Ledger(*range(1, 13))
+        made = replace(manifest("k", 3, [(FIRST, 0)]), ledger=ledger, seconds=2.25)
+        index.commit_many([(made, 1 << 40), (manifest("k", 1, []), 7)])
+        assert [entry.version for entry in index.catalog("default")] == [1, 3]
+        entry = list(index.catalog("default", "k"))[1]
+        assert (entry.key, entry.manifest_bytes, entry.seconds, entry.ledger) == ("k", 1 << 40, 2.25, ledger)
+
+    def test_more_versions_than_a_page_are_all_listed(self, index: Index) -> None:
+        """Pages end between two versions of one key as well as between keys."""
+        index.commit_many([(manifest(f"k{n % 7}", n // 7 + 1, []), n) for n in range(2500)])
+        listed = list(index.manifest_names("default", "k"))
+        assert len(listed) == 2500
+        assert listed == sorted(set(listed))
+        assert index.versions_of("default", "k3") == list(range(1, 358))
+
+    def test_a_version_committed_by_many_at_once_is_counted_once(self, index: Index) -> None:
+        """Two workers may hold the same end of a blob."""
+        made = manifest("k", 1, [(FIRST, n) for n in range(50)])
+        with ThreadPoolExecutor(PUBLISHERS) as pool:
+            list(pool.map(lambda _: index.commit(made, 100), range(PUBLISHERS)))
+        assert self.counts(index) == {(FIRST, n): 1 for n in range(50)}
+        assert index.versions_of("default", "k") == [1]
 
     def test_versions_are_listed_in_order(self, index: Index) -> None:
         """Whatever the order in which they were committed."""

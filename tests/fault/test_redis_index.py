@@ -1,0 +1,441 @@
+"""Redis fails: emptied, killed, full, rolled back, tampered with. An answer is right or "not found", never wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from nearkin.claims import ContainerClaims
+from nearkin.config import RedisSettings
+from nearkin.errors import ConfigError, Corrupt, FormatTooNew, Retryable, StoreUnavailable
+from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.scripts import BUCKET_ENTRIES_MAX
+from nearkin.records import ContainerId
+from nearkin.testing import samples
+from nearkin.testing.conformance.index import (
+    FIRST,
+    SECOND,
+    SKETCH,
+    THIRD,
+    chunk_names,
+    claims,
+    first_claims,
+    ids,
+    manifest,
+    rows,
+    second_claims,
+)
+from nearkin.testing.redis_server import RedisServer
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: RedisServer) -> RedisServer:
+    shared_server.start()
+    with redis.Redis.from_url(shared_server.url) as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+    return shared_server
+
+
+@pytest.fixture
+def raw(server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        yield client
+
+
+Connect = Callable[[], RedisIndex]
+
+
+@pytest.fixture
+def connect(server: RedisServer) -> Iterator[Connect]:
+    made = []
+
+    def one(**changes: object) -> RedisIndex:
+        made.append(RedisIndex(RedisSettings(url=server.url, timeout_seconds=2, **changes), samples.DOMAIN))
+        return made[-1]
+
+    yield one
+    for index in made:
+        index.close()
+
+
+def many(container: ContainerId, count: int, label: str) -> ContainerClaims:
+    chunks = [f"{label}{number:05}" for number in range(count)]
+    return claims(
+        container, chunks, [f"{label}s1", f"{label}s2"], [[number + 1, number + 7] for number in range(count)]
+    )
+
+
+def whole(index: RedisIndex) -> None:
+    """Say that the index was rebuilt, as a rebuild does."""
+    from nearkin.index.redis.rebuild import Rebuilder
+
+    Rebuilder(index, lambda _: None).run_once()
+
+
+# --- emptied --------------------------------------------------------------------------------------------------------
+
+
+def test_an_emptied_server_answers_not_found_and_asks_for_a_rebuild(connect: Connect, raw: redis.Redis) -> None:
+    index = connect()
+    index.publish(first_claims())
+    index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
+    whole(index)
+    assert not index.needs_rebuild
+    raw.flushall()
+    assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
+    assert index.needs_rebuild
+    assert index.versions_of("default", "k") == []
+    assert list(index.containers()) == []
+
+
+def test_flushed_between_lookup_and_publish_a_container_is_found_where_it_lies(
+    connect: Connect, raw: redis.Redis
+) -> None:
+    index = connect()
+    index.publish(first_claims())
+    assert rows(index.locate_chunks(chunk_names("bb"))) == [(FIRST, 1)]
+    raw.flushall()
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("a", "bb", "dddd"))) == [None, (SECOND, 0), (SECOND, 1)]
+
+
+@pytest.mark.parametrize("step", ["first_number", "finish"])
+def test_flushed_within_a_publish_the_entries_are_those_of_the_new_epoch(
+    connect: Connect, raw: redis.Redis, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers were given out, or entries were written, and then all is gone: the publish starts over."""
+    index, other = connect(), connect()
+    index.publish(first_claims())
+    real, flushes = getattr(index.epochs, step), iter([True])
+
+    def then_flush(*args: object) -> object:
+        if next(flushes, False):
+            answer = real(*args) if step == "first_number" else None
+            raw.flushall()
+            other.publish(claims(THIRD, ["x", "yy", "zzz"], ["t1", "t2"], [[1], [2], [3]]))  # takes the same numbers
+            return answer if step == "first_number" else real(*args)
+        return real(*args)
+
+    monkeypatch.setattr(index.epochs, step, then_flush)
+    index.publish(second_claims())
+    for seen_by in (index, other, connect()):
+        found = rows(seen_by.locate_chunks(chunk_names("a", "bb", "dddd", "eeeee", "x", "zzz")))
+        assert found == [None, (SECOND, 0), (SECOND, 1), (SECOND, 2), (THIRD, 0), (THIRD, 2)]
+    assert len(list(index.containers())) == 2
+
+
+def test_numbers_that_a_client_remembers_are_never_used_in_another_epoch(connect: Connect, raw: redis.Redis) -> None:
+    """Both containers get the same numbers in their epochs; a client that knew the first must not confuse them."""
+    remembers, other = connect(), connect()
+    remembers.publish(claims(FIRST, ["p", "qq", "rrr"], ["s1", "s2"], [[1], [2], [3]]))
+    assert rows(remembers.locate_chunks(chunk_names("qq"))) == [(FIRST, 1)]
+    raw.flushall()
+    other.publish(claims(SECOND, ["rrr", "qq", "p"], ["s1", "s2"], [[3], [2], [1]]))
+    assert rows(remembers.locate_chunks(chunk_names("p", "qq", "rrr"))) == [(SECOND, 2), (SECOND, 1), (SECOND, 0)]
+    assert rows(remembers.locate_rank(SKETCH, 0, np.array([1, 3], np.uint64))) == [(SECOND, 2), (SECOND, 0)]
+    assert rows(remembers.locate_segments(ids("s2"))) == [(SECOND, 1)]
+
+
+def test_one_lost_partition_ends_the_epoch(connect: Connect, raw: redis.Redis) -> None:
+    """In a Cluster one server can be emptied alone; what the others hold belongs to an epoch that is over."""
+    index = connect()
+    index.publish(first_claims())
+    whole(index)
+    before = index.epochs.current.name
+    raw.delete(*[key for key in raw.scan_iter() if b"{c" in key])
+    assert rows(index.locate_chunks(chunk_names("a"))) == [None]
+    assert index.epochs.current.name != before
+    assert index.needs_rebuild
+    index.publish(first_claims())
+    whole(index)  # sweeps
+    assert not [key for key in raw.scan_iter() if before.encode() in key]
+    assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+
+
+def test_of_many_clients_that_notice_one_begins_the_epoch(connect: Connect, raw: redis.Redis) -> None:
+    clients = [connect() for _ in range(8)]
+    raw.flushall()
+    threads = [threading.Thread(target=client.locate_chunks, args=(chunk_names("a"),)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        client.check()
+    assert len({client.epochs.current.name for client in clients}) == 1
+    name = clients[0].epochs.current.name.encode()
+    assert all(name in key for key in raw.scan_iter() if not key.endswith((b"epoch", b"lease", b"fence")))
+
+
+# --- killed and rolled back -----------------------------------------------------------------------------------------
+
+
+def test_a_server_killed_in_mid_batch_loses_entries_never_truth(connect: Connect, server: RedisServer) -> None:
+    index = connect(retries=30)
+    published: list[ContainerId] = []
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def publish() -> None:
+        try:
+            for number in range(10_000):
+                if stop.is_set():
+                    return
+                container = ContainerId((1 << 40) + 7 * number)
+                index.publish(many(container, 40, f"c{number}-"))
+                published.append(container)
+        except BaseException as err:
+            failures.append(err)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    for _ in range(2):
+        target = len(published) + 20
+        while len(published) < target and thread.is_alive():
+            time.sleep(0.005)
+        server.kill()
+        server.start()
+    target = len(published) + 20
+    while len(published) < target and thread.is_alive():
+        time.sleep(0.005)
+    stop.set()
+    thread.join(30)
+    assert failures == []
+    right = wrong = 0
+    for seen_by in (index, connect()):
+        for number, container in enumerate(published):
+            found = rows(seen_by.locate_chunks(chunk_names(*[f"c{number}-{n:05}" for n in range(40)])))
+            right += sum(place == (container, n) for n, place in enumerate(found))
+            wrong += sum(place not in (None, (container, n)) for n, place in enumerate(found))
+    assert wrong == 0
+    assert right >= 2 * 20 * 40  # all that came after the last kill
+
+
+def test_a_server_that_stays_away_is_an_error_that_may_be_retried(connect: Connect, server: RedisServer) -> None:
+    index = connect(retries=2)
+    index.publish(first_claims())
+    server.kill()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="may be repeated"):
+        index.locate_chunks(chunk_names("a"))
+    with pytest.raises(Retryable):
+        index.publish(second_claims())
+    with pytest.raises(StoreUnavailable):
+        connect(retries=0)
+    assert time.monotonic() - started < 20
+    server.start()
+    assert rows(index.locate_chunks(chunk_names("a"))) == [None]
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("bb"))) == [(SECOND, 0)]
+
+
+def test_an_older_snapshot_never_gives_a_number_to_a_second_container(tmp_path: Path) -> None:
+    """The dump misses the last container; its number must not pass to another while a client remembers it."""
+    with RedisServer(tmp_path) as server:
+        settings = RedisSettings(url=server.url)
+        index = RedisIndex(settings, samples.DOMAIN)
+        index.publish(first_claims())
+        with redis.Redis.from_url(server.url) as client:
+            client.save()
+        index.publish(claims(SECOND, ["p", "qq", "rrr"], ["s7", "s8"], [[1], [2], [3]]))
+        assert rows(index.locate_chunks(chunk_names("qq"))) == [(SECOND, 1)]
+        before = index.epochs.current.name
+        server.kill()
+        server.start()
+        assert rows(index.locate_chunks(chunk_names("a", "qq"))) == [(FIRST, 0), None]  # still of that epoch, and right
+        other = RedisIndex(settings, samples.DOMAIN)  # looks at the run_id when it starts
+        other.publish(claims(THIRD, ["x", "qq", "zzz"], ["t1", "t2"], [[7], [8], [9]]))
+        assert rows(index.locate_chunks(chunk_names("a", "x", "qq"))) == [None, (THIRD, 0), (THIRD, 1)]
+        assert index.epochs.current.name == other.epochs.current.name != before
+        index.close()
+        other.close()
+
+
+def test_scripts_that_the_server_forgot_are_loaded_again(connect: Connect, raw: redis.Redis) -> None:
+    index = connect()
+    index.publish(first_claims())
+    raw.script_flush()
+    assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+    raw.script_flush()
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
+
+
+# --- refused, full --------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_evicts_is_refused_with_the_remedy(connect: Connect, raw: redis.Redis) -> None:
+    raw.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(ConfigError, match=r'"allkeys-lru".*CONFIG SET maxmemory-policy noeviction'):
+        connect()
+
+
+def test_a_full_server_refuses_entries_and_still_answers(connect: Connect, raw: redis.Redis) -> None:
+    index = connect()
+    index.publish(first_claims())
+    raw.config_set("maxmemory", "1mb")
+    with pytest.raises(StoreUnavailable, match="raise maxmemory"):
+        index.publish(second_claims())
+    with pytest.raises(StoreUnavailable, match="raise maxmemory"):
+        index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
+    raw.config_set("maxmemory", 0)
+    index.publish(second_claims())
+    index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
+    assert index.versions_of("default", "k") == [1]
+    assert list(index.entries()["counts"].values()) == [b"\1\0\0\0"]
+
+
+def test_a_password_is_wanted_and_never_shown(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, "--requirepass", "s3same") as server:
+        with pytest.raises(ConfigError, match=r"redis\.password") as refused:
+            RedisIndex(RedisSettings(url=server.url, password="opn-wrong", retries=0), samples.DOMAIN)
+        assert "opn-wrong" not in str(refused.value)
+        index = RedisIndex(RedisSettings(url=server.url, password="s3same"), samples.DOMAIN)
+        index.publish(first_claims())
+        assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+        assert "s3same" not in repr(RedisSettings(url=server.url, password="s3same"))
+        index.close()
+
+
+# --- tampered with --------------------------------------------------------------------------------------------------
+
+
+def partitions_of(raw: redis.Redis, letter: str) -> list[bytes]:
+    return [key for key in raw.scan_iter() if b"{" + letter.encode() in key and raw.type(key) == b"hash"]
+
+
+@pytest.mark.parametrize("state", [None, b"", b"1 0", b"0 0 0 0", b"99 0 0", b"2 9 0", b"-1 0 0", b"\0" * 40])
+def test_a_state_that_nobody_wrote_is_an_error_that_names_the_key(
+    connect: Connect, raw: redis.Redis, state: bytes | None
+) -> None:
+    index = connect()
+    index.publish(first_claims())
+    for key in partitions_of(raw, "c"):
+        if state is None:
+            raw.delete(key)
+            raw.set(key, b"not a hash")
+        else:
+            raw.hset(key, "", state)
+    with pytest.raises(Corrupt, match=r"nearkin:\{c.*delete all keys"):
+        index.locate_chunks(chunk_names("a"))
+    with pytest.raises(Corrupt, match=r"nearkin:\{c"):
+        index.publish(second_claims())
+
+
+@pytest.mark.parametrize("cut", [1, 5, 13, 17, 19])
+def test_a_truncated_bucket_is_a_bucket_that_is_missing(connect: Connect, raw: redis.Redis, cut: int) -> None:
+    index = connect(partitions=1)
+    claimed = many(FIRST, 30, "t")  # one bucket of 30 entries: the cut falls within one
+    index.publish(claimed)
+    (key,) = partitions_of(raw, "c")
+    (field,) = [field for field in raw.hkeys(key) if field]
+    raw.hset(key, field, raw.hget(key, field)[:-cut])
+    assert rows(index.locate_chunks(claimed.directory.chunks.names)) == [None] * 30
+    index.publish(claimed)
+    assert rows(index.locate_chunks(claimed.directory.chunks.names)) == [(FIRST, n) for n in range(30)]
+
+
+def test_a_bucket_of_noise_finds_nothing_and_takes_entries(connect: Connect, raw: redis.Redis) -> None:
+    index = connect()
+    index.publish(first_claims())
+    for letter, width in (("c", 18), ("f", 10), ("s", 18)):
+        for number, key in enumerate(partitions_of(raw, letter)):
+            for field in raw.hkeys(key):
+                if field:
+                    raw.hset(key, field, samples.noise(width * 50, f"{letter}{number}").tobytes())
+    assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
+    assert rows(index.locate_segments(ids("s1"))) == [None]
+    assert rows(index.locate_rank(SKETCH, 0, np.array([70, 80], np.uint64))) == [None, None]
+    index.publish(first_claims())
+    assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [(FIRST, 0), (FIRST, 1)]
+
+
+@pytest.mark.parametrize("number", [0, 4, 1000, (1 << 40) - 1])
+def test_a_number_that_nobody_was_given_is_not_a_location(connect: Connect, raw: redis.Redis, number: int) -> None:
+    index = connect(partitions=1)
+    index.publish(first_claims())  # numbers 1 to 3
+    (key,) = partitions_of(raw, "c")
+    (field,) = [field for field in raw.hkeys(key) if field]
+    bucket = raw.hget(key, field)
+    forged = b"".join(bucket[at : at + 13] + number.to_bytes(5, "little") for at in range(0, len(bucket), 18))
+    raw.hset(key, field, forged)
+    assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [None] * 3
+
+
+@pytest.mark.parametrize("record", [b"", b"short", b"\xff" * 36, b"\0" * 36, b"\1" * 400])
+def test_a_container_table_that_was_tampered_with_finds_nothing(
+    connect: Connect, raw: redis.Redis, record: bytes
+) -> None:
+    connect().publish(first_claims())
+    (table,) = [key for key in raw.scan_iter() if key.endswith(b":table")]
+    raw.lset(table, 0, record)
+    assert rows(connect().locate_chunks(chunk_names("a", "bb"))) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"garbage", b"1 short 16 abc 0", b"1 AbCdEfGh 16 0000 1", b"1 AbCdEfGh 0 abc 0"]
+)
+def test_an_epoch_that_nobody_wrote_is_replaced(connect: Connect, raw: redis.Redis, value: bytes) -> None:
+    index = connect()
+    index.publish(first_claims())
+    raw.set("nearkin:{m}:epoch", value)
+    for client in (index, connect()):
+        assert rows(client.locate_chunks(chunk_names("a"))) == [None]
+        assert client.needs_rebuild
+    index.publish(first_claims())
+    assert rows(connect().locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+
+
+def test_a_later_layout_is_left_alone(connect: Connect, raw: redis.Redis) -> None:
+    raw.set("nearkin:{m}:epoch", b"2 AbCdEfGh 16 abc 1")
+    with pytest.raises(FormatTooNew, match="layout 2"):
+        connect()
+    assert raw.get("nearkin:{m}:epoch") == b"2 AbCdEfGh 16 abc 1"
+
+
+def test_a_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.Redis) -> None:
+    index = connect()
+    index.commit(manifest("k", 1, []), 100)
+    (versions,) = [key for key in raw.scan_iter() if raw.type(key) == b"zset"]
+    raw.zadd(versions, {b"k\0\0short": 0})
+    with pytest.raises(Corrupt, match="does not parse"):
+        list(index.catalog("default"))
+
+
+def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, raw: redis.Redis) -> None:
+    """Keys that meet in one bucket at every level: it stops growing, and the others go on."""
+    from nearkin.index.redis.rows import FEATURES, Keys
+    from nearkin.index.redis.server import Server
+
+    index = connect(partitions=1)
+    epoch = index.epochs.current
+    count = BUCKET_ENTRIES_MAX + 300
+    packed = np.zeros((count, FEATURES.width), np.uint8)  # the first 24 bits choose the bucket: all zero
+    packed[:, 3:5] = np.arange(count, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    packed[:, 5] = 1
+    assert len(Keys(packed[:, :5], np.zeros(count, np.uint16))) == count
+    key = epoch.partition(FEATURES, 0)
+    added = 0
+    for start in range(0, count, 512):
+        part = packed[start : start + 512].tobytes()
+        added += index.server.one(Server.call("insert", [key], part, 5, FEATURES.width, FEATURES.bucket_entries))
+    assert added == BUCKET_ENTRIES_MAX
+    assert max(len(value) for value in raw.hvals(key)) == BUCKET_ENTRIES_MAX * FEATURES.width
+    index.publish(first_claims())
+    assert rows(index.locate_rank(SKETCH, 0, np.array([70], np.uint64))) == [(FIRST, 0)]

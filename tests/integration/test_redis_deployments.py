@@ -1,0 +1,266 @@
+"""Redis as operators run it: as a Cluster, behind TLS, with a user of few rights, with many processes at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from nearkin.config import RedisSettings
+from nearkin.errors import ConfigError
+from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.rebuild import Rebuilder
+from nearkin.testing import samples
+from nearkin.testing.conformance import IndexContract
+from nearkin.testing.conformance.index import (
+    FIRST,
+    SECOND,
+    SKETCH,
+    chunk_names,
+    first_claims,
+    ids,
+    manifest,
+    rows,
+    second_claims,
+)
+from nearkin.testing.redis_server import RedisServer
+
+RIGHTS = (
+    "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire "
+    "+hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +lrange +rpush"
+)
+"""As docs/decisions/0007-redis-index.md lists them."""
+
+
+def assert_works(index: RedisIndex) -> None:
+    index.publish(first_claims())
+    index.publish(second_claims())
+    index.commit(manifest("k", 1, [(FIRST, 0), (SECOND, 1)]), 100)
+    assert rows(index.locate_chunks(chunk_names("a", "dddd", "zz"))) == [(FIRST, 0), (SECOND, 1), None]
+    assert rows(index.locate_segments(ids("s1", "s3"))) == [(FIRST, 0), (SECOND, 1)]
+    assert rows(index.locate_rank(SKETCH, 0, np.array([70, 82], np.uint64))) == [(FIRST, 0), (SECOND, 2)]
+    assert index.versions_of("default", "k") == [1]
+    assert [summary.container for summary in index.containers()] == [FIRST, SECOND]
+    assert Rebuilder(index, lambda _: None).run_once()
+    assert not index.check()
+    index.close()
+
+
+# --- a Cluster ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    """Three servers that share the slots."""
+    options = "--cluster-enabled", "yes", "--cluster-node-timeout", "2000"
+    servers = [RedisServer(tmp_path_factory.mktemp(f"node{n}"), *options) for n in range(3)]
+    started = []
+    try:
+        for server in servers:
+            started.append(server.start())
+        command = ["redis-cli", "--cluster", "create", *(f"127.0.0.1:{server.port}" for server in servers)]
+        made = subprocess.run([*command, "--cluster-yes"], capture_output=True, text=True, timeout=60, check=False)
+        assert made.returncode == 0, made.stdout[-500:]
+        deadline = time.monotonic() + 30
+        while not all(settled(server) for server in servers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield servers
+    finally:
+        for server in started:
+            server.kill()
+
+
+def settled(server: RedisServer) -> bool:
+    with redis.Redis.from_url(server.url) as client:
+        found = client.execute_command("CLUSTER INFO")
+        return found["cluster_state"] == "ok" and found["cluster_slots_ok"] == str(1 << 14)
+
+
+def flush(servers: list[RedisServer]) -> None:
+    for server in servers:
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+
+
+class TestClusterIndex(IndexContract):
+    @pytest.fixture
+    def index(self, cluster: list[RedisServer]) -> Iterator[RedisIndex]:
+        flush(cluster)
+        index = RedisIndex(cluster_settings(cluster), samples.DOMAIN)
+        yield index
+        index.close()
+
+    def counts(self, index: RedisIndex) -> dict[tuple[int, int], int]:
+        return {
+            (int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")): int.from_bytes(value, "little")
+            for key, value in index.entries()["counts"].items()
+        }
+
+
+def cluster_settings(cluster: list[RedisServer]) -> RedisSettings:
+    return RedisSettings(url=cluster[0].url.replace("redis://", "redis+cluster://").removesuffix("/0"))
+
+
+def test_entries_are_spread_over_a_cluster(cluster: list[RedisServer]) -> None:
+    flush(cluster)
+    assert_works(RedisIndex(cluster_settings(cluster), samples.DOMAIN))
+    held = []
+    for server in cluster:
+        with redis.Redis.from_url(server.url) as client:
+            held.append(client.dbsize())
+    assert min(held) > sum(held) / 10
+
+
+def test_one_emptied_server_of_a_cluster_is_noticed_by_all(cluster: list[RedisServer]) -> None:
+    flush(cluster)
+    one = RedisIndex(cluster_settings(cluster), samples.DOMAIN)
+    other = RedisIndex(cluster_settings(cluster), samples.DOMAIN)
+    for number in range(3):
+        one.publish(first_claims())
+        assert Rebuilder(one, lambda _: None).run_once()
+        with redis.Redis.from_url(cluster[number].url) as client:
+            client.flushall()
+        names = np.concatenate([samples.names_of([1], f"n{n}") for n in range(200)])  # some in every partition
+        assert not other.locate_chunks(names)[1].any()
+        assert other.needs_rebuild
+        assert rows(one.locate_chunks(chunk_names("a"))) == [None]
+    one.close()
+    other.close()
+
+
+# --- TLS, rights, sockets -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-keyout", "key.pem", "-out", "cert.pem", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+        ],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:
+    cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    files = "--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert
+    plain = RedisServer(tmp_path)
+    port = plain.port
+    server = RedisServer(tmp_path, "--port", "0", "--tls-port", str(port), *files)
+    server.port = port
+    server.ready = lambda: b"+PONG" in tls_ping(port, cert, key)  # type: ignore[method-assign]
+    with server:
+        url = f"rediss://127.0.0.1:{port}/0"
+        assert_works(RedisIndex(RedisSettings(url=url, ca_file=cert, cert_file=cert, key_file=key), samples.DOMAIN))
+        for lacking in ({"cert_file": cert, "key_file": key}, {"ca_file": cert}):  # neither proves itself
+            with pytest.raises(Exception, match=r"(?i)certificate|ssl|closed"):
+                RedisIndex(RedisSettings(url=url, retries=0, **lacking), samples.DOMAIN)
+
+
+def tls_ping(port: int, cert: str, key: str) -> bytes:
+    command = ["redis-cli", "-p", str(port), "--tls", "--cacert", cert, "--cert", cert, "--key", key, "PING"]
+    return b"+" + subprocess.run(command, capture_output=True, timeout=5, check=False).stdout
+
+
+def test_a_user_of_few_rights_is_enough(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "nearkin", "on", ">s3same", *RIGHTS.split())
+        given = {"url": server.url, "username": "nearkin", "password": "s3same"}
+        assert_works(RedisIndex(RedisSettings(**given), samples.DOMAIN))
+        with pytest.raises(ConfigError, match="lists the rights"):
+            RedisIndex(RedisSettings(**given, prefix="other"), samples.DOMAIN)
+
+
+def test_two_stores_share_a_server_by_prefix(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        one = RedisIndex(RedisSettings(url=server.url, prefix="one"), samples.DOMAIN)
+        two = RedisIndex(RedisSettings(url=server.url, prefix="two*"), samples.DOMAIN)
+        one.publish(first_claims())
+        assert rows(two.locate_chunks(chunk_names("a"))) == [None]
+        assert_works(two)  # sweeps
+        assert rows(one.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+        one.close()
+
+
+def test_a_unix_socket_will_do(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, "--unixsocket", str(tmp_path / "s")):
+        assert_works(RedisIndex(RedisSettings(url=f"unix://{tmp_path / 's'}?db=1"), samples.DOMAIN))
+
+
+# --- many processes -------------------------------------------------------------------------------------------------
+
+PUBLISH = """
+import json, random, sys
+from nearkin.config import RedisSettings
+from nearkin.index.redis import RedisIndex
+from nearkin.records import ContainerId
+from nearkin.testing import samples
+from nearkin.testing.conformance.index import claims, manifest
+url, number = sys.argv[1], int(sys.argv[2])
+index = RedisIndex(RedisSettings(url=url), samples.DOMAIN)
+print("ready", flush=True)
+sys.stdin.readline()
+order = list(range(24))
+random.Random(number).shuffle(order)
+for n in order + order[:6]:
+    chunks = [f"shared{i}" for i in range(40)] + [f"own{n}-{i}" for i in range(40)]
+    found = [[i + 1, n * 100 + i + 1] for i in range(80)]
+    index.publish(claims(ContainerId((1 << 40) + n), chunks, ["same", f"s{n}"], found))
+    index.commit(manifest("k", n + 1, [(ContainerId((1 << 40) + n), 0), (ContainerId(1 << 40), 1)]), 10)
+epoch, first = index.epochs.current, index.epochs.first_number
+print(json.dumps([first(epoch, ContainerId((1 << 40) + n), 80, samples.DOMAIN) for n in range(24)]), flush=True)
+"""
+
+
+def test_eight_processes_that_publish_the_same_containers_agree(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        command = [sys.executable, "-c", PUBLISH, server.url]
+        workers = [
+            subprocess.Popen([*command, str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for n in range(8)
+        ]
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "ready\n"
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        numbers = [json.loads(worker.communicate(timeout=120)[0]) for worker in workers]
+        assert all(worker.returncode == 0 for worker in workers)
+        assert all(found == numbers[0] for found in numbers)
+        spans = sorted(numbers[0])
+        assert all(b - a >= 80 for a, b in pairwise(spans))
+        index = RedisIndex(RedisSettings(url=server.url), samples.DOMAIN)
+        shared = rows(index.locate_chunks(chunk_names(*[f"shared{i}" for i in range(40)])))
+        assert [place[1] for place in shared if place] == list(range(40))
+        for n in range(24):
+            own = rows(index.locate_chunks(chunk_names(*[f"own{n}-{i}" for i in range(40)])))
+            assert own == [((1 << 40) + n, 40 + i) for i in range(40)]
+        entries = index.entries()
+        assert {name: len(entries[name]) for name in ("chunks", "segments", "features")} == {
+            "chunks": 40 + 24 * 40,
+            "segments": 1 + 24,
+            "features": 80 + 24 * 80,
+        }
+        counts = Counter({key: int.from_bytes(value, "little") for key, value in entries["counts"].items()})
+        assert sum(counts.values()) == 2 * 24
+        assert max(counts.values()) == 24
+        assert index.versions_of("default", "k") == list(range(1, 25))
+        index.close()

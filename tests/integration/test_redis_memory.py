@@ -1,0 +1,21 @@
+"""Redis memory: at most 64 bytes a unique chunk, all tables together (DESIGN, section 6)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "redis_index.py"
+BYTES_PER_CHUNK_MAX = 64
+
+
+def test_a_unique_chunk_takes_at_most_64_bytes(tmp_path: Path) -> None:
+    """The benchmark at a tenth of its size: what does not grow with the chunks weighs ten times as much here."""
+    made = tmp_path / "out.json"
+    command = [sys.executable, str(BENCH), "--chunks", "100000", "--lookups", "5000", "--json", str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    found = json.loads(made.read_text())
+    assert 50 < found["bytes_per_chunk"]["used_memory"] <= BYTES_PER_CHUNK_MAX
+    assert found["bytes_per_chunk"]["used_memory_dataset"] <= BYTES_PER_CHUNK_MAX

@@ -1,0 +1,252 @@
+"""The Redis index made again from a real store: by one process of many, while the others go on."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from nearkin import open_store
+from nearkin.api import Store, _sketches
+from nearkin.config import RedisSettings
+from nearkin.errors import StoreUnavailable
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.index.protocols import Index
+from nearkin.index.redis import RedisIndex, rebuild_in_background
+from nearkin.index.redis.rebuild import Rebuilder, RebuildOver
+from nearkin.testing import samples
+from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, rows
+from nearkin.testing.redis_server import RedisServer
+from nearkin.testing.stores import SMALL, settings
+from nearkin_janitor import claims_of, rebuild_index
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Six versions of two keys, several containers, deltas and shared segments."""
+    draw = random.Random(5)
+    with open_store(tmp_path_factory.mktemp("store") / "s", settings=settings(SMALL)) as store:
+        data = bytearray(draw.randbytes(1_500_000))
+        for version in range(6):
+            for _ in range(15):
+                at = draw.randrange(len(data) - 200)
+                data[at : at + 100] = draw.randbytes(100)
+            store.put(f"k{version % 2}", bytes(data))
+        yield store
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+def connect(server: RedisServer, store: Store) -> RedisIndex:
+    return RedisIndex(RedisSettings(url=server.url), store._fingerprinter.domain)
+
+
+def fill(store: Store, index: Index) -> None:
+    """What a service hands in: the store's containers and versions, less the containers that are there."""
+    known = {summary.container for summary in index.containers()}
+    rebuild_index(store._bases, store._manifests, index, store._fingerprinter, _sketches, known_containers=known)
+
+
+def assert_same_answers(store: Store, one: Index, other: Index) -> None:
+    """Every chunk, segment and super-feature of every container, and the catalog."""
+    ids = sorted(container for container, _ in store._bases.ids())
+    assert len(ids) > 4
+    for container in ids:
+        claims = claims_of(store._bases.directory(container), store._bases, store._fingerprinter, _sketches, ids)
+        asked = [partial(_chunks, claims.directory.chunks.names), partial(_segments, claims.segment_ids)]
+        for sketch, (_, found) in claims.super_features.items():
+            asked += [partial(_rank, sketch, rank, found[:, rank]) for rank in range(found.shape[1])]
+        for ask in asked:
+            assert rows(ask(one)) == rows(ask(other))
+            assert any(rows(ask(one)))
+    assert list(one.catalog("default")) == list(other.catalog("default"))
+    assert list(one.containers()) == list(other.containers())
+    assert one.versions_of("default", "k1") == [1, 2, 3]
+
+
+def _chunks(names, index):
+    return index.locate_chunks(names)
+
+
+def _segments(names, index):
+    return index.locate_segments(names)
+
+
+def _rank(sketch, rank, found, index):
+    return index.locate_rank(sketch, rank, found)
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rebuild_answers_as_the_lmdb_index_does(store: Store, server: RedisServer, tmp_path: Path) -> None:
+    lmdb = LmdbIndex(tmp_path / "lmdb", store._fingerprinter.domain, 1 << 28)
+    rebuild_index(store._bases, store._manifests, lmdb, store._fingerprinter, _sketches)
+    index = connect(server, store)
+    assert index.needs_rebuild
+    rebuilder = rebuild_in_background(index, partial(fill, store), poll_seconds=0.05)
+    until(lambda: not index.needs_rebuild)
+    assert_same_answers(store, lmdb, index)
+    first = index.entries()
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    assert not index.locate_chunks(np.zeros((1, 32), np.uint8))[1].any()
+    assert index.needs_rebuild
+    until(lambda: not index.needs_rebuild)
+    until(lambda: rebuilder.rebuilt == 2)
+    rebuilder.stop()
+    assert index.entries() == first
+    assert_same_answers(store, lmdb, index)
+    index.close()
+    lmdb.close()
+
+
+def test_publishing_goes_on_during_a_rebuild_and_stays(store: Store, server: RedisServer) -> None:
+    index, live = connect(server, store), connect(server, store)
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(target: Index) -> None:
+        began.set()
+        assert go_on.wait(30)
+        fill(store, target)
+
+    rebuilder = rebuild_in_background(index, slow, poll_seconds=0.05)
+    assert began.wait(30)
+    tenant = live.for_domain(samples.DOMAIN)
+    tenant.publish(first_claims())
+    assert rows(tenant.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+    go_on.set()
+    until(lambda: rebuilder.rebuilt == 1)
+    rebuilder.stop()
+    assert not live.check()
+    assert rows(tenant.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+    assert rows(live.locate_chunks(chunk_names("a"))) == [None]  # another domain's, whatever its name
+    index.close()
+    live.close()
+
+
+def test_of_many_rebuilders_one_rebuilds(store: Store, server: RedisServer) -> None:
+    clients = [connect(server, store) for _ in range(5)]
+    runs: list[int] = []
+
+    def counted(number: int, target: Index) -> None:
+        runs.append(number)
+        time.sleep(0.3)  # longer than all others take to look
+        fill(store, target)
+
+    rebuilders = [
+        rebuild_in_background(client, partial(counted, number), poll_seconds=0.02)
+        for number, client in enumerate(clients)
+    ]
+    until(lambda: not any(client.needs_rebuild for client in clients))
+    for rebuilder in rebuilders:
+        rebuilder.stop()
+    assert len(runs) == 1
+    assert sum(rebuilder.rebuilt for rebuilder in rebuilders) == 1
+    for client in clients:
+        client.close()
+
+
+REBUILD_AND_HANG = """
+import sys, time
+from nearkin.config import RedisSettings
+from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.rebuild import Rebuilder
+def hang(target):
+    print("began", flush=True)
+    time.sleep(600)
+Rebuilder(RedisIndex(RedisSettings(url=sys.argv[1]), bytes(16)), hang, lease_seconds=1.0).run_once()
+"""
+
+
+def test_a_dead_rebuilder_is_succeeded(store: Store, server: RedisServer) -> None:
+    index = connect(server, store)
+    rebuilder = Rebuilder(index, partial(fill, store), lease_seconds=1.0)
+    with subprocess.Popen([sys.executable, "-c", REBUILD_AND_HANG, server.url], stdout=subprocess.PIPE) as dying:
+        assert dying.stdout is not None
+        assert dying.stdout.readline() == b"began\n"
+        time.sleep(1.5)  # longer than a lease: it is renewed
+        assert not rebuilder.run_once()
+        dying.send_signal(signal.SIGKILL)
+    until(rebuilder.run_once, 10)
+    assert not index.needs_rebuild
+    index.close()
+
+
+def test_a_rebuild_whose_lease_passed_on_neither_writes_nor_says_whole(store: Store, server: RedisServer) -> None:
+    index, other = connect(server, store), connect(server, store)
+
+    def robbed(target: Index) -> None:
+        with redis.Redis.from_url(server.url) as client:
+            client.delete("nearkin:{m}:lease")
+        with pytest.raises(RebuildOver):
+            until(lambda: bool(target.publish(first_claims())), 10)
+        assert Rebuilder(other, lambda _: None).run_once()
+        client.close()
+
+    with pytest.raises(RebuildOver):
+        Rebuilder(index, robbed, lease_seconds=0.6).run_once()
+    assert not index.check()  # the other one's
+    index.close()
+    other.close()
+
+
+def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: RedisServer) -> None:
+    index, other = connect(server, store), connect(server, store)
+
+    def emptied(target: Index) -> None:
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+        other.check()
+        fill(store, target)
+
+    with pytest.raises(RebuildOver):
+        Rebuilder(index, emptied).run_once()
+    assert index.check()
+    assert Rebuilder(index, partial(fill, store)).run_once()
+    assert not other.check()
+    index.close()
+    other.close()
+
+
+def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(store: Store, server: RedisServer) -> None:
+    index = connect(server, store)
+    tries: list[int] = []
+
+    def failing(target: Index) -> None:
+        tries.append(len(list(target.containers())))
+        real, left = target.publish, [2]
+
+        def publish(claims):
+            if len(tries) < 3 and not left[0]:
+                raise StoreUnavailable("the object store is away")
+            left[0] -= 1
+            real(claims)
+
+        target.publish = publish
+        fill(store, target)
+
+    rebuilder = rebuild_in_background(index, failing, poll_seconds=0.02)
+    until(lambda: rebuilder.rebuilt == 1)
+    rebuilder.stop()
+    assert tries == [0, 2, 4]
+    assert len(list(index.containers())) == len(list(store._bases.ids()))
+    index.close()
