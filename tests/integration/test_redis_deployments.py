@@ -198,6 +198,19 @@ def test_two_stores_share_a_server_by_prefix(tmp_path: Path) -> None:
         one.close()
 
 
+def test_without_a_domain_nothing_is_located_and_tenants_are_given_views(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        index = RedisIndex(RedisSettings(url=server.url))
+        tenant = index.for_domain(samples.DOMAIN)
+        tenant.publish(first_claims())
+        assert rows(tenant.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+        assert rows(index.locate_chunks(chunk_names("a"))) == [None]
+        assert list(index.containers()) == []
+        assert index.container_ids().tolist() == [FIRST]
+        assert [summary.container for summary in tenant.containers()] == [FIRST]
+        index.close()
+
+
 def test_a_unix_socket_will_do(tmp_path: Path) -> None:
     with RedisServer(tmp_path, "--unixsocket", str(tmp_path / "s")):
         assert_works(RedisIndex(RedisSettings(url=f"unix://{tmp_path / 's'}?db=1"), samples.DOMAIN))

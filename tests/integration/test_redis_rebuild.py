@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +17,19 @@ import pytest
 import redis
 
 from nearkin import open_store
-from nearkin.api import Store, _sketches
+from nearkin.api import Store
 from nearkin.config import RedisSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.protocols import Index
 from nearkin.index.redis import RedisIndex, rebuild_in_background
 from nearkin.index.redis.rebuild import Rebuilder, RebuildOver
+from nearkin.local_index import _sketches
 from nearkin.testing import samples
 from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, rows
 from nearkin.testing.redis_server import RedisServer
 from nearkin.testing.stores import SMALL, settings
-from nearkin_janitor import claims_of, rebuild_index
+from nearkin_janitor import Tenants, claims_of, rebuild_index
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,10 @@ def connect(server: RedisServer, store: Store) -> RedisIndex:
     return RedisIndex(RedisSettings(url=server.url), store._fingerprinter.domain)
 
 
-def fill(store: Store, index: Index) -> None:
+def fill(store: Store, index: Index, known: Collection[int] = ()) -> None:
     """What a service hands in: the store's containers and versions, less the containers that are there."""
-    known = {summary.container for summary in index.containers()}
-    rebuild_index(store._bases, store._manifests, index, store._fingerprinter, _sketches, known_containers=known)
+    tenants = Tenants(store._fingerprinters, ["default"], store._manifests)
+    rebuild_index(store._bases, store._manifests, index, tenants, _sketches, known_containers=known)
 
 
 def assert_same_answers(store: Store, one: Index, other: Index) -> None:
@@ -99,7 +100,7 @@ def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def test_a_rebuild_answers_as_the_lmdb_index_does(store: Store, server: RedisServer, tmp_path: Path) -> None:
     lmdb = LmdbIndex(tmp_path / "lmdb", store._fingerprinter.domain, 1 << 28)
-    rebuild_index(store._bases, store._manifests, lmdb, store._fingerprinter, _sketches)
+    fill(store, lmdb)
     index = connect(server, store)
     assert index.needs_rebuild
     rebuilder = rebuild_in_background(index, partial(fill, store), poll_seconds=0.05)
@@ -242,7 +243,7 @@ def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(store: Store, serv
             real(claims)
 
         target.publish = publish
-        fill(store, target)
+        fill(store, target, set(index.container_ids().tolist()))
 
     rebuilder = rebuild_in_background(index, failing, poll_seconds=0.02)
     until(lambda: rebuilder.rebuilt == 1)

@@ -41,8 +41,11 @@ Answer = TypeVar("Answer")
 class RedisIndex:
     """The index of several workers, seen from one dedup domain. Shared by threads."""
 
-    def __init__(self, settings: RedisSettings, domain: bytes) -> None:
-        """Connect. Raises StoreUnavailable, or ConfigError where settings or the server's policy are wrong."""
+    def __init__(self, settings: RedisSettings, domain: bytes = b"") -> None:
+        """Connect; without a domain only the catalog and `for_domain` are of use.
+
+        Raises StoreUnavailable, or ConfigError where settings or the server's policy are wrong.
+        """
         self.server = Server(settings)
         self.prefix = settings.prefix
         self._domain = domain
@@ -203,16 +206,23 @@ class RedisIndex:
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each container of this domain whose entries are all there, in stream order."""
+        return (catalog.parse_summary(container, packed) for container, packed in self._summaries(self._domain))
+
+    def container_ids(self) -> U64:
+        """Return the ids of all domains' containers whose entries are all there, in stream order."""
+        return np.array([container for container, _ in self._summaries(None)], np.uint64)
+
+    def _summaries(self, domain: bytes | None) -> Iterator[tuple[ContainerId, bytes]]:
         epoch = self.epochs.check()
         self.epochs.cover_all(epoch)
-        ids = epoch.table.containers(self._domain).tolist()
+        ids = epoch.table.containers(domain).tolist()
         for at in range(0, len(ids), MEMBERS_A_PAGE):
             some = ids[at : at + MEMBERS_A_PAGE]
             names = [container.to_bytes(8, "little") for container in some]
             found = self.server.one(("HMGET", epoch.meta("containers"), *names))
             for container, packed in zip(some, found, strict=True):
                 if packed is not None and len(packed) > 8:
-                    yield catalog.parse_summary(ContainerId(container), packed[8:])
+                    yield ContainerId(container), packed[8:]
 
     def entries(self) -> dict[str, dict[bytes, bytes]]:
         """Return every entry of every table, in memory: for comparing two indexes in tests.

@@ -178,7 +178,7 @@ def rebuild_in_background(
 ) -> Rebuilder:
     """Start to keep an index whole; `rebuild` fills the index that it is given from the object store.
 
-    It is called again after an error, and may skip the containers that `index.containers()` yields: their entries are
-    all there. Stop what is returned before the index is closed.
+    It is called again after an error, and may skip the containers that `index.container_ids()` names: their entries
+    are all there. Stop what is returned before the index is closed.
     """
     return Rebuilder(index, rebuild, lease_seconds=lease_seconds, poll_seconds=poll_seconds).start()
