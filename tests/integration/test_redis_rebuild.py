@@ -24,7 +24,7 @@ from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.protocols import Index
 from nearkin.index.redis import RedisIndex, rebuild_in_background
 from nearkin.index.redis.rebuild import Rebuilder, RebuildOver
-from nearkin.local_index import _sketches
+from nearkin.local_index import super_features_of
 from nearkin.testing import samples
 from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, rows
 from nearkin.testing.redis_server import RedisServer
@@ -59,7 +59,7 @@ def connect(server: RedisServer, store: Store) -> RedisIndex:
 def fill(store: Store, index: Index, known: Collection[int] = ()) -> None:
     """What a service hands in: the store's containers and versions, less the containers that are there."""
     tenants = Tenants(store._fingerprinters, ["default"], store._manifests)
-    rebuild_index(store._bases, store._manifests, index, tenants, _sketches, known_containers=known)
+    rebuild_index(store._bases, store._manifests, index, tenants, super_features_of, known_containers=known)
 
 
 def assert_same_answers(store: Store, one: Index, other: Index) -> None:
@@ -67,7 +67,9 @@ def assert_same_answers(store: Store, one: Index, other: Index) -> None:
     ids = sorted(container for container, _ in store._bases.ids())
     assert len(ids) > 4
     for container in ids:
-        claims = claims_of(store._bases.directory(container), store._bases, store._fingerprinter, _sketches, ids)
+        claims = claims_of(
+            store._bases.directory(container), store._bases, store._fingerprinter, super_features_of, ids
+        )
         asked = [partial(_chunks, claims.directory.chunks.names), partial(_segments, claims.segment_ids)]
         for sketch, (_, found) in claims.super_features.items():
             asked += [partial(_rank, sketch, rank, found[:, rank]) for rank in range(found.shape[1])]
