@@ -65,9 +65,14 @@ def run(
             said = errors.read().decode(errors="replace").strip().splitlines()
             raise CommandError(f"{' '.join(command)}: exit {process.returncode}: {said[-1] if said else ''}")
     if sync is not None:
-        subprocess.run(["sync", "--file-system", str(sync)], check=True)
+        write_out(sync)
     synced = time.perf_counter()
     return Cost(synced - started, synced - ended, usage.ru_maxrss * 1024)
+
+
+def write_out(folder: Path) -> None:
+    """Have what is dirty on a folder's file system written out."""
+    subprocess.run(["sync", "--file-system", str(folder)], check=True)
 
 
 def stored_bytes(folder: Path) -> int:

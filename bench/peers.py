@@ -11,11 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
-from measure import Cost, run
+from measure import CommandError, Cost, run, write_out
 from typing_extensions import override
 
 _SECRET = "benchmark"
@@ -57,6 +58,9 @@ class Peer(ABC):
 
     version_words: ClassVar[tuple[str, ...]] = ("--version",)
 
+    def close(self) -> None:  # noqa: B027 - most leave nothing running
+        """End what `create` started."""
+
     @abstractmethod
     def create(self) -> None:
         """Make an empty repository."""
@@ -81,6 +85,7 @@ class Nearkin(Peer):
     program = "nearkin"
     settings = "default"
     inside = ("index",)
+    version_words = ("version",)
 
     @classmethod
     def find(cls) -> str:
@@ -100,6 +105,46 @@ class Nearkin(Peer):
     def get(self, version: int, target: Path) -> Cost:
         words = ("--store", str(self.repository), "get", "blob", "--version", str(version), "-o", str(target))
         return self._run(*words)
+
+
+class NearkinEmbedded(Nearkin):
+    """Nearkin through its Python API, one process for all versions: how a service uses it."""
+
+    name = "nearkin-embedded"
+    settings = "default, one process"
+
+    @override
+    def create(self) -> None:
+        worker = [sys.executable, str(Path(__file__).with_name("embedded.py")), str(self.repository)]
+        self._process = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @override
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    @override
+    def put(self, version: int, source: Path) -> Cost:
+        return self._ask("put", str(source), sync=True)
+
+    @override
+    def get(self, version: int, target: Path) -> Cost:
+        return self._ask("get", str(version), str(target))
+
+    def _ask(self, *words: str, sync: bool = False) -> Cost:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        started = time.perf_counter()
+        self._process.stdin.write("\t".join(words) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        ended = time.perf_counter()
+        if not answer:
+            raise CommandError(f"{self.name}: it ended, its last words are above")
+        if sync:
+            write_out(self.folder)
+        return Cost(time.perf_counter() - started, time.perf_counter() - ended, int(json.loads(answer)["peak_bytes"]))
 
 
 class Restic(Peer):
@@ -236,7 +281,7 @@ class KopiaFine(Kopia):
 
 
 PEERS: dict[str, tuple[type[Peer], ...]] = {
-    "nearkin": (Nearkin,),
+    "nearkin": (Nearkin, NearkinEmbedded),
     "restic": (Restic, ResticMax),
     "borg": (Borg, BorgZstd, BorgFine),
     "kopia": (Kopia, KopiaFine),

@@ -1,0 +1,31 @@
+"""Nearkin in one process, as a service embeds it: `bench/peers.py` starts this and names one version after another.
+
+stdin    put PATH | get VERSION TARGET           stdout    {"peak_bytes": ...} when that is done
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import nearkin
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    with nearkin.open_store(Path(sys.argv[1])) as store:
+        for line in sys.stdin:
+            word, *rest = line.rstrip("\n").split("\t")
+            if word == "put":
+                store.put("blob", Path(rest[0]))
+            else:
+                with open(rest[1], "wb") as target:
+                    store.get("blob", int(rest[0])).write_to(target)
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(json.dumps({"peak_bytes": peak_bytes}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
