@@ -67,12 +67,20 @@ def trace_of(record: Record) -> bytes | None:
 class RecordGuard:
     """Carries out the work on one record, whatever it holds and whatever that raises."""
 
-    def __init__(self, settings: Settings, stage: str, outbox: Outbox, next_topic: str | None) -> None:
-        """`next_topic` None: this is the last stage, who tells failures itself."""
+    def __init__(
+        self,
+        settings: Settings,
+        stage: str,
+        outbox: Outbox,
+        next_topic: str | None,
+        next_key: Callable[[Envelope], bytes] = lambda envelope: envelope.blob,
+    ) -> None:
+        """`next_topic` None: this is the last stage, who tells failures itself. `next_key`: what that topic is keyed by."""
         self._settings = settings
         self._stage = stage
         self._outbox = outbox
         self._next_topic = next_topic
+        self._next_key = next_key
 
     def decoded(self, record: Record) -> Message | None:
         """Return the record's message, or None after putting it aside."""
@@ -107,7 +115,7 @@ class RecordGuard:
             return
         end = End(envelope, began_us=0, origin=envelope.blob, failure=failure[:500])
         headers = headers_of(self._stage, "end", envelope, traceparent)
-        self._outbox.send(self._next_topic, envelope.blob, encode(end), headers)
+        self._outbox.send(self._next_topic, self._next_key(envelope), encode(end), headers)
 
     def pass_on(self, record: Record, headers: Headers) -> None:
         """Send a record on as it is."""

@@ -18,7 +18,7 @@ import numpy as np
 from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.errors import Corrupt, Retryable
-from nearkin.formats.message import End, Message, Paired, Placed, encode
+from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
 from nearkin.runners.kafka.clients import Outbox
@@ -80,7 +80,7 @@ class PlaceHandler:
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-aside")
         self._placed_outbox = Outbox(settings, f"{worker}-placed")
-        self._guard = RecordGuard(settings, "delta", self._outbox, "placed")
+        self._guard = RecordGuard(settings, "delta", self._outbox, "placed", placed_key)
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: dict[str, _Open] = {}
         self._finished: SimpleQueue[tuple[int, int]] = SimpleQueue()
@@ -249,12 +249,16 @@ class PlaceHandler:
         for one in held:
             envelope = one.message.envelope
             kind = "end" if isinstance(one.message, End) else "placed"
-            key = bytes.fromhex(key_digest(envelope.tenant, envelope.key))
             headers = headers_of("delta", kind, envelope, trace_of(one.record))
-            self._placed_outbox.send("placed", key, encode(one.message), headers)  # 3
+            self._placed_outbox.send("placed", placed_key(envelope), encode(one.message), headers)  # 3
         self._placed_outbox.flush()  # 4
         for one in held:
             self._finished.put((one.record.partition, one.record.offset))
+
+
+def placed_key(envelope: Envelope) -> bytes:
+    """Return what `placed` is keyed by: one committer at a time decides over a key's versions."""
+    return bytes.fromhex(key_digest(envelope.tenant, envelope.key))
 
 
 def _put(lane: Lane, container: SealedContainer) -> None:
