@@ -13,7 +13,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from nearkin.config_rules import Between, OneMatch, OneOf, Refused, ServerUrl, Size, Text, Token, Unknown
+from nearkin.config_rules import (
+    Between,
+    ObjectPrefix,
+    OneMatch,
+    OneOf,
+    Refused,
+    ServerUrl,
+    Size,
+    Text,
+    Token,
+    TopicTenants,
+    Unknown,
+)
 from nearkin.errors import ConfigError, choose
 from nearkin.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 
@@ -33,6 +45,8 @@ REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+NULL_VALUES = ("reject", "skip")
+STORE_FOLDERS = ("containers", "manifests", "index", "tmp", "nearkin.json")
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 SECRETS = frozenset(
     {
@@ -282,6 +296,30 @@ class KafkaSettings:
 
 
 @dataclass(frozen=True)
+class IngestSettings:
+    """Blobs out of Kafka topics of the user's own: a record is one, or names an object that is."""
+
+    __pydantic_config__ = _FORBID
+
+    topics: Annotated[tuple[str, ...], TopicTenants(TENANT_BYTES_MAX)] = ()
+    """`topic` (stored for `tenant`) or `topic=TENANT`."""
+    group: Annotated[str, Text(255)] | None = None
+    """Consumer group; `ingest` behind `kafka.topic_prefix` where it is not set."""
+    key_header: Annotated[str, Text(255)] | None = None
+    """Where a record has this header, it is the blob's key, not the record's own."""
+    tenant_header: Annotated[str, Text(255)] | None = None
+    """Where a record has this header, it is stored for that tenant: whoever may produce then chooses."""
+    null_values: Annotated[str, OneOf(NULL_VALUES)] = "reject"
+    """A record without value is a dead letter, or passed over."""
+    value_bytes_max: Annotated[int, Size(1, GIB)] = 64 * MIB
+    dataref_prefix: Annotated[str | None, ObjectPrefix(STORE_FOLDERS)] = None
+    """Where in the object store the objects lie that records may name; {tenant} stands for theirs. Unset: none may."""
+    dataref_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
+    retry_seconds: Annotated[int, Between(1, 604_800)] = 3600
+    """How long one record may hold its partition back while what it needs is away; then it is a dead letter."""
+
+
+@dataclass(frozen=True)
 class ServiceSettings:
     """What ops turn while services run. Hot."""
 
@@ -324,10 +362,17 @@ class Settings:
     runner: RunnerSettings = RunnerSettings()
     object_store: ObjectStoreSettings = ObjectStoreSettings()
     kafka: KafkaSettings = KafkaSettings()
+    ingest: IngestSettings = IngestSettings()
     service: ServiceSettings = ServiceSettings()
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""
+        own = [entry for entry in self.ingest.topics if entry.startswith(self.kafka.topic_prefix)]
+        if own:
+            raise ValueError(
+                f'ingest.topics "{own[0]}": topics that start with kafka.topic_prefix "{self.kafka.topic_prefix}" are '
+                "Nearkin's own"
+            )
         if self.chunker.max_bytes > self.segment.max_bytes:
             raise ValueError(
                 f"chunker.max_bytes {self.chunker.max_bytes}: want at most segment.max_bytes "
@@ -381,7 +426,7 @@ def load(
         _merge(merged, layer, source, sources, "")
     settings = _validated(merged, sources)
     return settings, {
-        name: Origin(_shown(name, value), _named(sources.get(name, "default"), name))
+        name: Origin(_shown(name, value), _named(_source_of(name, sources), name))
         for name, value in _flatten(asdict(settings))
     }
 
@@ -467,6 +512,11 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, objec
         else:
             flat.append((f"{prefix}{name}", value))
     return flat
+
+
+def _source_of(name: str, sources: Mapping[str, str]) -> str:
+    """Return who set a field; one that takes a table was set by parts."""
+    return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
 
 
 def _shown(name: str, value: object) -> object:

@@ -7,7 +7,7 @@ validation (a test validates them), so it is imported when somebody sets somethi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,4 +140,51 @@ class Token(Rule):
         """Return `value`. Raises Refused."""
         if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
             raise Refused("want up to 1024 letters, digits and - . _ ~ + / without spaces")
+        return value
+
+
+@dataclass(frozen=True)
+class TopicTenants(Rule):
+    """Kafka topics, each as `topic` or `topic=tenant`; a table from topics to tenants is taken too."""
+
+    tenant_bytes_max: int
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a list, or a table as a list."""
+        from pydantic_core import core_schema
+
+        def listed(value: object) -> object:
+            return [f"{topic}={tenant}" for topic, tenant in value.items()] if isinstance(value, Mapping) else value
+
+        return core_schema.no_info_before_validator_function(listed, handler(source))
+
+    def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `value`. Raises Refused."""
+        for entry in value:
+            topic, equals, tenant = entry.partition("=")
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", topic) or bool(tenant) != bool(equals):
+                raise Refused(f"{entry!r:.80}: want a topic's name, or topic=tenant")
+            if len(tenant.encode(errors="replace")) > self.tenant_bytes_max:
+                raise Refused(f"{entry!r:.80}: want a tenant of at most {self.tenant_bytes_max} bytes")
+        if len({entry.partition("=")[0] for entry in value}) < len(value):
+            raise Refused("names a topic twice")
+        return value
+
+
+@dataclass(frozen=True)
+class ObjectPrefix(Rule):
+    """Where in the object store other programs' objects may lie: never where ours do."""
+
+    ours: tuple[str, ...]
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        parts = value.split("/")
+        fine = all(
+            re.fullmatch(r"[A-Za-z0-9._=-]+|\{tenant\}", part) and part not in (".", "..") for part in parts[:-1]
+        )
+        if not fine or len(parts) < 2 or parts[-1] or len(value) > 512:
+            raise Refused("want a folder of names that ends in /, such as incoming/ or incoming/{tenant}/")
+        if parts[0] in self.ours:
+            raise Refused(f"{parts[0]}/ is the store's own")
         return value

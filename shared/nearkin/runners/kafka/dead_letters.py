@@ -1,4 +1,7 @@
-"""Dead letters. Invariant: a record that cannot be processed is kept whole, with where and why, and stalls nobody."""
+"""Dead letters. Invariant: a record that cannot be processed is kept, with where and why, and stalls nobody.
+
+It is kept whole if that fits a message; of one that does not, what is left out is told: it lies where it came from.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nearkin.config import Settings
-from nearkin.runners.kafka.clients import topic
+from nearkin.runners.kafka.clients import TOPIC_BYTES_MAX, topic
 
 _log = logging.getLogger("nearkin.dead")
 
@@ -17,11 +20,20 @@ OFFSET_HEADER = "__connect.errors.offset"
 STAGE_HEADER = "__connect.errors.stage"
 CLASS_HEADER = "__connect.errors.exception.class.name"
 MESSAGE_HEADER = "__connect.errors.exception.message"
-OUR_HEADERS = (TOPIC_HEADER, PARTITION_HEADER, OFFSET_HEADER, STAGE_HEADER, CLASS_HEADER, MESSAGE_HEADER)
+OMITTED_VALUE_HEADER = "__nearkin.errors.omitted.value.bytes"
+OMITTED_KEY_HEADER = "__nearkin.errors.omitted.key.bytes"
+OMITTED_HEADERS_HEADER = "__nearkin.errors.omitted.headers"
+CONNECT_HEADERS = (TOPIC_HEADER, PARTITION_HEADER, OFFSET_HEADER, STAGE_HEADER, CLASS_HEADER, MESSAGE_HEADER)
 """As Kafka Connect names them, so that its users' tools read them."""
+OUR_HEADERS = frozenset({*CONNECT_HEADERS, OMITTED_VALUE_HEADER, OMITTED_KEY_HEADER, OMITTED_HEADERS_HEADER})
 MESSAGE_CHARACTERS_MAX = 1000
 HEADERS_BYTES_MAX = 12 * 1024
-"""What a record's own headers may take in its dead letter: with ours it stays below Kafka's limit."""
+"""What a record's own headers may take in its dead letter."""
+LETTER_BYTES_MAX = TOPIC_BYTES_MAX - 4 * 1024
+"""What a letter may take so that the broker takes it, whatever a batch adds."""
+KEY_BYTES_KEPT = 64 * 1024
+HEADER_BYTES = 10
+"""What a header takes besides its name and value."""
 
 
 class Sender(Protocol):
@@ -65,22 +77,31 @@ def send_dead_letter(settings: Settings, outbox: Sender, record: Rejected, stage
     """Queue the dead letter of a record that `stage` could not process."""
     _log.error("%s[%d] offset %d: dead letter: %s", record.topic, record.partition, record.offset, err)
     own: list[tuple[str, bytes | None]] = []
-    used = 0
-    for name, value in record.all_headers:
-        used += len(name.encode()) + len(value or b"")
-        if used <= HEADERS_BYTES_MAX and name not in OUR_HEADERS:
-            own.append((name, value))
-    outbox.send_to(
-        topic(settings, "dead"),
-        record.key,
-        record.value,
-        [
-            *own,
-            (TOPIC_HEADER, record.topic.encode()),
-            (PARTITION_HEADER, str(record.partition).encode()),
-            (OFFSET_HEADER, str(record.offset).encode()),
-            (STAGE_HEADER, stage.encode()),
-            (CLASS_HEADER, f"{type(err).__module__}.{type(err).__qualname__}".encode()),
-            (MESSAGE_HEADER, str(err)[:MESSAGE_CHARACTERS_MAX].encode(errors="replace")),
-        ],
-    )
+    used = omitted = 0
+    for name, text in record.all_headers:
+        if name not in OUR_HEADERS:
+            used += len(name.encode()) + len(text or b"") + HEADER_BYTES
+            if used <= HEADERS_BYTES_MAX:
+                own.append((name, text))
+            else:
+                omitted += 1
+    headers: list[tuple[str, bytes | None]] = [
+        *own,
+        (TOPIC_HEADER, record.topic.encode()),
+        (PARTITION_HEADER, str(record.partition).encode()),
+        (OFFSET_HEADER, str(record.offset).encode()),
+        (STAGE_HEADER, stage.encode()),
+        (CLASS_HEADER, f"{type(err).__module__}.{type(err).__qualname__}".encode()),
+        (MESSAGE_HEADER, str(err)[:MESSAGE_CHARACTERS_MAX].encode(errors="replace")),
+    ]
+    if omitted:
+        headers.append((OMITTED_HEADERS_HEADER, str(omitted).encode()))
+    key, value = record.key, record.value
+    if key is not None and len(key) > KEY_BYTES_KEPT:
+        headers.append((OMITTED_KEY_HEADER, str(len(key)).encode()))
+        key = None
+    headers_bytes = sum(len(name.encode()) + len(text or b"") + HEADER_BYTES for name, text in headers)
+    if value is not None and len(value) + len(key or b"") + headers_bytes > LETTER_BYTES_MAX:
+        headers.append((OMITTED_VALUE_HEADER, str(len(value)).encode()))
+        value = None
+    outbox.send_to(topic(settings, "dead"), key, value, headers)

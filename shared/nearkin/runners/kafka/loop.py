@@ -74,6 +74,13 @@ class Handler(Protocol):
         """Release all; what is not yet effective is dropped."""
 
 
+class Runnable(Protocol):
+    """What `run_forever` runs."""
+
+    def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
+        """Work until `stop`. Raises Retryable after a dependency was away for long."""
+
+
 class Loop:
     """One consumer carrying one handler."""
 
@@ -213,7 +220,7 @@ def retrying() -> Retrying:
     )
 
 
-def run_forever(make: Callable[[], Loop], stop: threading.Event, paused: Callable[[], bool]) -> None:
+def run_forever(make: Callable[[], Runnable], stop: threading.Event, paused: Callable[[], bool]) -> None:
     """Run loops one after another: whoever loses a dependency for long starts over from Kafka's offsets."""
     while not stop.is_set():
         try:

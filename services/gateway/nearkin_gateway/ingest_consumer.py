@@ -1,0 +1,367 @@
+"""Blobs out of users' topics. Invariant: a record's offset is committed after its blob, or its dead letter, is durable.
+
+    1 take  2 read and check  3 queue frames and end, or a dead letter  4 flush  5 commit offsets          (I4)
+
+A key's blobs become versions in the order of their records. A record that is delivered again has the same origin, so
+it is committed once. One that can never be stored goes to the dead letters; one whose object cannot be read now holds
+back its own partition alone, for `ingest.retry_seconds` at most. Losing Kafka starts the consumer over from what it
+committed (`run_forever`).
+
+python -m nearkin_gateway.ingest_consumer [--config FILE] [--name NAME]
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import click
+from confluent_kafka import (
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka import Message as KafkaMessage
+from confluent_kafka.admin import AdminClient
+from tenacity import RetryCallState, Retrying, wait_random_exponential
+
+from nearkin.config import Settings, load
+from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable, StoreUnavailable
+from nearkin.runners.kafka.clients import (
+    ADMIN_SECONDS_MAX,
+    Outbox,
+    connection,
+    consumer,
+    create_topics,
+    group,
+    unavailable,
+)
+from nearkin.runners.kafka.dead_letters import send_dead_letter
+from nearkin.runners.kafka.hot import HotSettings
+from nearkin.runners.kafka.loop import as_bytes, run_forever
+from nearkin.store.objects import ObjectStore
+from nearkin.store.opening import open_objects
+from nearkin_gateway.ingest_frames import STAGE, Away, attempt_id, frames_of, header_pairs, object_frames, send_blob
+from nearkin_gateway.ingest_records import Intake, UserRecord, intake_of, origin_of, tenants_of
+
+_log = logging.getLogger("nearkin.ingest")
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+POLL_SECONDS = 0.05
+BATCH_RECORDS = 500
+"""Records between two flushes; their bytes are bounded by what the client prefetches, 32 MiB."""
+ALIVE_SECONDS = 5.0
+"""How often the group hears of a consumer that streams a long object."""
+BACKOFF_SECONDS_MAX = 30.0
+
+_Place = tuple[str, int]
+_Piece = TypeVar("_Piece", bytes, memoryview)
+
+
+class _Revoked(Exception):
+    """The partition went to another consumer, or this one is to stop: its record is begun anew there."""
+
+
+@dataclass(slots=True)
+class _Stall:
+    """A partition that waits for what its next record needs."""
+
+    offset: int
+    since: float
+    attempts: int = 0
+    until: float = 0.0
+
+
+class IngestConsumer:
+    """One consumer of the group. Not to be shared between threads."""
+
+    def __init__(
+        self, settings: Settings, objects: ObjectStore | None, worker: str, instance: str | None = None
+    ) -> None:
+        """`objects` is where claim checks lie; `instance` names a static member of the group (KIP-345)."""
+        self._settings = settings
+        self._objects = objects
+        self._tenants = tenants_of(settings)
+        self._outbox = Outbox(settings, f"{worker}-ingest")
+        extra = {} if instance is None else {"group.instance.id": instance}
+        self._consumer: Consumer = consumer(
+            settings, settings.ingest.group or group(settings, STAGE), f"{worker}-ingest", **extra
+        )
+        self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
+        self._cluster = ""
+        self._topic_ids: dict[str, str] = {}
+        self._mine: set[_Place] = set()
+        self._done: dict[_Place, int] = {}
+        """The offset to commit next, by partition."""
+        self._stalled: dict[_Place, _Stall] = {}
+        self._ahead: deque[KafkaMessage] = deque()
+        self._paused = False
+        self._stop = threading.Event()
+        self._alive_at = time.monotonic()
+
+    def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
+        """Work until `stop`. Raises Retryable when Kafka was away."""
+        self._stop = stop
+        try:
+            self._cluster = self._cluster_id()
+            self._consumer.subscribe(
+                list(self._tenants), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+            )
+            while not stop.is_set():
+                self._pause(paused())
+                self._resume_due()
+                passed_over: set[_Place] = set()
+                for record in self._take():  # 1
+                    place = (record.topic, record.partition)
+                    if place not in passed_over and not self._one(record):  # 2, 3
+                        passed_over.add(place)
+                self._settle()  # 4, 5
+        except KafkaException as err:
+            raise unavailable(self._settings, err) from err
+        finally:
+            self._outbox.close()
+            self._consumer.close()
+
+    # --- one record --------------------------------------------------------------------------------------------------
+
+    def _one(self, record: UserRecord) -> bool:
+        """Bring one record to its end; False where it, and what follows in its partition, comes again."""
+        place = (record.topic, record.partition)
+        if place not in self._mine or self._stop.is_set():
+            return False
+        try:
+            intake = intake_of(record, self._tenants[record.topic], self._settings)
+            if intake is not None:
+                origin = origin_of(self._cluster, self._topic_id(record.topic), record)
+                attempt = attempt_id(intake.tenant, intake.key, self._settings.kafka.partitions)
+                send_blob(self._outbox, intake, attempt, origin, self._pieces(intake, place))
+        except _Revoked:
+            return False
+        except Away as err:
+            if not self._waited_enough(record):
+                self._stall(record, err)
+                return False
+            send_dead_letter(self._settings, self._outbox, record, STAGE, err)
+        except (Retryable, KafkaException):
+            raise
+        except Exception as err:
+            _log.debug("%s", record.named, exc_info=err)
+            send_dead_letter(self._settings, self._outbox, record, STAGE, err)
+        self._stalled.pop(place, None)
+        self._done[place] = record.offset + 1
+        return True
+
+    def _pieces(self, intake: Intake, place: _Place) -> Iterator[memoryview] | Iterator[bytes]:
+        if intake.dataref is None:
+            return self._watched(frames_of(intake.value or b""), place)
+        if self._objects is None:
+            raise BadInput("dataref: this consumer has no object store")
+        return self._watched(
+            object_frames(self._objects, intake.dataref, int(self._settings.ingest.dataref_bytes_max)), place
+        )
+
+    def _watched(self, pieces: Iterator[_Piece], place: _Place) -> Iterator[_Piece]:
+        """Yield what `pieces` do; in between let the group know that we live. Raises _Revoked."""
+        for piece in pieces:
+            yield piece
+            if time.monotonic() - self._alive_at > ALIVE_SECONDS:
+                parts = self._consumer.assignment()
+                self._consumer.pause(parts)
+                message = self._consumer.poll(0)
+                if message is not None:
+                    self._ahead.append(message)
+                self._resume(self._consumer.assignment())
+                self._alive_at = time.monotonic()
+            if place not in self._mine or self._stop.is_set():
+                raise _Revoked("this consumer gives the partition up; the record is begun anew elsewhere")
+
+    def _waited_enough(self, record: UserRecord) -> bool:
+        stall = self._stalled.get((record.topic, record.partition))
+        if stall is None or stall.offset != record.offset:
+            return False
+        return time.monotonic() - stall.since > self._settings.ingest.retry_seconds
+
+    def _stall(self, record: UserRecord, err: Away) -> None:
+        """Come back to a record later, and until then take nothing more of its partition."""
+        place, now = (record.topic, record.partition), time.monotonic()
+        stall = self._stalled.get(place)
+        if stall is None or stall.offset != record.offset:
+            stall = self._stalled[place] = _Stall(record.offset, now)
+        stall.attempts += 1
+        stall.until = now + _backoff_seconds(stall.attempts)
+        _log.warning("%s: waits %.1f s: %s", record.named, stall.until - now, err)
+        back = TopicPartition(record.topic, record.partition, record.offset)
+        self._consumer.pause([back])
+        self._consumer.seek(back)
+
+    def _resume_due(self) -> None:
+        """Let partitions go on whose wait is over."""
+        now = time.monotonic()
+        due = [place for place, stall in self._stalled.items() if 0 < stall.until <= now]
+        for place in due:
+            self._stalled[place].until = 0.0
+        if due:
+            self._resume([TopicPartition(*place) for place in due])
+
+    # --- the consumer ------------------------------------------------------------------------------------------------
+
+    def _take(self) -> list[UserRecord]:
+        messages = list(self._ahead)
+        self._ahead.clear()
+        first = self._consumer.poll(POLL_SECONDS)
+        self._alive_at = time.monotonic()
+        if first is not None:
+            # No second wait: `consume` would sit out its timeout for a batch that is not full.
+            messages += [first, *self._consumer.consume(BATCH_RECORDS - 1, 0)]
+        return [record for message in messages if (record := self._record(message)) is not None]
+
+    def _record(self, message: KafkaMessage) -> UserRecord | None:
+        problem = message.error()
+        if problem is not None:
+            if problem.code() == KafkaError._PARTITION_EOF:
+                return None
+            if problem.fatal():
+                raise StoreUnavailable(f"kafka: {problem.str()}")
+            _log.warning("kafka: %s", problem.str())  # an unknown topic too: it is taken up when it is made
+            return None
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None
+        assert partition is not None
+        assert offset is not None
+        kind, timestamp_ms = message.timestamp()
+        unreadable = None
+        try:
+            headers = header_pairs(message.headers())
+        except (UnicodeDecodeError, SystemError) as err:  # a header's name that is not UTF-8
+            headers, unreadable = (), f"its headers cannot be read: {err}"
+        return UserRecord(
+            topic=topic,
+            partition=partition,
+            offset=offset,
+            key=as_bytes(message.key()),
+            value=as_bytes(message.value()),
+            all_headers=headers,
+            unreadable=unreadable,
+            timestamp_ms=None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms,
+        )
+
+    def _settle(self) -> None:
+        """Flush, then commit what is done. Raises StoreUnavailable."""
+        if not self._done:
+            return
+        self._outbox.flush()
+        offsets = [TopicPartition(*place, offset) for place, offset in self._done.items() if place in self._mine]
+        self._done.clear()
+        try:
+            if offsets:
+                self._consumer.commit(offsets=offsets, asynchronous=False)
+        except KafkaException as err:
+            # The group moves on: whoever has the partition next repeats a little, which is committed once all the same.
+            _log.warning("offsets not committed: %s", err.args[0].str())
+
+    def _pause(self, paused: bool) -> None:
+        if paused:
+            self._consumer.pause(self._consumer.assignment())  # again each time: partitions may have come meanwhile
+        was, self._paused = self._paused, paused
+        if was and not paused:
+            self._resume(self._consumer.assignment())
+
+    def _resume(self, parts: list[TopicPartition]) -> None:
+        """Resume what nothing holds back."""
+        if self._paused:
+            return
+        waiting = {place for place, stall in self._stalled.items() if stall.until}
+        self._consumer.resume([part for part in parts if (part.topic, part.partition) not in waiting])
+
+    def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        client.incremental_assign(parts)
+        for part in parts:
+            self._topic_ids.pop(part.topic, None)  # it may have been made anew
+        self._mine |= {(part.topic, part.partition) for part in parts}
+        _log.info("took %s", ", ".join(sorted(f"{part.topic}[{part.partition}]" for part in parts)) or "nothing")
+
+    def _revoked(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        self._settle()
+        self._lost(client, parts)
+
+    def _lost(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        for part in parts:
+            place = (part.topic, part.partition)
+            self._mine.discard(place)
+            self._done.pop(place, None)
+            self._stalled.pop(place, None)
+        client.incremental_unassign(parts)
+
+    def _cluster_id(self) -> str:
+        return str(self._admin.list_topics(timeout=ADMIN_SECONDS_MAX).cluster_id or "")
+
+    def _topic_id(self, topic: str) -> str:
+        """Return what tells a topic from a later one of its name; empty where the brokers know no such thing."""
+        if topic not in self._topic_ids:
+            found = self._admin.describe_topics(TopicCollection([topic]), request_timeout=ADMIN_SECONDS_MAX)[topic]
+            self._topic_ids[topic] = str(found.result(ADMIN_SECONDS_MAX).topic_id or "")
+        return self._topic_ids[topic]
+
+
+_jitter = wait_random_exponential(multiplier=0.25, max=BACKOFF_SECONDS_MAX)
+
+
+def _backoff_seconds(attempt: int) -> float:
+    """Return tenacity's exponential wait with full jitter, for a wait that must not block the others."""
+    state = RetryCallState(Retrying(), None, (), {})
+    state.attempt_number = attempt
+    return max(0.05, _jitter(state))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
+@click.option("--name", metavar="NAME", help="Keeps its partitions over a restart; want one for each process.")
+def main(config: Path | None, name: str | None) -> None:
+    """Store what comes in on `ingest.topics`. Settings come from FILE and from NEARKIN_* variables."""
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    try:
+        ingest(load(config)[0], config, name, stop)
+    except NearkinError as err:
+        click.echo(f"nearkin: {err}", err=True)
+        sys.exit(2 if isinstance(err, BadInput) else 1)
+
+
+def ingest(settings: Settings, config: Path | None, name: str | None, stop: threading.Event) -> None:
+    """Run a consumer until `stop`; it pauses while `service.read_only` or `service.paused` is set."""
+    if not settings.ingest.topics:
+        raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
+    objects = open_objects(settings) if settings.ingest.dataref_prefix is not None else None
+    create_topics(settings)
+    hot = HotSettings(settings, config)
+    hot.start()
+    worker = name or f"{socket.gethostname()}-{os.getpid()}"
+    _log.info("%s: takes blobs from %s", worker, ", ".join(settings.ingest.topics))
+    try:
+        run_forever(
+            lambda: IngestConsumer(settings, objects, worker, name),
+            stop,
+            lambda: hot.settings.service.read_only or hot.settings.service.paused,
+        )
+    finally:
+        hot.stop()
+
+
+if __name__ == "__main__":
+    main()

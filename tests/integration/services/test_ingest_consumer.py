@@ -1,0 +1,433 @@
+"""The consumer of users' topics on a real Kafka: a record becomes a blob once, or a dead letter, and stalls nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from nearkin.config import Settings, load
+from nearkin.errors import StoreUnavailable
+from nearkin.formats.message import End, Frame, decode
+from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.runners.kafka.clients import create_topics, topic
+from nearkin.runners.kafka.dead_letters import OMITTED_VALUE_HEADER
+from nearkin.runners.kafka.loop import run_forever
+from nearkin.store.objects import LocalObjects, ObjectStore
+from nearkin.testing.samples import noise
+from nearkin_gateway import ingest_consumer
+from nearkin_gateway.ingest_consumer import IngestConsumer
+
+PATIENCE_SECONDS = 40.0
+Headers = list[tuple[str, bytes | None]]
+
+
+@dataclass
+class Blob:
+    """What of one attempt is in the topic `frames`."""
+
+    tenant: str = ""
+    key: str = ""
+    content: bytes = b""
+    end: End | None = None
+    headers: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class World:
+    """A deployment's topics, and one topic of its user."""
+
+    settings: Settings
+    folder: Path
+    users: str
+
+    def produce(self, records: Sequence[tuple[bytes | None, bytes | None, Headers]], partition: int = 0) -> None:
+        producer = Producer({"bootstrap.servers": self.settings.kafka.bootstrap_servers, "message.max.bytes": 10**7})
+        for key, value, headers in records:
+            producer.produce(self.users, value, key, partition=partition, headers=headers)
+        assert producer.flush(30) == 0
+
+    def read(self, name: str) -> list[Any]:
+        """Everything that is in one of our topics now."""
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.settings.kafka.bootstrap_servers,
+                "group.id": "reader",
+                "enable.auto.commit": False,
+            }
+        )
+        full = topic(self.settings, name)
+        found = []
+        try:
+            for number in consumer.list_topics(full, timeout=30).topics[full].partitions:
+                low, high = consumer.get_watermark_offsets(TopicPartition(full, number), timeout=30)
+                consumer.assign([TopicPartition(full, number, low)])
+                left = high - low
+                while left:
+                    message = consumer.poll(10)
+                    assert message is not None
+                    assert message.error() is None
+                    found.append(message)
+                    left -= 1
+        finally:
+            consumer.close()
+        return found
+
+    def blobs(self) -> list[Blob]:
+        """The attempts that ended, in the order of their ends."""
+        attempts: dict[bytes, Blob] = {}
+        ended = []
+        for message in self.read("frames"):
+            said = decode(message.value(), "frames")
+            assert message.key() == said.envelope.blob
+            blob = attempts.setdefault(message.key(), Blob(said.envelope.tenant, said.envelope.key))
+            blob.headers = dict(message.headers())
+            if isinstance(said, Frame):
+                assert (said.envelope.position, len(said.payload) <= FRAME_BYTES_MAX) == (len(blob.content), True)
+                blob.content += said.payload.tobytes()
+            elif isinstance(said, End):
+                blob.end = said
+                ended.append(blob)
+        for blob in ended:
+            assert blob.end is not None
+            if blob.end.failure is None:
+                assert (blob.end.size_bytes, blob.end.blake3) == (len(blob.content), blake3(blob.content).digest())
+        return ended
+
+    def whole(self) -> list[Blob]:
+        return [blob for blob in self.blobs() if blob.end is not None and blob.end.failure is None]
+
+    def committed(self, partition: int = 0) -> int:
+        """The offset that the consumer's group has committed."""
+        group = self.settings.ingest.group or f"{self.settings.kafka.topic_prefix}ingest"
+        consumer = Consumer({"bootstrap.servers": self.settings.kafka.bootstrap_servers, "group.id": group})
+        try:
+            return int(consumer.committed([TopicPartition(self.users, partition)], timeout=30)[0].offset)
+        except KafkaException:  # a group's coordinator may still be looked for
+            return -1
+        finally:
+            consumer.close()
+
+    @contextmanager
+    def running(self, objects: ObjectStore | None = None, **more: Any) -> Iterator[threading.Event]:
+        """Run a consumer; yields what pauses it."""
+        stop, paused = threading.Event(), threading.Event()
+        failures: list[BaseException] = []
+        chosen = more.pop("settings", self.settings)
+
+        def run() -> None:
+            try:
+                run_forever(lambda: IngestConsumer(chosen, objects, "w"), stop, paused.is_set)
+            except BaseException as err:
+                failures.append(err)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield paused
+        finally:
+            stop.set()
+            thread.join(60)
+            assert not thread.is_alive()
+            assert failures == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def world(kafka: Any, topic_prefix: str, tmp_path: Path) -> World:
+    users = f"users-{topic_prefix.rstrip('.')}"
+    settings, _ = load(
+        None,
+        {
+            "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},
+            "ingest": {"topics": [f"{users}=team"], "dataref_prefix": "in/"},
+            "object_store": {"url": str(tmp_path / "objects")},
+        },
+    )
+    create_topics(settings)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    new = NewTopic(users, 2, 1, config={"max.message.bytes": "5000000"})
+    admin.create_topics([new])[users].result(30)
+    (tmp_path / "objects" / "in").mkdir(parents=True)
+    return World(settings, tmp_path / "objects", users)
+
+
+def test_records_become_blobs_in_order_and_offsets_are_committed(world: World) -> None:
+    large = noise(2_500_000, "large").tobytes()
+    trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    world.produce(
+        [
+            (b"small", b"content", [("ce_id", b"1"), ("ce_source", b"/s"), ("traceparent", trace)]),
+            (b"empty", b"", []),
+            (b"large", large, [("content-type", b"a/b")]),
+        ]
+    )
+    with world.running():
+        until(lambda: world.committed() == 3)
+    found = {blob.key: blob for blob in world.whole()}
+    assert {key: blob.content for key, blob in found.items()} == {"small": b"content", "empty": b"", "large": large}
+    small, end = found["small"], found["small"].end
+    assert small.tenant == "team"
+    assert end is not None
+    assert end.metadata == {"ce_id": "1", "ce_source": "/s", "kafka": f"{world.users}[0]@0"}
+    assert abs(end.began_us / 1e6 - time.time()) < 120
+    assert small.headers["traceparent"] == trace
+    assert small.headers["ce_specversion"] == b"1.0"
+    assert world.read("dead") == []
+
+
+def test_what_cannot_be_stored_is_a_dead_letter_and_stalls_nobody(world: World) -> None:
+    world.produce(
+        [
+            (None, b"no key", [("mine", b"kept")]),
+            (b"\xff", b"bad key", []),
+            (b"k", None, []),
+            (b"k", None, [("dataref", b"in/none")]),
+            (b"k", None, [("dataref", b"in/../containers/x")]),
+            (b"k", None, [("dataref", b"in")]),
+            (b"good", b"good", []),
+        ]
+    )
+    with world.running(LocalObjects(world.folder)):
+        until(lambda: world.committed() == 7)
+    assert [blob.key for blob in world.whole()] == ["good"]
+    dead = {int(dict(message.headers())["__connect.errors.offset"]): message for message in world.read("dead")}
+    assert sorted(dead) == [0, 1, 2, 3, 4, 5]
+    headers = dict(dead[0].headers())
+    assert headers["mine"] == b"kept"
+    assert headers["__connect.errors.topic"] == world.users.encode()
+    assert headers["__connect.errors.partition"] == b"0"
+    assert headers["__connect.errors.stage"] == b"ingest"
+    assert headers["__connect.errors.exception.class.name"] == b"nearkin.errors.BadInput"
+    assert b"no key" in headers["__connect.errors.exception.message"]
+    assert (dead[0].key(), dead[0].value()) == (None, b"no key")
+    assert (dead[1].key(), dead[1].value()) == (b"\xff", b"bad key")
+    assert dead[2].value() is None
+    reasons = {offset: dict(dead[offset].headers())["__connect.errors.exception.message"] for offset in dead}
+    assert b"not UTF-8" in reasons[1]
+    assert b"no value" in reasons[2]
+    assert b"in/none: no such object" in reasons[3]
+    assert b"want an object below in/" in reasons[4]
+    assert b"want an object below in/" in reasons[5]
+
+
+def test_a_dead_letter_that_would_not_fit_says_what_it_leaves_out(world: World) -> None:
+    sizes = [4_000_000, 1_048_000, 1_030_000]
+    world.produce([(b"x" * 2000, b"v" * size, [("h", b"y" * 3000)]) for size in sizes])
+    with world.running():
+        until(lambda: world.committed() == 3)
+    omitted = [dict(message.headers()).get(OMITTED_VALUE_HEADER) for message in world.read("dead")]
+    assert sorted(str(found) for found in omitted) == ["None", "b'1048000'", "b'4000000'"]
+    assert world.whole() == []
+
+
+def test_claim_checks_are_streamed_from_the_object_store(world: World) -> None:
+    content = noise(3_000_000, "object").tobytes()
+    (world.folder / "in" / "dump").write_bytes(content)
+    (world.folder / "in" / "none").write_bytes(b"")
+    world.produce(
+        [(b"a", None, [("dataref", b"in/dump")]), (b"b", b"placeholder", [("ce_dataref", b"in/none"), ("ce_id", b"7")])]
+    )
+    with world.running(LocalObjects(world.folder)):
+        until(lambda: world.committed() == 2)
+    found = {blob.key: blob for blob in world.whole()}
+    assert {key: blob.content for key, blob in found.items()} == {"a": content, "b": b""}
+    assert found["b"].end is not None
+    assert found["b"].end.metadata["ce_id"] == "7"
+
+
+def test_blobs_of_one_key_stay_in_order(world: World) -> None:
+    """All stages key messages by blob id: ids of one key's blobs fall on one partition, so versions follow records."""
+    world.produce([(b"k%d" % (n % 3), b"%d" % n, []) for n in range(60)])
+    with world.running():
+        until(lambda: world.committed() == 60)
+    places: dict[str, set[int]] = {}
+    contents: dict[str, list[int]] = {}
+    for message in world.read("frames"):
+        said = decode(message.value(), "frames")
+        places.setdefault(said.envelope.key, set()).add(message.partition())
+        if isinstance(said, Frame):
+            contents.setdefault(said.envelope.key, []).append(int(said.payload.tobytes()))
+    assert {key: len(found) for key, found in places.items()} == {"k0": 1, "k1": 1, "k2": 1}
+    assert contents == {f"k{n}": list(range(n, 60, 3)) for n in range(3)}
+
+
+class Away(LocalObjects):
+    """An object store that cannot be reached until told so."""
+
+    def __init__(self, root: Path, after_ranges: int = 0) -> None:
+        super().__init__(root)
+        self.back = threading.Event()
+        self.asked = 0
+        self._after_ranges = after_ranges
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        self.asked += 1
+        if self.asked > self._after_ranges and not self.back.is_set():
+            raise StoreUnavailable("no answer")
+        return super().get_ranges(name, starts, ends)
+
+
+def test_an_object_store_that_is_away_holds_back_its_own_partition_alone(world: World) -> None:
+    content = noise(2_000_000, "away").tobytes()
+    (world.folder / "in" / "dump").write_bytes(content)
+    objects = Away(world.folder, after_ranges=1)
+    world.produce([(b"before", b"1", []), (b"away", None, [("dataref", b"in/dump")]), (b"after", b"2", [])])
+    world.produce([(b"other", b"3", [])], partition=1)
+    with world.running(objects):
+        until(lambda: world.committed(1) == 1 and objects.asked > 3)
+        assert world.committed(0) == 1
+        assert sorted(blob.key for blob in world.whole()) == ["before", "other"]
+        objects.back.set()
+        until(lambda: world.committed(0) == 3)
+    assert [(blob.key, len(blob.content)) for blob in world.whole() if blob.key == "away"] == [("away", 2_000_000)]
+    assert sorted(blob.key for blob in world.whole()) == ["after", "away", "before", "other"]
+    failed = [blob.end for blob in world.blobs() if blob.end is not None and blob.end.failure is not None]
+    assert [str(end.failure) for end in failed] == ["ingest: no answer"]  # the attempt of which a frame had gone
+    assert world.read("dead") == []
+
+
+def test_a_record_that_waited_for_too_long_is_a_dead_letter(world: World) -> None:
+    (world.folder / "in" / "dump").write_bytes(b"content")
+    world.produce([(b"away", None, [("dataref", b"in/dump")]), (b"after", b"2", [])])
+    settings = load(
+        None,
+        {
+            "kafka": {
+                "bootstrap_servers": world.settings.kafka.bootstrap_servers,
+                "topic_prefix": world.settings.kafka.topic_prefix,
+            },
+            "ingest": {"topics": [world.users], "dataref_prefix": "in/", "retry_seconds": 1},
+        },
+    )[0]
+    with world.running(Away(world.folder), settings=settings):
+        until(lambda: world.committed() == 2)
+    assert [blob.key for blob in world.whole()] == ["after"]
+    (dead,) = world.read("dead")
+    assert b"no answer" in dict(dead.headers())["__connect.errors.exception.message"]
+
+
+def test_a_record_delivered_again_has_the_same_origin(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dying between flush and commit: all is sent once more, to be committed once."""
+    world.produce([(b"k%d" % number, b"%d" % number, []) for number in range(5)])
+    killed = threading.Event()
+    settle = IngestConsumer._settle
+
+    def die_first(self: IngestConsumer) -> None:
+        if self._done and not killed.is_set():
+            self._outbox.flush()
+            self._done.clear()
+            killed.set()
+            raise StoreUnavailable("killed")
+        settle(self)
+
+    monkeypatch.setattr(IngestConsumer, "_settle", die_first)
+    with world.running():
+        until(lambda: world.committed() == 5)
+    found = world.whole()
+    assert sorted(blob.key for blob in found) == sorted([f"k{number}" for number in range(5)] * 2)
+    origins = {blob.key: {other.end.origin for other in found if other.end and other.key == blob.key} for blob in found}
+    assert {key: len(values) for key, values in origins.items()} == {f"k{number}": 1 for number in range(5)}
+    assert len({value for values in origins.values() for value in values}) == 5
+
+
+def test_an_offset_is_not_committed_before_its_frames_are_acknowledged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.produce([(b"k", b"v", [])])
+    tried = threading.Event()
+
+    def never(_self: object) -> None:
+        tried.set()
+        raise StoreUnavailable("not acknowledged")
+
+    monkeypatch.setattr(ingest_consumer.Outbox, "flush", never)
+    with world.running():
+        assert tried.wait(PATIENCE_SECONDS)
+        time.sleep(0.5)
+        assert world.committed() < 0
+    assert world.committed() < 0
+
+
+def test_a_second_consumer_shares_the_work_and_a_leaving_one_loses_nothing(world: World) -> None:
+    def produce(start: int) -> None:
+        for partition in (0, 1):
+            world.produce([(b"%d-%d" % (partition, n), b"v", []) for n in range(start, start + 200)], partition)
+
+    produce(0)
+    with world.running():
+        with world.running():
+            produce(200)
+            until(lambda: world.committed(0) == world.committed(1) == 400)
+        produce(400)
+        until(lambda: world.committed(0) == world.committed(1) == 600)
+    keys = {blob.key for blob in world.whole()}
+    assert keys == {f"{partition}-{n}" for partition in (0, 1) for n in range(600)}
+
+
+def test_a_paused_consumer_takes_nothing_and_goes_on(world: World) -> None:
+    with world.running() as paused:
+        world.produce([(b"a", b"1", [])])
+        until(lambda: world.committed() == 1)
+        paused.set()
+        time.sleep(0.5)
+        world.produce([(b"b", b"2", [])])
+        time.sleep(1.5)
+        assert world.committed() == 1
+        paused.clear()
+        until(lambda: world.committed() == 2)
+    assert sorted(blob.key for blob in world.whole()) == ["a", "b"]
+
+
+def test_a_long_object_does_not_cost_the_consumer_its_membership(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two frames the group is told that we live; the records that wait meanwhile come after, once."""
+    monkeypatch.setattr(ingest_consumer, "ALIVE_SECONDS", 0.05)
+    content = noise(4_000_000, "long").tobytes()
+    (world.folder / "in" / "dump").write_bytes(content)
+
+    class Slow(LocalObjects):
+        def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+            time.sleep(0.3)
+            return super().get_ranges(name, starts, ends)
+
+    world.produce([(b"long", None, [("dataref", b"in/dump")]), *((b"k%d" % n, b"v", []) for n in range(20))])
+    world.produce([(b"o%d" % n, b"v", []) for n in range(20)], partition=1)
+    with world.running(Slow(world.folder)):
+        until(lambda: world.committed(0) == 21 and world.committed(1) == 20)
+    keys = [blob.key for blob in world.whole()]
+    assert sorted(keys) == sorted(["long", *(f"k{n}" for n in range(20)), *(f"o{n}" for n in range(20))])
+
+
+def test_a_topic_made_anew_is_not_taken_for_the_old_one(world: World) -> None:
+    admin = AdminClient({"bootstrap.servers": world.settings.kafka.bootstrap_servers})
+    for turn in (1, 2):
+        world.produce([(b"k", b"%d" % turn, [])])
+        with world.running():
+            until(lambda turn=turn: len(world.whole()) == turn)  # type: ignore[misc]
+        if turn == 1:
+            admin.delete_topics([world.users])[world.users].result(30)
+            group = f"{world.settings.kafka.topic_prefix}ingest"
+            admin.delete_consumer_groups([group])[group].result(30)
+            until(lambda: world.users not in admin.list_topics(timeout=30).topics)
+            admin.create_topics([NewTopic(world.users, 2, 1)])[world.users].result(30)
+            until(lambda: world.users in admin.list_topics(timeout=30).topics)
+    first, second = (blob.end for blob in world.whole())
+    assert first is not None
+    assert second is not None
+    assert first.origin != second.origin
