@@ -24,6 +24,7 @@ from nearkin.errors import (
     NotFound,
     Permanent,
     Retryable,
+    SourceFailed,
     StoreUnavailable,
 )
 from nearkin.formats import answers
@@ -264,6 +265,8 @@ def test_a_file_that_shrinks_is_refused_and_one_that_grows_is_cut(store: RemoteS
         ("x" * 1025, b"", "1024"),
         ("a\0", b"", "NUL"),
         ("k", Path("/nothing"), "no such"),
+        ("k", 5, "want a Path"),
+        ("k", "text", "want a Path"),
     ],
 )
 def test_what_is_refused_here_is_never_sent(
@@ -272,6 +275,31 @@ def test_what_is_refused_here_is_never_sent(
     with pytest.raises(BadInput, match=says):
         store.put(key, source)
     assert gateway.seen == []
+
+
+class Failing(Unseekable):
+    """A file on a bad disk."""
+
+    def read(self, size: int = -1) -> bytes:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_source_that_fails_is_the_source_s_failure_and_is_not_tried_again(
+    store: RemoteStore, gateway: ScriptedGateway
+) -> None:
+    with pytest.raises(SourceFailed, match="Input/output error"):
+        store.put("k", Failing(b""))  # type: ignore[arg-type]
+    assert gateway.read().versions() == []
+
+
+def test_an_output_that_takes_nothing_ends_a_get(store: RemoteStore) -> None:
+    class Full(io.RawIOBase):
+        def write(self, data: object) -> None:
+            return None
+
+    store.put("k", DATA)
+    with pytest.raises(BadInput, match="takes no more bytes"):
+        store.get("k").write_to(Full())  # type: ignore[arg-type]
 
 
 # --- faults on the way down ------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from nearkin.client.exchange import (
     unreachable,
 )
 from nearkin.client.remote import PUTS_IN_FLIGHT_MAX
-from nearkin.client.transfer import AsyncSource, Download, Progress, Upload
+from nearkin.client.transfer import AsyncSource, Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
 from nearkin.records import Explanation, PutResult, Stats, VersionInfo
-from nearkin.sources import write_pieces
+from nearkin.sources import Progress, write_pieces
 
 
 class AsyncRemoteStore:

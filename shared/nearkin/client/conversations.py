@@ -16,9 +16,8 @@ from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
 from nearkin.client.transfer import Upload
 from nearkin.errors import BadInput, Corrupt, StoreUnavailable
 from nearkin.formats import answers
-from nearkin.formats.manifest import encode_metadata
 from nearkin.records import Explanation, PutResult, Stats, VersionInfo
-from nearkin.sources import check_key
+from nearkin.sources import check_key, check_metadata, check_prefix
 
 PAGE_ENTRIES = 1000
 LISTED_MAX = 1_000_000
@@ -46,9 +45,11 @@ def accept(
     check_key(key)
     headers = upload.headers()
     if metadata:
-        encode_metadata(metadata)
+        check_metadata(metadata)
         headers |= metadata_headers(metadata)
     if sha256 is not None:
+        if not isinstance(sha256, bytes) or len(sha256) != 32:
+            raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
         headers["X-Content-SHA256"] = sha256.hex()
     answer = yield Call(
         "PUT",
@@ -135,6 +136,7 @@ def info(key: str, version: int | None) -> Conversation[VersionInfo]:
 
 def versions(prefix: str, all_versions: bool) -> Conversation[list[VersionInfo]]:
     """Ask for the newest version, or all, of every key that starts with `prefix`, page by page."""
+    check_prefix(prefix)
     newest = yield from _pages("/v1/blobs", {"prefix": prefix} if prefix else {}, "blobs")
     if not all_versions:
         return newest

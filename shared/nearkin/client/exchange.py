@@ -25,6 +25,7 @@ from nearkin.errors import (
     NotFound,
     Permanent,
     Retryable,
+    SourceFailed,
     StoreLocked,
     StoreUnavailable,
 )
@@ -236,7 +237,8 @@ def retry_options(call: Call) -> dict[str, Any]:
     """Return tenacity's arguments for a call: full jitter, or what the gateway asks for."""
 
     def worth_it(err: BaseException) -> bool:
-        return isinstance(err, Retryable) and not isinstance(err, ReadOnly) and call.again
+        ours = isinstance(err, ReadOnly | SourceFailed)  # a moment later the gateway would say the same
+        return isinstance(err, Retryable) and not ours and call.again
 
     def wait_seconds(state: RetryCallState) -> float:
         err = state.outcome.exception() if state.outcome is not None else None

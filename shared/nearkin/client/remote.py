@@ -27,10 +27,10 @@ from nearkin.client.exchange import (
     retry_options,
     unreachable,
 )
-from nearkin.client.transfer import Download, Progress, Source, Upload
+from nearkin.client.transfer import Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
 from nearkin.records import Explanation, PutResult, Stats, VersionInfo
-from nearkin.sources import write_pieces
+from nearkin.sources import Progress, Source, write_pieces
 
 PUTS_IN_FLIGHT_MAX = 64
 """Blobs of one `put_many` that are durable and not yet committed."""
@@ -71,7 +71,7 @@ class RemoteStore:
 
         A source that can be read again (a Path, bytes, a seekable file) is sent again where the connection fails; it is
         stored once all the same. Raises BadInput (nothing stored), Denied, StoreUnavailable (the same put may be tried
-        again), Corrupt (what was stored is not what was sent).
+        again), SourceFailed, Corrupt (what was stored is not what was sent).
         """
         upload = Upload(source, progress)
         return self._hold(conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds))

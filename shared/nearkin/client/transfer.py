@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
@@ -16,16 +16,15 @@ import anyio.to_thread
 from blake3 import blake3
 
 from nearkin.client.exchange import Call, blob_path
-from nearkin.errors import BadInput, Corrupt, NearkinError, Retryable, StoreUnavailable
+from nearkin.errors import BadInput, Corrupt, NearkinError, Retryable, SourceFailed, StoreUnavailable
 from nearkin.records import VersionInfo
+from nearkin.sources import Progress, Source
 
 PIECE_BYTES = 1024 * 1024
 RESUMES_MAX = 100
 """How often one download goes on after it broke; each time at least a byte has come."""
 
-Progress = Callable[[int], None]
-Source = Path | BinaryIO | bytes
-AsyncSource = Path | BinaryIO | bytes | AsyncIterable[bytes]
+AsyncSource = Source | AsyncIterable[bytes]
 
 
 class Upload:
@@ -36,7 +35,7 @@ class Upload:
         self.digest = ""
         """`blake3:...` of what the last reading gave, once it came to its end."""
         self._stream = source if isinstance(source, AsyncIterable) else None
-        self._source = b"" if isinstance(source, AsyncIterable) else source
+        self._source: Source = b"" if isinstance(source, AsyncIterable) else _taken(source)
         self._progress = progress
         self._told_bytes = 0
         self._touched = False
@@ -116,6 +115,8 @@ class Upload:
                 return self._source.stat().st_size or None
             except OSError as err:
                 raise BadInput(f"{self._source}: {err.strerror}") from err
+            except ValueError as err:  # a NUL in it
+                raise BadInput(f"{str(self._source)!r}: {err}") from err
         return None
 
     def _open(self) -> BinaryIO | BytesIO:
@@ -131,18 +132,32 @@ class Upload:
         return self._source
 
     def _read(self, file: BinaryIO | BytesIO, most_bytes: int) -> bytes:
+        name = str(self._source) if isinstance(self._source, Path) else "source"
         try:
             piece = file.read(most_bytes)
         except OSError as err:
-            raise BadInput(f"source: {err.strerror}") from err
+            reason = err.strerror or str(err) or type(err).__name__
+            raise SourceFailed(f"{name}: reading it failed: {reason}; nothing was stored: put it again") from err
+        except ValueError as err:  # a closed file says so in this way
+            raise BadInput(f"{name}: cannot be read: {err}") from err
         if piece is None:  # not the end: taken for it, half a blob would be committed as a whole one
-            raise BadInput("source: has nothing to read yet; open it blocking, not non-blocking")
+            raise BadInput(f"{name}: has nothing to read yet; open it blocking, not non-blocking")
+        if not isinstance(piece, bytes | bytearray | memoryview):
+            raise BadInput(f'{name}: gives {type(piece).__name__}; open it for reading bytes, such as with "rb"')
         return piece
 
     def _tell_progress(self, taken: int) -> None:
         if self._progress is not None and taken > self._told_bytes:
             self._progress(taken - self._told_bytes)
             self._told_bytes = taken
+
+
+def _taken(source: Source) -> Source:
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if not (isinstance(source, Path | bytes) or hasattr(source, "read")):
+        raise BadInput(f"source of type {type(source).__name__}: want a Path, bytes, or a file open for reading bytes")
+    return source
 
 
 class Download:
