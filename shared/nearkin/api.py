@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +28,19 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
 
-__all__ = ["Progress", "Source", "Store", "open_store"]
+__all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 
 _log = logging.getLogger("nearkin")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One of many blobs to put, where it has more to it than key and content; as for `Store.put`."""
+
+    key: str
+    source: Source
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sha256: bytes | None = None
 
 
 def open_store(
@@ -135,9 +145,17 @@ class Store:
         (result,) = self._put_all([(key, source, metadata or {}, sha256)], progress)
         return result
 
-    def put_many(self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None) -> Iterator[PutResult]:
+    def put_many(
+        self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
+    ) -> Iterator[PutResult]:
         """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit."""
-        return self._put_all(((key, source, {}, None) for key, source in items), progress)
+        return self._put_all(
+            (
+                (item.key, item.source, item.metadata, item.sha256) if isinstance(item, Item) else (*item, {}, None)
+                for item in items
+            ),
+            progress,
+        )
 
     def _put_all(
         self,
@@ -219,6 +237,10 @@ class Store:
                 problem = f"{name}: missing" if isinstance(err, NotFound) else str(err)
                 (broken or _warn)(Damage(name, problem, ((entry.key, entry.version),)))
         return found
+
+    def catalog(self, tenant: str, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Yield (key, version) of any tenant's versions, by key and version: for servers that answer for many."""
+        return self._index.readable().manifest_names(tenant, prefix)
 
     def _manifest(self, key: str, version: int | None) -> Manifest:
         check_key(key)

@@ -27,7 +27,7 @@ from nearkin.config_rules import (
     Unknown,
 )
 from nearkin.errors import ConfigError, choose
-from nearkin.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin.limits import DEPTH_MAX, GIB, KEY_BYTES_MAX, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -66,6 +66,7 @@ HOT_FIELDS = frozenset(
     }
 )
 """What a running service takes from a changed file or `PATCH /v1/config`; all else needs a restart."""
+INGESTS = ("kafka", "embedded")
 PROFILE_NAMES = ("default", "finesse-paper")
 
 _FORBID = {"extra": "forbid"}
@@ -336,6 +337,53 @@ _PLAIN: dict[str, ServerUrl | Token | None] = {"store": None, "server": ServerUr
 
 
 @dataclass(frozen=True)
+class GatewaySettings:
+    """Where the gateway listens, and the bound of everything it takes or keeps (services/gateway/README.md)."""
+
+    __pydantic_config__ = _FORBID
+
+    host: Annotated[str, Text(255)] = "127.0.0.1"
+    """Anything but loopback needs `auth.tokens_file`."""
+    port: Annotated[int, Between(0, 65_535)] = 8080
+    """0 takes any free port and says which."""
+    ingest: Annotated[str, OneOf(INGESTS)] = "kafka"
+    body_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
+    key_bytes_max: Annotated[int, Between(1, KEY_BYTES_MAX)] = KEY_BYTES_MAX
+    header_bytes_max: Annotated[int, Size(4 * KIB, MIB)] = 64 * KIB
+    connections_max: Annotated[int, Between(1, 65_536)] = 1024
+    uploads_max: Annotated[int, Between(1, 4096)] = 128
+    """Uploads at a time; each holds a frame of at most 900 KiB."""
+    downloads_max: Annotated[int, Between(1, 1024)] = 32
+    """Restores at a time; each holds at most three pieces of 4 MiB."""
+    requests_per_second: Annotated[int, Between(0, 1_000_000)] = 1000
+    """For each token (without tokens: each address), in bursts of as many; 0 is without bound."""
+    upload_unacknowledged_bytes: Annotated[int, Size(MIB, GIB)] = 8 * MIB
+    unacknowledged_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 48 * MIB
+    slow_seconds: Annotated[int, Between(1, 3600)] = 30
+    slow_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 1024
+    """A client slower than this over `slow_seconds`, sending or taking, is let go."""
+    outcomes_bytes: Annotated[int, Size(MIB, 4 * GIB)] = 64 * MIB
+    outcomes_minutes: Annotated[int, Between(1, 10_080)] = 60
+    """How far back a gateway that starts reads what has become of uploads."""
+    resumable_hours: Annotated[int, Between(1, 720)] = 24
+    resumable_max: Annotated[int, Between(1, 1_000_000)] = 10_000
+    """Resumable uploads that are open at a time, of all tenants."""
+    checked_patch_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 64 * MIB
+    """A PATCH with `Upload-Checksum` waits on local disk until its checksum agrees."""
+    shutdown_seconds: Annotated[int, Between(1, 3600)] = 30
+
+
+@dataclass(frozen=True)
+class AuthSettings:
+    """Who may do what. Without a file there is one tenant, and only loopback is listened on."""
+
+    __pydantic_config__ = _FORBID
+
+    tokens_file: str | None = None
+    """Hashed tokens as `nearkin token` keeps them; read again when it changes."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Every setting of a store and its runners."""
 
@@ -364,6 +412,8 @@ class Settings:
     kafka: KafkaSettings = KafkaSettings()
     ingest: IngestSettings = IngestSettings()
     service: ServiceSettings = ServiceSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    auth: AuthSettings = AuthSettings()
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""

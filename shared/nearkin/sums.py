@@ -3,27 +3,71 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from nearkin.records import Ledger, Stats
 
 if TYPE_CHECKING:
     from nearkin.index.lmdb import LmdbIndex
+    from nearkin.index.protocols import ContainerSummary
     from nearkin.store.containers import ContainerStore
+
+
+class Version(Protocol):
+    """What is counted of a version: a catalog entry of any index."""
+
+    @property
+    def key(self) -> str:
+        """The key it is a version of."""
+
+    @property
+    def manifest_bytes(self) -> int:
+        """Bytes of its manifest."""
+
+    @property
+    def seconds(self) -> float:
+        """How long its put took."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What its put saved."""
 
 
 def stats(index: LmdbIndex, containers: ContainerStore, descriptor_bytes: int, index_bytes: int) -> Stats:
     """Return the sums, from the index and the object store's listing: no container or manifest is read."""
+    return sum_up(
+        index.catalogs(),
+        list(index.containers()),
+        sum(size_bytes for _, size_bytes in containers.ids()) + descriptor_bytes,
+        descriptor_bytes=descriptor_bytes,
+        index_bytes=index_bytes,
+        base_cache=(containers.blocks.hits, containers.blocks.misses),
+    )
+
+
+def sum_up(
+    entries: Iterable[tuple[str, Version]],
+    found: Collection[ContainerSummary],
+    object_bytes: int,
+    *,
+    descriptor_bytes: int,
+    index_bytes: int,
+    base_cache: tuple[int, int] = (0, 0),
+) -> Stats:
+    """Return the sums over (tenant, version) and containers.
+
+    `object_bytes` of all containers, known to the index or not, and the descriptor; `base_cache` (hits, misses).
+    """
     ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, 0, 0
     keys: set[tuple[str, str]] = set()
-    for tenant, entry in index.catalogs():
+    for tenant, entry in entries:
         ledger += entry.ledger
         seconds += entry.seconds
         manifest_bytes += entry.manifest_bytes
         versions += 1
         keys.add((tenant, entry.key))
-    found = list(index.containers())
-    stored = sum(size_bytes for _, size_bytes in containers.ids()) + manifest_bytes + descriptor_bytes
+    stored = object_bytes + manifest_bytes
     parts = {
         "raw_blocks": sum(c.raw_block_bytes for c in found),
         "delta_blocks": sum(c.delta_block_bytes for c in found),
@@ -65,7 +109,7 @@ def stats(index: LmdbIndex, containers: ContainerStore, descriptor_bytes: int, i
         index_bytes=index_bytes,
         depths=dict(depths),
         sketches=dict(sketches),
-        base_cache_hits=containers.blocks.hits,
-        base_cache_misses=containers.blocks.misses,
+        base_cache_hits=base_cache[0],
+        base_cache_misses=base_cache[1],
         seconds=seconds,
     )

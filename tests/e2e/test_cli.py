@@ -29,7 +29,20 @@ from nearkin.cli.ledger import human_bytes
 from nearkin.errors import BadInput, ConfigError
 from nearkin.testing import demo
 
-COMMANDS = ("put", "get", "ls", "info", "stats", "verify", "rebuild-index", "explain", "config", "version")
+COMMANDS = (
+    "put",
+    "get",
+    "ls",
+    "info",
+    "stats",
+    "verify",
+    "rebuild-index",
+    "explain",
+    "config",
+    "serve",
+    "token",
+    "version",
+)
 LEDGER = {
     "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",
     "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce", "seconds",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nearkin.cli.serving import serve, token
 from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
 from nearkin.errors import BadInput, Corrupt
 
@@ -315,3 +316,7 @@ def version() -> None:
     from nearkin.cli.output import print_version
 
     print_version(as_json=current_session().as_json)
+
+
+nearkin.add_command(serve)
+nearkin.add_command(token)

@@ -6,8 +6,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from nearkin.config import Settings
-from nearkin.errors import ConfigError, StoreUnavailable
-from nearkin.store.objects import LocalObjects, ObjectStore
+from nearkin.errors import ConfigError, NotFound, StoreUnavailable
+from nearkin.store import descriptor
+from nearkin.store.objects import AlreadyExists, LocalObjects, ObjectStore
 
 
 def open_objects(settings: Settings) -> ObjectStore:
@@ -34,3 +35,15 @@ def open_objects(settings: Settings) -> ObjectStore:
     except OSError as err:
         raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
     return LocalObjects(folder)
+
+
+def open_store_of(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor]:
+    """Return the object store and its descriptor, made when this is the first process to come."""
+    objects = open_objects(settings)
+    try:
+        return objects, descriptor.read(objects)
+    except NotFound:
+        try:
+            return objects, descriptor.create(objects)
+        except AlreadyExists:
+            return objects, descriptor.read(objects)

@@ -16,9 +16,9 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.message import Envelope, Frame, encode
 from nearkin.restore import Blob
 from nearkin.runners.kafka.clients import topic
-from nearkin.runners.kafka.worker import open_store_of
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.opening import open_store_of
 from nearkin.testing.pipeline import Pipeline, Uploader, uploading
 from nearkin.testing.servers import Redis
 

@@ -41,6 +41,11 @@ def member_start(key: str, version: int) -> bytes:
     return escaped(key) + b"\0\0" + version.to_bytes(8, "big")
 
 
+def member_end(key: str) -> bytes:
+    """Return what comes after every member of a key, and before those of the next one."""
+    return escaped(key) + b"\0\1"
+
+
 def member_rest(entry: CatalogEntry) -> bytes:
     """Return what follows."""
     return _REST.pack(1, entry.manifest_bytes, entry.seconds, *astuple(entry.ledger))

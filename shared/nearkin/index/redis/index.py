@@ -174,6 +174,13 @@ class RedisIndex:
         start = catalog.escaped(prefix)
         return self._entries(tenant, start, start + b"\xff" if start else None)  # no UTF-8 holds 255; NUL 255 is NUL
 
+    def names_after(self, tenant: str, prefix: str, key: str, version: int | None) -> Iterator[tuple[str, int]]:
+        """Yield (key, version) as `manifest_names` does, only of what comes after `key`; with `version` after that."""
+        start = catalog.escaped(prefix)
+        after = catalog.member_end(key) if version is None else catalog.member_start(key, version) + b"\xff"
+        entries = self._entries(tenant, max(start, after), start + b"\xff" if start else None)
+        return ((entry.key, entry.version) for entry in entries)
+
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
         return ((entry.key, entry.version) for entry in self.catalog(tenant, prefix))

@@ -20,15 +20,15 @@ from pathlib import Path
 import click
 
 from nearkin.config import Settings, load
-from nearkin.errors import ConfigError, NearkinError, NotFound, Retryable
+from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.index.redis import RedisIndex
 from nearkin.runners.kafka.clients import Outbox, create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.runners.kafka.loop import Handler, Loop, run_forever
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.store import descriptor
-from nearkin.store.objects import AlreadyExists, ObjectStore
-from nearkin.store.opening import open_objects
+from nearkin.store.objects import ObjectStore
+from nearkin.store.opening import open_store_of
 
 _log = logging.getLogger("nearkin.worker")
 
@@ -69,18 +69,6 @@ class Part:
     service: str
     topic: str
     make: Callable[[Context], Handler]
-
-
-def open_store_of(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor]:
-    """Return the object store and its descriptor, made when this is the first process to come."""
-    objects = open_objects(settings)
-    try:
-        return objects, descriptor.read(objects)
-    except NotFound:
-        try:
-            return objects, descriptor.create(objects)
-        except AlreadyExists:
-            return objects, descriptor.read(objects)
 
 
 def command(

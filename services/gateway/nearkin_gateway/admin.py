@@ -1,0 +1,180 @@
+"""Everything beside the blobs: outcomes, sums, workers, settings, health. Invariant: reading never changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from nearkin.config import HIDDEN, HOT_FIELDS, SECRETS
+from nearkin.formats.answers import explain_json, info_json, stats_json
+from nearkin_gateway import models
+from nearkin_gateway.access import Admin, Reader
+from nearkin_gateway.blobs import VersionQuery, Wait, outcome_json
+from nearkin_gateway.bodies import chunks
+from nearkin_gateway.keys import Key
+from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.state import Gateway, gateway_of
+
+PATCH_BYTES_MAX = 64 * 1024
+MERGE_PATCH = "application/merge-patch+json"
+router = APIRouter()
+_PROBLEMS = responses(400, 401, 403, 404, 405, 414, 422, 429, 431, 500, 503)
+_PLAIN = responses(400, 401, 403, 405, 422, 429, 431, 500, 503)
+_PATCH: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            media: {
+                "schema": {
+                    "type": "object",
+                    "description": "RFC 7396: sections with hot fields; null takes a change back.",
+                    "additionalProperties": {"type": "object"},
+                    "example": {"features": {"algorithm": "ntransform"}},
+                }
+            }
+            for media in (MERGE_PATCH, "application/json")
+        },
+    }
+}
+
+
+@router.get(
+    "/v1/status/{id}",
+    responses=responses(400, 401, 403, 404, 405, 422, 429, 431, 503),
+    response_model=models.Outcome,
+    operation_id="getStatus",
+    tags=["blobs"],
+)
+async def status(request: Request, id: str, caller: Reader, wait: Wait = 0.0) -> Response:
+    """Return what became of an upload; with `wait` as soon as it is known."""
+    gateway = gateway_of(request)
+    blob = gateway.tickets.read(caller.tenant, id)
+    if blob is None:
+        raise Problem(404, "not-found", f"status {id:.60}: no such id was given out")
+    return JSONResponse(outcome_json(gateway, caller.tenant, blob, await gateway.outcomes.wait(blob, wait)))
+
+
+@router.get(
+    "/v1/info/{key:path}", responses=_PROBLEMS, response_model=models.Version, operation_id="getInfo", tags=["blobs"]
+)
+async def info(request: Request, key: Key, caller: Reader, version: VersionQuery = None) -> Response:
+    """Return what is known of a version: size, digests, time, all its metadata."""
+    catalogue = gateway_of(request).catalogue
+    manifest = await asyncio.to_thread(catalogue.manifest, caller.tenant, key, version)
+    return JSONResponse(info_json(manifest.info))
+
+
+@router.get(
+    "/v1/explain/{key:path}",
+    responses=_PROBLEMS,
+    response_model=models.Explanation,
+    operation_id="explain",
+    tags=["insight"],
+)
+async def explain(
+    request: Request,
+    key: Key,
+    caller: Reader,
+    version: VersionQuery = None,
+    segments: Annotated[bool, Query(description="Each segment and chunk too.")] = False,
+) -> Response:
+    """Return how a version is kept: duplicates, deltas and their bases, raw chunks."""
+    catalogue = gateway_of(request).catalogue
+
+    def explained() -> bytes:
+        found = catalogue.explain(caller.tenant, key, version)
+        return json.dumps(explain_json(found, segments=segments)).encode()
+
+    return Response(await asyncio.to_thread(explained), media_type="application/json")
+
+
+@router.get(
+    "/v1/stats",
+    responses={**_PLAIN, **responses(404)},
+    response_model=models.Stats,
+    operation_id="getStats",
+    tags=["insight"],
+)
+async def stats(request: Request, caller: Reader) -> Response:
+    """Return what the tenant's data take and what each step saved."""
+    catalogue = gateway_of(request).catalogue
+    return JSONResponse(stats_json(await asyncio.to_thread(catalogue.stats, caller.tenant)))
+
+
+@router.get("/v1/workers", responses=_PLAIN, response_model=models.Workers, operation_id="listWorkers", tags=["admin"])
+async def workers(request: Request, _caller: Admin) -> Response:
+    """Return what each worker last said: service, settings revision, state. Empty where it all runs in one process."""
+    source = gateway_of(request).workers
+    return JSONResponse({"workers": [] if source is None else source.workers()})
+
+
+@router.get("/v1/config", responses=_PLAIN, response_model=models.Config, operation_id="getConfig", tags=["admin"])
+async def config(request: Request, _caller: Admin) -> Response:
+    """Return the settings as they are now, secrets left out."""
+    return JSONResponse(_config_json(gateway_of(request)))
+
+
+@router.patch(
+    "/v1/config",
+    responses={**_PLAIN, **responses(408, 413, 415)},
+    response_model=models.Config,
+    openapi_extra=_PATCH,
+    operation_id="patchConfig",
+    tags=["admin"],
+)
+async def patch_config(request: Request, caller: Admin) -> Response:
+    """Change hot settings in every running service, by a JSON merge patch; a bad value changes nothing."""
+    gateway = gateway_of(request)
+    media = request.headers.get("content-type", MERGE_PATCH).partition(";")[0].strip().lower()
+    if media not in (MERGE_PATCH, "application/json"):
+        raise Problem(415, "bad-media-type", f"Content-Type {media:.60}: want {MERGE_PATCH}")
+    data = b"".join([piece async for piece in chunks(request, gateway.bounds, PATCH_BYTES_MAX)])
+    try:
+        patch = json.loads(data)
+    except (ValueError, RecursionError) as err:
+        raise Problem(400, "bad-json", f"the body is not JSON: {err}") from err
+    if not isinstance(patch, dict):
+        raise Problem(422, "bad-setting", 'want an object of sections, such as {"features": {"algorithm": "odess"}}')
+    await gateway.hot.patch(patch, caller.name)
+    return JSONResponse(_config_json(gateway))
+
+
+@router.get(
+    "/livez", response_model=models.Health, responses=responses(405, 431), operation_id="livez", tags=["health"]
+)
+async def livez() -> Response:
+    """Say that the process serves requests."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get(
+    "/readyz", response_model=models.Health, responses=responses(405, 431, 503), operation_id="readyz", tags=["health"]
+)
+async def readyz(request: Request) -> Response:
+    """Say whether what the gateway needs can be reached: the object store, and where uploads go."""
+    gateway = gateway_of(request)
+    if gateway.stopping:
+        raise Problem(503, "stopping", "this gateway is stopping")
+    await asyncio.to_thread(gateway.catalogue.check)
+    await gateway.ingest.check()
+    return JSONResponse({"status": "ok"})
+
+
+def _config_json(gateway: Gateway) -> dict[str, Any]:
+    settings = asdict(gateway.settings)
+    for name in SECRETS:
+        *sections, field = name.split(".")
+        below = settings[sections[0]] if sections else settings
+        if below[field] is not None:
+            below[field] = HIDDEN
+    return {
+        "revision": gateway.hot.revision,
+        "changes": gateway.hot.changes,
+        "hot": sorted(HOT_FIELDS),
+        "settings": settings,
+    }

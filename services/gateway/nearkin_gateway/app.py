@@ -1,0 +1,78 @@
+"""The application. Invariant: every route names its scope, its bounds and all its answers; OpenAPI says the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.types import ASGIApp
+
+from nearkin_gateway import admin, blobs
+from nearkin_gateway.keys import PathAsSent
+from nearkin_gateway.problems import ProblemBody, install
+from nearkin_gateway.state import Gateway
+
+THREADS_MAX = 64
+"""Blocking calls side by side: restores, listings, hashing. More wait in a queue bounded by the connections."""
+_log = logging.getLogger("nearkin.gateway")
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """Return the application that answers with these parts."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, "nearkin-gateway"))
+        await gateway.ingest.open()
+        try:
+            yield
+        finally:
+            gateway.stopping = True
+            for task in list(gateway.background):
+                task.cancel()
+            await asyncio.gather(*gateway.background, return_exceptions=True)
+            await gateway.ingest.close()
+
+    try:
+        number = version("nearkin")
+    except PackageNotFoundError:  # run from a source tree
+        number = "0"
+    app = FastAPI(
+        title="Nearkin",
+        version=number,
+        summary="Keeps a chunk as its nearest kin plus the difference.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.gateway = gateway
+    app.include_router(blobs.router)
+    app.include_router(admin.router)
+    install(app)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def served(app: FastAPI) -> ASGIApp:
+    """Return the application as a server should call it."""
+    return PathAsSent(app)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, with the problem documents that the routes refer to."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        components = schema.setdefault("components", {}).setdefault("schemas", {})
+        components["ProblemBody"] = ProblemBody.model_json_schema(ref_template="#/components/schemas/{model}")
+        for name in ("HTTPValidationError", "ValidationError"):
+            components.pop(name, None)
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,289 @@
+"""/v1/blobs. Invariant: 201 is said of what is committed, 202 of what will end committed or visibly failed (I3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from nearkin.errors import NotFound
+from nearkin.formats.answers import info_json
+from nearkin.records import VersionInfo
+from nearkin_gateway import models
+from nearkin_gateway.access import Deleter, Reader, Writer
+from nearkin_gateway.bodies import check_declared, chunks, frames
+from nearkin_gateway.catalogue import LISTED_MAX
+from nearkin_gateway.digests import announced_sha256, metadata_headers, metadata_of, repr_digest, wants_sha256
+from nearkin_gateway.intake import check_failed, check_open, check_same, one_at_a_time, replayed, take
+from nearkin_gateway.keys import BlobKey, Key, blob_url
+from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.ranges import check_put, etag, last_modified, not_modified, wanted_range
+from nearkin_gateway.responses import BlobResponse
+from nearkin_gateway.state import Gateway, gateway_of
+
+IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
+VERSION_MAX = (1 << 63) - 1
+router = APIRouter(tags=["blobs"])
+
+VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version instead of the newest.")]
+Wait = Annotated[
+    float, Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for the outcome before 202.")
+]
+_OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_BODY: dict[str, Any] = {"requestBody": {"required": False, "content": {"*/*": _OCTETS["application/octet-stream"]}}}
+_TAG_HEADERS = {
+    "ETag": {"description": "The digest, quoted.", "schema": {"type": "string"}},
+    "X-Nearkin-Version": {"description": "The version.", "schema": {"type": "integer"}},
+}
+_PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
+    201: {
+        "model": models.Outcome,
+        "description": "Committed: the version and its savings ledger.",
+        "headers": {
+            **_TAG_HEADERS,
+            "Location": {"description": "The version.", "schema": {"type": "string"}},
+            "Idempotent-Replayed": {
+                "description": "`true`: stored by an earlier request.",
+                "schema": {"type": "string"},
+            },
+        },
+    },
+    202: {
+        "model": models.Outcome,
+        "description": "Durable; it will end committed or visibly failed.",
+        "headers": {"Location": {"description": "Where its outcome will be.", "schema": {"type": "string"}}},
+    },
+    **responses(400, 401, 403, 405, 408, 409, 412, 413, 414, 415, 422, 429, 431, 500, 503),
+}
+_READ_PROBLEMS = responses(400, 401, 403, 404, 405, 412, 414, 422, 429, 431, 500, 503)
+
+
+@router.put(
+    "/v1/blobs/{key:path}", status_code=201, responses=_PUT_ANSWERS, openapi_extra=_BODY, operation_id="putBlob"
+)
+@router.post(
+    "/v1/blobs/{key:path}", status_code=201, responses=_PUT_ANSWERS, openapi_extra=_BODY, operation_id="postBlob"
+)
+async def put_blob(
+    request: Request,
+    key: BlobKey,
+    caller: Writer,
+    wait: Wait = 0.0,
+    idempotency_key: Annotated[
+        str | None, Header(description="Repeats with the same key and Idempotency-Key store once.")
+    ] = None,
+    content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:`, checked (RFC 9530).")] = None,
+    x_content_sha256: Annotated[str | None, Header(description="64 hex digits, checked.")] = None,
+    want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
+    if_match: Annotated[str | None, Header(description="Only over this newest version.")] = None,
+    if_none_match: Annotated[str | None, Header(description="`*`: only as the first version.")] = None,
+) -> Response:
+    """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded."""
+    gateway = gateway_of(request)
+    bytes_max = int(gateway.bounds.body_bytes_max)
+    check_open(gateway, caller.tenant)
+    check_declared(request, bytes_max)
+    metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
+    origin = None
+    if idempotency_key is not None:
+        if not 1 <= len(idempotency_key) <= IDEMPOTENCY_KEY_CHARACTERS_MAX:
+            raise Problem(
+                400, "bad-idempotency-key", f"Idempotency-Key: want 1 to {IDEMPOTENCY_KEY_CHARACTERS_MAX} characters"
+            )
+        origin = gateway.tickets.origin(caller.tenant, key, idempotency_key)
+    if if_match is not None or if_none_match is not None:
+        check_put(request.headers, await _newest(gateway, caller.tenant, key))
+    with ExitStack() as held:
+        held.enter_context(gateway.uploads.one())
+        pieces = frames(chunks(request, gateway.bounds, bytes_max))
+        if origin is not None:
+            held.enter_context(one_at_a_time(gateway, origin))
+            earlier = gateway.outcomes.of_origin(origin)
+            if earlier is not None:
+                await replayed(gateway, earlier, pieces, sha256)
+                return created(gateway, caller.tenant, earlier, replay=True)
+        blob, ending = await take(
+            gateway,
+            pieces,
+            caller.tenant,
+            key,
+            metadata=metadata,
+            origin=origin,
+            sha256=sha256,
+            with_sha256=wants_sha256(request.headers),
+            trace=request.headers.get("traceparent"),
+        )
+    outcome = await gateway.outcomes.wait(blob, wait)
+    if outcome is None:
+        return accepted(gateway, caller.tenant, blob, key)
+    check_failed(outcome)
+    check_same(outcome, ending)
+    return created(gateway, caller.tenant, outcome)
+
+
+@router.get(
+    "/v1/blobs/{key:path}/versions",
+    responses=_READ_PROBLEMS,
+    response_model=models.VersionPage,
+    operation_id="listVersions",
+)
+async def list_versions(
+    request: Request,
+    key: Key,
+    caller: Reader,
+    after: Annotated[int, Query(ge=0, le=VERSION_MAX)] = 0,
+    limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
+) -> Response:
+    """List the versions of a key, oldest first, with digests and metadata."""
+    catalogue = gateway_of(request).catalogue
+    found, more = await asyncio.to_thread(catalogue.versions, caller.tenant, key, after, limit)
+    following = found[-1].version if more else None
+    return JSONResponse({"versions": [info_json(info) for info in found], "next": following})
+
+
+@router.get("/v1/blobs", responses=_READ_PROBLEMS, response_model=models.Page, operation_id="listBlobs")
+async def list_blobs(
+    request: Request,
+    caller: Reader,
+    prefix: Annotated[str, Query(max_length=1024)] = "",
+    after: Annotated[
+        str, Query(max_length=1050, description="Only keys that sort after this one; or the `next` of a page.")
+    ] = "",
+    limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
+    versions: Annotated[Literal["newest", "all"], Query(description="Which versions of each key.")] = "newest",
+) -> Response:
+    """List keys in order with their versions. A key put meanwhile never moves others between pages."""
+    catalogue = gateway_of(request).catalogue
+    found, following = await asyncio.to_thread(
+        catalogue.listed, caller.tenant, prefix, after, limit, all_versions=versions == "all"
+    )
+    headers = {}
+    if following is not None:
+        query = urlencode({"prefix": prefix, "after": following, "limit": limit, "versions": versions})
+        headers["Link"] = f'</v1/blobs?{query}>; rel="next"'
+    return JSONResponse({"blobs": [info_json(info) for info in found], "next": following}, headers=headers)
+
+
+_RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The bytes.", "content": _OCTETS, "headers": _TAG_HEADERS},
+    206: {
+        "description": "A range of them.",
+        "content": _OCTETS,
+        "headers": {**_TAG_HEADERS, "Content-Range": {"description": "Which.", "schema": {"type": "string"}}},
+    },
+    304: {"description": "Not modified.", "headers": _TAG_HEADERS},
+    **_READ_PROBLEMS,
+    **responses(416),
+}
+
+
+@router.get("/v1/blobs/{key:path}", responses=_RANGE_ANSWERS, response_class=Response, operation_id="getBlob")
+async def get_blob(
+    request: Request,
+    key: BlobKey,
+    caller: Reader,
+    version: VersionQuery = None,
+    range: Annotated[str | None, Header(description="One range of bytes: `bytes=A-B`, `bytes=A-`, `bytes=-N`.")] = None,
+    if_none_match: Annotated[str | None, Header()] = None,
+    if_match: Annotated[str | None, Header()] = None,
+    if_range: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Return a version's bytes, each verified before it is sent. A body that ends early is damaged: never use it."""
+    return await _read(request, key, caller.tenant, version)
+
+
+@router.head("/v1/blobs/{key:path}", responses=_RANGE_ANSWERS, response_class=Response, operation_id="headBlob")
+async def head_blob(request: Request, key: BlobKey, caller: Reader, version: VersionQuery = None) -> Response:
+    """Return what GET would, without the bytes."""
+    return await _read(request, key, caller.tenant, version)
+
+
+@router.delete(
+    "/v1/blobs/{key:path}",
+    status_code=501,
+    responses=responses(400, 401, 403, 405, 414, 429, 431, 501),
+    operation_id="deleteBlob",
+)
+async def delete_blob(key: BlobKey, caller: Deleter) -> Response:
+    """Not there yet: a version is kept until retention can remove it together with what it alone holds."""
+    raise Problem(501, "not-implemented", "versions cannot be deleted yet; nothing was changed")
+
+
+async def _read(request: Request, key: str, tenant: str, version: int | None) -> Response:
+    gateway = gateway_of(request)
+    manifest = await asyncio.to_thread(gateway.catalogue.manifest, tenant, key, version)
+    info = manifest.info
+    headers = {
+        "ETag": etag(info),
+        "Last-Modified": last_modified(info),
+        "Accept-Ranges": "bytes",
+        "X-Nearkin-Version": str(info.version),
+        "Cache-Control": "private, no-cache",
+        "Content-Type": "application/octet-stream",
+        "X-Content-Type-Options": "nosniff",  # what strangers stored is no page of ours
+        **metadata_headers(info.metadata),
+    }
+    if info.sha256 is not None:
+        headers["Repr-Digest"] = repr_digest(info.sha256)
+    if not_modified(request.headers, info):
+        del headers["Content-Type"]
+        return Response(status_code=304, headers=headers)
+    wanted = wanted_range(request.headers, info) if request.method == "GET" else None
+    start, stop = wanted if wanted is not None else (0, info.size_bytes)
+    if wanted is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.size_bytes}"
+    headers["Content-Length"] = str(stop - start)
+    if request.method == "HEAD":
+        return Response(headers=headers)
+    slot = gateway.downloads.one()
+    slot.__enter__()
+    try:
+        pieces = iter(gateway.catalogue.blob(tenant, manifest, start, stop))
+        # Before the status goes out: damage in the first piece is still answered with a problem.
+        first = await asyncio.to_thread(next, pieces, None)
+    except BaseException:
+        slot.__exit__(None, None, None)
+        raise
+    return BlobResponse(pieces, first, 206 if wanted is not None else 200, headers, gateway.bounds, slot)
+
+
+async def _newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo | None:
+    try:
+        return (await asyncio.to_thread(gateway.catalogue.manifest, tenant, key)).info
+    except NotFound:
+        return None
+
+
+def outcome_json(gateway: Gateway, tenant: str, blob: bytes, outcome: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an outcome as callers see it: ids with their MAC, nothing of the pipeline's own."""
+    ticket = gateway.tickets.of(tenant, blob)
+    shown: dict[str, Any] = {"id": ticket, "state": "pending", "status": f"/v1/status/{ticket}"}
+    if outcome is not None:
+        shown |= {name: value for name, value in outcome.items() if name not in ("id", "origin", "tenant")}
+    elif gateway.outcomes.may_be_forgotten(blob):
+        shown["state"] = "unknown"
+    return shown
+
+
+def accepted(gateway: Gateway, tenant: str, blob: bytes, key: str) -> Response:
+    """Return 202."""
+    shown = {**outcome_json(gateway, tenant, blob, None), "state": "pending", "key": key}
+    return JSONResponse(shown, 202, {"Location": shown["status"], "Retry-After": "1"})
+
+
+def created(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], *, replay: bool = False) -> Response:
+    """Return 201."""
+    shown = outcome_json(gateway, tenant, bytes.fromhex(outcome["id"]), outcome)
+    headers = {
+        "Location": blob_url(outcome["key"], outcome["version"]),
+        "ETag": f'"{outcome["digest"]}"',
+        "X-Nearkin-Version": str(outcome["version"]),
+    }
+    if replay:
+        headers["Idempotent-Replayed"] = "true"
+    return JSONResponse(shown, 201, headers)

@@ -1,0 +1,261 @@
+"""Embedded ingest. Invariant: `finish` returns when the version is committed and durable in this process's store.
+
+    request tasks                 one writer thread
+    spool to disk   -- queue -->  put_many: what waits together is committed together
+
+A body waits on disk, not in the writer: one slow client must not hold up the others, and there is but one writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from queue import Empty, Queue
+from typing import BinaryIO, cast
+
+from nearkin.api import Item, Store, open_store
+from nearkin.config import Settings
+from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
+from nearkin.records import PutResult, Stats
+from nearkin.runners.kafka.hot import HotSettings
+from nearkin.sources import check_key, check_metadata
+from nearkin.store import descriptor
+from nearkin.store.objects import LocalObjects
+from nearkin_gateway.catalogue import Catalogue
+from nearkin_gateway.hot import HotChanges
+from nearkin_gateway.ingest import Ending, Intent, committed_event
+from nearkin_gateway.outcomes import Outcomes, Tickets
+from nearkin_gateway.state import Gateway
+from nearkin_gateway.tokens import token_file
+
+GROUP_BLOBS_MAX = 256
+GROUP_BYTES_MAX = 64 * 1024 * 1024
+CLOSE_SECONDS_MAX = 60.0
+_log = logging.getLogger("nearkin.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    intent: Intent
+    source: BinaryIO
+    ending: Ending
+    done: asyncio.Future[PutResult]
+    loop: asyncio.AbstractEventLoop
+
+
+def embedded_gateway(settings: Settings) -> Gateway:
+    """Return the parts of a gateway that is a whole store in one process. Raises NearkinError."""
+    if settings.store is None:
+        raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
+    root = Path(settings.store).expanduser()
+    store = open_store(root, settings=settings)
+    objects = LocalObjects(root)
+    found = descriptor.read(objects)
+    secret = bytes.fromhex(found.secret)
+
+    hot = HotSettings(settings, None)
+    outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
+    outcomes.known_since(time.time_ns() // 1_000_000)
+    return Gateway(
+        hot=HotChanges(settings, hot),
+        tokens=token_file(settings.auth.tokens_file),
+        ingest=EmbeddedIngest(store, outcomes, lambda: hot.settings),
+        outcomes=outcomes,
+        tickets=Tickets(secret),
+        catalogue=Catalogue(objects, found, settings, StoreListing(store)),
+    )
+
+
+class EmbeddedIngest:
+    """Commits into a local store; the store's own tenant alone."""
+
+    commits = True
+
+    def __init__(self, store: Store, outcomes: Outcomes, settings: Callable[[], Settings]) -> None:
+        self._store = store
+        self._outcomes = outcomes
+        self._settings = settings
+        self._queue: Queue[_Job | None] = Queue(settings().gateway.uploads_max + 1)
+        self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
+
+    def accepts(self, tenant: str) -> bool:
+        """Return whether it is the store's tenant: one folder has one writer, and a writer one tenant."""
+        return tenant == self._store.settings.tenant
+
+    async def open(self) -> None:
+        """Take the store's lock, so that a second writer is refused now and not in the middle of an upload."""
+        await asyncio.to_thread(lambda: list(self._store.put_many([])))
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Commit what is queued; give the lock back."""
+        if self._thread.is_alive():
+            self._queue.put_nowait(None)
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS_MAX)
+        await asyncio.to_thread(self._store.close)
+
+    async def begin(self, intent: Intent) -> EmbeddedUpload:
+        """Start an upload."""
+        check_key(intent.key)
+        check_metadata(intent.metadata)
+        return EmbeddedUpload(self, intent)
+
+    async def check(self) -> None:
+        """Raise where the writer is gone."""
+        if not self._thread.is_alive():
+            raise StoreUnavailable("the store's writer has stopped: start the gateway again")
+
+    @property
+    def scratch(self) -> Path:
+        """Return the folder where bodies wait, on the store's own device."""
+        folder = self._store.root / "tmp"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    async def commit(self, intent: Intent, source: BinaryIO, ending: Ending) -> None:
+        """Queue a whole body and wait until it is committed."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[PutResult] = loop.create_future()
+        await self.check()
+        self._queue.put_nowait(_Job(intent, source, ending, done, loop))
+        # Shielded: a client that goes away now does not take the commit back.
+        result = await asyncio.shield(done)
+        began = datetime.fromtimestamp(intent.began_us / 1e6, UTC).isoformat(timespec="milliseconds")
+        self._outcomes.add(committed_event(intent, began.replace("+00:00", "Z"), result))
+
+    def _run(self) -> None:
+        while True:
+            job = self._queue.get()
+            if job is None:
+                return
+            jobs, waiting_bytes, last = [job], job.ending.size_bytes, False
+            while len(jobs) < GROUP_BLOBS_MAX and waiting_bytes < GROUP_BYTES_MAX:
+                try:
+                    more = self._queue.get_nowait()
+                except Empty:
+                    break
+                if more is None:
+                    last = True
+                    break
+                jobs.append(more)
+                waiting_bytes += more.ending.size_bytes
+            self._put(jobs)
+            if last:
+                return
+
+    def _put(self, jobs: list[_Job]) -> None:
+        """Commit a group; what was committed before a failure stays committed and is told so."""
+        self._store.settings = self._settings()  # the hot ones may have changed
+        results = iter(
+            self._store.put_many(
+                Item(job.intent.key, job.source, job.intent.metadata, job.ending.sha256) for job in jobs
+            )
+        )
+        failure: Exception | None = None
+        for job in jobs:
+            try:
+                if failure is None:
+                    result = next(results)
+                    job.loop.call_soon_threadsafe(_tell, job.done, result, None)
+                    continue
+            except Exception as err:
+                failure = err if isinstance(err, NearkinError) else StoreUnavailable(f"{type(err).__name__}: {err}")
+                _log.error("a group of %d blobs was not committed: %s", len(jobs), err)
+            job.loop.call_soon_threadsafe(_tell, job.done, None, failure)
+        for job in jobs:
+            job.source.close()
+
+
+class EmbeddedUpload:
+    """A body on its way to disk; one of a single frame stays in memory."""
+
+    def __init__(self, ingest: EmbeddedIngest, intent: Intent) -> None:
+        self._ingest = ingest
+        self._intent = intent
+        self._first: bytes | bytearray | None = None
+        self._file: BinaryIO | None = None
+
+    async def write(self, frame: bytes | bytearray) -> None:
+        """Take a frame."""
+        if self._first is None and self._file is None:
+            self._first = frame
+            return
+        await asyncio.to_thread(self._spool, frame)
+
+    async def finish(self, ending: Ending) -> None:
+        """Commit the body."""
+        if self._file is not None:
+            self._file.seek(0)
+        source = self._file if self._file is not None else BytesIO(self._first or b"")
+        self._file = None
+        await self._ingest.commit(self._intent, source, ending)
+
+    async def abort(self, why: str) -> None:
+        """Drop the body: nothing of it has reached the store."""
+        if self._file is not None:
+            self._file.close()
+        self._file = self._first = None
+
+    def _spool(self, frame: bytes | bytearray) -> None:
+        try:
+            if self._file is None:
+                self._file = cast(
+                    "BinaryIO",
+                    tempfile.TemporaryFile(buffering=0, dir=self._ingest.scratch, suffix=".part"),  # noqa: SIM115 - closed by whoever ends the upload
+                )
+                _write_all(self._file, self._first or b"")
+                self._first = None
+            _write_all(self._file, frame)
+        except OSError as err:
+            raise StoreUnavailable(f"spool {self._ingest.scratch}: {err.strerror}; make room and try again") from err
+
+
+class StoreListing:
+    """The index of an embedded store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def versions(
+        self, tenant: str, prefix: str, after_key: str, after_version: int | None
+    ) -> Iterator[tuple[str, int]]:
+        """Yield (key, version) by key and version, after what was given."""
+        return _after(self._store.catalog(tenant, prefix), after_key, after_version)
+
+    def stats(self, tenant: str) -> Stats:
+        """Return the sums of the store; it keeps them for its own tenant alone."""
+        own = self._store.settings.tenant
+        if tenant != own:
+            raise NotFound(f"stats of tenant {tenant!r}: this gateway runs embedded and sums up {own!r} alone")
+        return self._store.stats()
+
+
+def _after(entries: Iterator[tuple[str, int]], key: str, version: int | None) -> Iterator[tuple[str, int]]:
+    if version is None:
+        return (entry for entry in entries if entry[0] > key)
+    return (entry for entry in entries if entry > (key, version))
+
+
+def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _tell(done: asyncio.Future[PutResult], result: PutResult | None, failure: Exception | None) -> None:
+    if done.done():
+        return
+    if failure is not None:
+        done.set_exception(failure)
+        done.exception()  # looked at: nobody may be waiting any more
+    else:
+        assert result is not None
+        done.set_result(result)

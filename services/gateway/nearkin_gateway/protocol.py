@@ -1,0 +1,132 @@
+"""Connections. Invariant: what a connection may hold or delay before a request exists is bounded.
+
+headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
+garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.events import TimerHandle
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from nearkin.config import GatewaySettings
+from nearkin_gateway.problems import MEDIA_TYPE, Problem, problem_body
+
+DISCARD_BYTES_MAX = 16 * 1024 * 1024
+DISCARD_SECONDS = 5.0
+"""After an early answer: closing at once would reset the connection before the client has read why."""
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
+    """Return uvicorn's protocol with the bounds of `settings`."""
+    connections_max = settings.connections_max
+    head_bytes_max, head_seconds = int(settings.header_bytes_max), settings.slow_seconds
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """HTTP/1.1 for clients that nobody knows."""
+
+        _in_head = True
+        _head_bytes = 0
+        _discarded_bytes = 0
+        _refused = False
+        _timer: TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._arm(head_seconds)
+            if len(self.connections) > connections_max:
+                self._refuse(503, "busy", f"{connections_max} connections are open, which is the most; try again")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._timer is None:
+                    self._arm(head_seconds)
+            super().data_received(data)
+            if self._in_head and self._head_bytes > head_bytes_max and not self._refused:
+                self._refuse(431, "header-too-large", f"a request's head takes at most {head_bytes_max} bytes")
+
+        def send_400_response(self, msg: str) -> None:
+            if not self._refused:
+                self._refuse(400, "bad-request", "not an HTTP/1.1 request")
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope["extensions"] = {
+                "nearkin.abort": {"call": self.transport.abort}
+            }  # closing waits for a reader that sleeps
+            self._in_head = True
+
+        def on_headers_complete(self) -> None:
+            self._in_head, self._head_bytes, self._discarded_bytes = False, 0, 0
+            self._disarm()
+            size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size_bytes > head_bytes_max:
+                self._refuse(431, "header-too-large", f"a request's head takes at most {head_bytes_max} bytes")
+                raise _HeadTooLarge
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if self.cycle.response_complete:
+                self._discarded_bytes += len(body)
+                if self._discarded_bytes > DISCARD_BYTES_MAX:
+                    self.transport.close()
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._in_head, self._head_bytes = True, 0
+            self._disarm()
+            if self.cycle.response_complete and not self.transport.is_closing():  # its rest was discarded
+                self._arm(self.timeout_keep_alive)
+
+        def on_response_complete(self) -> None:
+            unread = self.cycle is not None and self.cycle.more_body
+            super().on_response_complete()
+            if unread and not self.transport.is_closing():
+                self._unset_keepalive_if_required()
+                self._arm(DISCARD_SECONDS)
+
+        def shutdown(self) -> None:
+            self._disarm()
+            super().shutdown()
+
+        def _refuse(self, status: int, name: str, detail: str) -> None:
+            self._refused = True
+            self._disarm()
+            self._unset_keepalive_if_required()
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+                body = problem_body(Problem(status, name, detail), None)
+                head = b"content-type: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+                self.transport.write(STATUS_LINE[status] + head % (MEDIA_TYPE.encode(), len(body)) + body)
+            self.transport.close()
+
+        def _arm(self, seconds: float) -> None:
+            self._disarm()
+            self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+        def _late(self, seconds: float) -> None:
+            self._timer = None
+            if self._in_head and self.cycle is not None and not self.cycle.response_complete:
+                self._arm(seconds)  # half a pipelined request: the answer before it goes first
+            else:
+                self.transport.close()
+
+        def _disarm(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return BoundedProtocol

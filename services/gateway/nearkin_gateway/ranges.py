@@ -1,0 +1,109 @@
+"""Conditions and ranges (RFC 9110, 13 and 14). Invariant: decided from a version's facts alone, without I/O."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from email.utils import format_datetime, parsedate_to_datetime
+
+from starlette.datastructures import Headers
+
+from nearkin.records import VersionInfo
+from nearkin_gateway.problems import Problem
+
+_RANGE = re.compile(r"bytes\s*=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.ASCII | re.IGNORECASE)
+_TAG = re.compile(r'(W/)?"([^"]*)"')
+
+
+def etag(info: VersionInfo) -> str:
+    """Return a version's strong entity tag: its digest."""
+    return f'"{info.digest}"'
+
+
+def last_modified(info: VersionInfo) -> str:
+    """Return when a version was made, as HTTP has it."""
+    return format_datetime(info.created.astimezone(UTC).replace(microsecond=0), usegmt=True)
+
+
+def check_put(headers: Headers, newest: VersionInfo | None) -> None:
+    """Refuse a put whose `If-Match` or `If-None-Match` does not hold. Raises Problem 412."""
+    match, none_match = headers.get("if-match"), headers.get("if-none-match")
+    if match is not None and (newest is None or not _listed(match, etag(newest), weak=False)):
+        raise Problem(412, "precondition-failed", f"If-Match {match:.100}: the newest version is another")
+    if none_match is not None and newest is not None and _listed(none_match, etag(newest), weak=True):
+        raise Problem(412, "precondition-failed", f"If-None-Match {none_match:.100}: there is such a version")
+
+
+def not_modified(headers: Headers, info: VersionInfo) -> bool:
+    """Return whether 304 is the answer to a read. Raises Problem 412."""
+    match, none_match = headers.get("if-match"), headers.get("if-none-match")
+    if match is not None:
+        if not _listed(match, etag(info), weak=False):
+            raise Problem(412, "precondition-failed", f"If-Match {match:.100}: this version is {info.digest}")
+    else:
+        unmodified = _date(headers.get("if-unmodified-since"))
+        if unmodified is not None and _seconds(info) > unmodified:
+            raise Problem(412, "precondition-failed", f"If-Unmodified-Since: made at {last_modified(info)}")
+    if none_match is not None:
+        return _listed(none_match, etag(info), weak=True)
+    since = _date(headers.get("if-modified-since"))
+    return since is not None and _seconds(info) <= since
+
+
+def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
+    """Return start and stop (the byte after the last), or None for the whole. Raises Problem 416.
+
+    Several ranges, other units and what does not parse are passed over, as the RFC allows: the whole is sent.
+    """
+    text = headers.get("range")
+    match = _RANGE.fullmatch(text.strip()) if text is not None else None
+    if match is None or not (match[1] or match[2]) or not _if_range(headers.get("if-range"), info):
+        return None
+    size_bytes = info.size_bytes
+    if not match[1]:
+        last = int(match[2])
+        if last and not size_bytes:
+            return None
+        start, stop = max(0, size_bytes - last), size_bytes
+    else:
+        start = int(match[1])
+        stop = size_bytes if not match[2] else min(int(match[2]) + 1, size_bytes)
+        if match[2] and int(match[2]) < start:
+            return None
+    if start >= size_bytes:
+        raise Problem(
+            416,
+            "range-not-satisfiable",
+            f"Range {text!s:.60}: the blob has {size_bytes} bytes",
+            headers={"Content-Range": f"bytes */{size_bytes}"},
+        )
+    return start, stop
+
+
+def _if_range(condition: str | None, info: VersionInfo) -> bool:
+    if condition is None:
+        return True
+    if '"' in condition:
+        return condition.strip() == etag(info)  # strong comparison: a weak tag never matches
+    date = _date(condition)
+    return date is not None and date == _seconds(info)
+
+
+def _listed(text: str, tag: str, *, weak: bool) -> bool:
+    if text.strip() == "*":
+        return True
+    return any(f'"{found[2]}"' == tag and (weak or not found[1]) for found in _TAG.finditer(text))
+
+
+def _seconds(info: VersionInfo) -> datetime:
+    return info.created.astimezone(UTC).replace(microsecond=0)
+
+
+def _date(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        found = parsedate_to_datetime(text)
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

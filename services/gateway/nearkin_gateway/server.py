@@ -1,0 +1,77 @@
+"""Running a gateway. Invariant: without tokens it listens on loopback alone; a stop finishes what was begun."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from pathlib import Path
+
+import uvicorn
+
+from nearkin.config import Settings
+from nearkin.errors import ConfigError
+from nearkin_gateway.app import create_app, served
+from nearkin_gateway.protocol import bounded_protocol
+from nearkin_gateway.state import Gateway
+
+KEEP_ALIVE_SECONDS = 30
+BACKLOG = 1024
+_log = logging.getLogger("nearkin.gateway")
+
+
+def check_address(settings: Settings) -> None:
+    """Refuse to serve strangers without knowing them. Raises ConfigError."""
+    if settings.auth.tokens_file is not None:
+        return
+    host = settings.gateway.host
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f'gateway.host "{host}": without auth.tokens_file only loopback is served; `nearkin token create` makes a '
+            "file of tokens"
+        )
+
+
+def make_gateway(settings: Settings, config_file: Path | None = None) -> Gateway:
+    """Return the parts that `settings` name. Raises NearkinError."""
+    check_address(settings)
+    if settings.gateway.ingest == "embedded":
+        from nearkin_gateway.embedded import embedded_gateway
+
+        return embedded_gateway(settings)
+    from nearkin_gateway.pipeline import pipeline_gateway
+
+    return pipeline_gateway(settings, config_file)
+
+
+def make_server(settings: Settings, gateway: Gateway) -> uvicorn.Server:
+    """Return the server; `run` runs it until SIGTERM or SIGINT."""
+    bounds = settings.gateway
+    return uvicorn.Server(
+        uvicorn.Config(
+            served(create_app(gateway)),
+            host=bounds.host,
+            port=bounds.port,
+            loop="uvloop",
+            http=bounded_protocol(bounds),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=None,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=bounds.shutdown_seconds,
+        )
+    )
+
+
+def serve(settings: Settings, config_file: Path | None = None) -> None:
+    """Serve until told to stop. Raises NearkinError."""
+    server = make_server(settings, make_gateway(settings, config_file))
+    server.run()

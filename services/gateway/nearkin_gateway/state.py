@@ -1,0 +1,65 @@
+"""The gateway's parts. Invariant: made before the first request, released after the last one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import Request
+
+from nearkin.config import GatewaySettings, Settings
+from nearkin_gateway.catalogue import Catalogue
+from nearkin_gateway.hot import HotChanges
+from nearkin_gateway.ingest import Ingest
+from nearkin_gateway.limits import Rates, Slots
+from nearkin_gateway.outcomes import Outcomes, Tickets
+from nearkin_gateway.tokens import TokenFile
+
+
+class Workers(Protocol):
+    """What the workers say of themselves."""
+
+    def workers(self) -> list[dict[str, object]]:
+        """Return the newest word of each."""
+
+
+@dataclass
+class Gateway:
+    """Everything that the routes use."""
+
+    hot: HotChanges
+    tokens: TokenFile | None
+    ingest: Ingest
+    outcomes: Outcomes
+    tickets: Tickets
+    catalogue: Catalogue
+    workers: Workers | None = None
+    stopping: bool = False
+    origins: set[bytes] = field(default_factory=set)
+    """Idempotency keys whose upload is running here."""
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Make the counters of the limits."""
+        bounds = self.bounds
+        self.rates = Rates(bounds.requests_per_second)
+        self.uploads = Slots("uploads", bounds.uploads_max)
+        self.downloads = Slots("downloads", bounds.downloads_max)
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings as they are now."""
+        return self.hot.settings
+
+    @property
+    def bounds(self) -> GatewaySettings:
+        """Return the gateway's own settings; they are not hot."""
+        return self.hot.settings.gateway
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the parts that answer a request."""
+    found = request.app.state.gateway
+    assert isinstance(found, Gateway)
+    return found

@@ -1,0 +1,221 @@
+"""Who may do what: tokens, scopes, tenants, addresses, rates."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nearkin.api import open_store
+from nearkin.config import Settings, with_changes
+from nearkin.errors import BadInput, ConfigError, NotFound
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin_gateway import tokens
+from nearkin_gateway.server import check_address
+
+Maker = Callable[..., httpx.Client]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("access")
+
+
+@pytest.fixture(scope="module")
+def gateway(folder: Path) -> Iterator[Running]:
+    file = folder / "tokens.json"
+    tokens.create(file, "default", ["read"], note="first")
+    with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"})) as store:
+        store.put("shared/name", b"other's", metadata={"whose": "other"})
+        store.put("only/other", b"other's alone")
+    with running(embedded(folder / "store", {"auth": {"tokens_file": str(file)}})) as found:
+        with found.client(tokens.create(file, "default", ["write"])[0]) as writer:
+            _until(lambda: writer.put("/v1/blobs/shared/name", content=b"default's").status_code == 201)
+        yield found
+
+
+@pytest.fixture
+def client(gateway: Running, folder: Path) -> Iterator[Maker]:
+    made: list[httpx.Client] = []
+
+    def make(tenant: str = "default", *scopes: str, days: int | None = 1) -> httpx.Client:
+        text, _ = tokens.create(folder / "tokens.json", tenant, scopes or ("read",), days=days)
+        made.append(gateway.client(text))
+        _until(lambda: made[-1].get("/v1/blobs").status_code != 401)
+        return made[-1]
+
+    yield make
+    for found in made:
+        found.close()
+
+
+def _until(done: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+ROUTES = [
+    ("GET", "/v1/blobs", "read"), ("GET", "/v1/blobs/shared/name", "read"), ("HEAD", "/v1/blobs/shared/name", "read"),
+    ("GET", "/v1/blobs/shared/name/versions", "read"), ("GET", "/v1/info/shared/name", "read"),
+    ("GET", "/v1/explain/shared/name", "read"), ("GET", "/v1/stats", "read"), ("GET", "/v1/status/x", "read"),
+    ("PUT", "/v1/blobs/new", "write"), ("POST", "/v1/blobs/new", "write"), ("DELETE", "/v1/blobs/new", "delete"),
+    ("GET", "/v1/config", "admin"), ("PATCH", "/v1/config", "admin"), ("GET", "/v1/workers", "admin"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "scope"), ROUTES)
+def test_every_route_wants_a_token_with_its_scope(client: Maker, method: str, path: str, scope: str) -> None:
+    others = [other for other in tokens.SCOPES if other != scope]
+    with_it, without = client("default", scope), client("default", *others)
+    body = b"{}" if path == "/v1/config" else b"x"
+    assert with_it.request(method, path, content=body).status_code not in (401, 403)
+    refused = without.request(method, path, content=body)
+    assert refused.status_code == 403
+    assert f'scope="{scope}"' in refused.headers["www-authenticate"]
+    del without.headers["authorization"]
+    nobody = without.request(method, path, content=body)
+    assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, 'Bearer realm="nearkin"')
+
+
+def test_no_route_is_left_out_of_the_list_above(gateway: Running) -> None:
+    schema = httpx.get(f"{gateway.url}/openapi.json").json()
+    open_routes = {"/livez", "/readyz"}
+    secured = {
+        (method.upper(), path)
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+        if "security" in operation
+    }
+    everything = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
+    assert {path for _, path in everything - secured} == open_routes
+    assert len(secured) >= len(ROUTES)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Bearer", "Bearer x", "Basic dXNlcjpwYXNz", "bearer nk_00000000_" + "A" * 43, "Bearer nk_00000000_\xe9"],
+)  # fmt: skip
+def test_a_token_that_is_none_is_401(gateway: Running, header: str) -> None:
+    answer = httpx.get(f"{gateway.url}/v1/blobs", headers={"Authorization": header.encode("latin-1")})
+    assert (answer.status_code, answer.headers["content-type"]) == (401, "application/problem+json")
+
+
+def test_another_tenants_blob_is_not_there(client: Maker) -> None:
+    mine, theirs = client("default", "read"), client("other", "read", "write")
+    assert mine.get("/v1/blobs/shared/name").content == b"default's"
+    assert theirs.get("/v1/blobs/shared/name").content == b"other's"
+    for path in ("", "/versions", "?version=1"):
+        assert mine.get(f"/v1/blobs/only/other{path}").status_code == 404
+        assert theirs.get(f"/v1/blobs/only/other{path}").status_code == 200
+    assert mine.get("/v1/explain/only/other").status_code == 404
+    assert mine.get("/v1/info/only/other").status_code == 404
+    assert {entry["key"] for entry in mine.get("/v1/blobs").json()["blobs"]} <= {"shared/name", "new", "told"}
+    assert [entry["key"] for entry in theirs.get("/v1/blobs").json()["blobs"]] == ["only/other", "shared/name"]
+
+
+def test_an_embedded_store_takes_blobs_of_its_own_tenant_alone(client: Maker) -> None:
+    refused = client("other", "read", "write").put("/v1/blobs/x", content=b"x")
+    assert (refused.status_code, refused.json()["type"]) == (403, "urn:nearkin:problem:foreign-tenant")
+
+
+def test_another_tenants_status_is_not_there(client: Maker) -> None:
+    told = client("default", "write").put("/v1/blobs/told", content=b"x").json()
+    assert client("default", "read").get(told["status"]).json()["state"] == "committed"
+    assert client("other", "read").get(told["status"]).status_code == 404
+
+
+def test_a_revoked_or_expired_token_is_refused_at_once(gateway: Running, client: Maker, folder: Path) -> None:
+    mine = client("default", "read")
+    number = mine.headers["authorization"].split("_")[1]
+    tokens.revoke(folder / "tokens.json", number)
+    _until(lambda: mine.get("/v1/blobs").status_code == 401, 5 * tokens.LOOK_SECONDS)
+    late = client("default", "read")
+    number = late.headers["authorization"].split("_")[1]
+    file = folder / "tokens.json"
+    held = json.loads(file.read_text())
+    for entry in held["tokens"]:
+        if entry["id"] == number:
+            entry["expires"] = 1
+    file.write_text(json.dumps(held))
+    _until(lambda: late.get("/v1/blobs").status_code == 401)
+    assert late.get("/v1/blobs").json()["type"] == "urn:nearkin:problem:expired-token"
+
+
+def test_a_broken_tokens_file_leaves_the_tokens_as_they_were(client: Maker, folder: Path) -> None:
+    mine = client("default", "read")
+    file = folder / "tokens.json"
+    before = file.read_bytes()
+    try:
+        file.write_bytes(b"{broken")
+        time.sleep(2 * tokens.LOOK_SECONDS)
+        assert mine.get("/v1/blobs").status_code == 200
+    finally:
+        file.write_bytes(before)
+
+
+def test_the_file_holds_no_token_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    text, made = tokens.create(tmp_path / "t.json", "default", ["read", "admin"], note="n")
+    held = (tmp_path / "t.json").read_text()
+    assert text not in held
+    assert text.split("_", 2)[2] not in held
+    assert (tmp_path / "t.json").stat().st_mode & 0o077 == 0
+    assert tokens.TokenFile(tmp_path / "t.json").find(text) == made
+    assert tokens.TokenFile(tmp_path / "t.json").find(text[:-1] + ("A" if text[-1] != "A" else "B")) is None
+    assert [found.id for found in tokens.listed(tmp_path / "t.json")] == [made.id]
+
+
+def test_bad_tokens_are_refused_when_they_are_made(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    for tenant, scopes, days in (
+        ("", ["read"], 1),
+        ("a\nb", ["read"], 1),
+        ("a", ["reed"], 1),
+        ("a", [], 1),
+        ("a", ["read"], 0),
+    ):
+        with pytest.raises(BadInput):
+            tokens.create(file, tenant, scopes, days=days)
+    with pytest.raises(ConfigError, match="no such file"):
+        tokens.revoke(file, "00000000")
+    tokens.create(file, "a", ["read"])
+    with pytest.raises(NotFound):
+        tokens.revoke(file, "00000000")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "nearkin.example", "127.0.0.1.nip.io"])
+def test_without_tokens_only_loopback_is_served(host: str) -> None:
+    settings = with_changes(Settings(), {"gateway": {"host": host}})
+    with pytest.raises(ConfigError, match="loopback"):
+        check_address(settings)
+    check_address(with_changes(settings, {"auth": {"tokens_file": "x"}}))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.3.2.1"])
+def test_loopback_needs_no_tokens(host: str) -> None:
+    check_address(with_changes(Settings(), {"gateway": {"host": host}}))
+
+
+def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+    with running(embedded(tmp_path, {"gateway": {"requests_per_second": 5}})) as gateway, gateway.client() as client:
+        answers = [client.get("/v1/blobs") for _ in range(12)]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert answers[0].status_code == 200
+        assert refused[0].headers["retry-after"] == "1"
+        time.sleep(1.1)
+        assert client.get("/v1/blobs").status_code == 200
+        assert client.get("/livez").status_code == 200
+
+
+def test_secrets_are_not_shown_by_config(tmp_path: Path) -> None:
+    changes = {"kafka": {"sasl_password": "hunter2"}, "token": "nk_secret"}
+    with running(embedded(tmp_path, changes)) as gateway, gateway.client() as client:
+        text = client.get("/v1/config").text
+    assert "hunter2" not in text
+    assert "nk_secret" not in text

@@ -1,0 +1,431 @@
+"""Blobs over HTTP, against a real gateway on a real socket with an embedded store below it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+from blake3 import blake3
+
+from nearkin.api import open_store
+from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin_gateway.keys import quoted
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": {"key_bytes_max": 600}})
+    with running(settings) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Running) -> Iterator[httpx.Client]:
+    with gateway.client() as found:
+        yield found
+
+
+def noise(count: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(count)
+
+
+def test_what_is_put_comes_back_with_its_digest_and_ledger(client: httpx.Client) -> None:
+    data = noise(300_000)
+    answer = client.put("/v1/blobs/first", content=data)
+    assert answer.status_code == 201
+    told = answer.json()
+    digest = f"blake3:{blake3(data).hexdigest()}"
+    assert (told["state"], told["version"], told["digest"], told["size_bytes"]) == ("committed", 1, digest, len(data))
+    assert told["ledger"]["logical_bytes"] == len(data)
+    assert answer.headers["etag"] == f'"{digest}"'
+    got = client.get(answer.headers["location"])
+    assert (got.status_code, got.content, got.headers["etag"]) == (200, data, f'"{digest}"')
+    head = client.head("/v1/blobs/first")
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(data)))
+    assert client.get(told["status"]).json()["version"] == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 5_000_001])
+def test_sizes_around_a_frame_come_back(client: httpx.Client, size: int) -> None:
+    data = noise(size)
+    assert client.post(f"/v1/blobs/size/{size}", content=data).status_code == 201
+    assert client.get(f"/v1/blobs/size/{size}").content == data
+
+
+def test_a_body_in_chunks_of_any_size_is_one_blob(client: httpx.Client) -> None:
+    rng = random.Random(5)
+    parts = [rng.randbytes(rng.choice([1, 10, 70_000, 1_000_000])) for _ in range(12)]
+    assert client.put("/v1/blobs/chunked", content=iter(parts)).status_code == 201
+    assert client.get("/v1/blobs/chunked").content == b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "a/b/c", "/leading", "trailing/", "a//b", "../../etc/passwd", "..", ".", "a/../b", "notes/versions",
+        "versions", "x/versions/versions", "y/versions/1", "%2F", "%", "a b+c?d#e&f=g", "ключ/鍵/🔑", "\u202egnp.exe",
+        "line\nbreak\r\ttab", "e\u0301", "\x7f\x01", "a" * 600, "C:\\windows\\system32", "con", "~root",
+        "$(id)", "'; drop table--", "\ufeff", "\u00e9", "\U0010ffff",
+    ],
+)  # fmt: skip
+def test_any_key_is_taken_as_it_is(client: httpx.Client, key: str) -> None:
+    data = key.encode() * 3
+    encoded = quoted(key)
+    put = client.put(f"/v1/blobs/{encoded}", content=data)
+    assert put.status_code == 201, put.text
+    assert put.json()["key"] == key
+    assert client.get(put.headers["location"]).content == data
+    listed = client.get(f"/v1/blobs/{encoded}/versions").json()["versions"]
+    assert {entry["key"] for entry in listed} == {key}
+    info = client.get(f"/v1/info/{encoded}").json()
+    assert info["key"] == key
+    assert client.get("/v1/blobs", params={"prefix": key, "limit": 1}).json()["blobs"][0]["key"] == key
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("", 400),
+        ("%FF", 400),
+        ("%C0%AF", 400),
+        ("%ED%A0%80", 400),
+        ("a%00b", 400),
+        ("k" * 601, 414),
+        ("a/versions", 405),
+    ],
+)
+def test_a_key_that_cannot_be_is_refused_with_a_problem(client: httpx.Client, path: str, status: int) -> None:
+    answer = client.put(f"/v1/blobs/{path}", content=b"x")
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["status"] == status
+
+
+def test_slashes_may_be_literal_or_encoded(client: httpx.Client) -> None:
+    client.put("/v1/blobs/one/two", content=b"here")
+    assert client.get("/v1/blobs/one%2Ftwo").content == b"here"
+    assert client.get("/v1/blobs/one%2ftwo").content == b"here"
+    assert client.get("/v1/blobs/one%252Ftwo").status_code == 404
+
+
+# --- versions and listings -------------------------------------------------------------------------------------------
+
+
+def test_versions_stay_and_are_listed_in_pages(client: httpx.Client) -> None:
+    for number in range(5):
+        client.put("/v1/blobs/aged", content=f"v{number}".encode())
+    assert client.get("/v1/blobs/aged").content == b"v4"
+    assert client.get("/v1/blobs/aged", params={"version": 2}).content == b"v1"
+    assert client.get("/v1/blobs/aged", params={"version": 6}).status_code == 404
+    found, after = [], 0
+    while after is not None:
+        page = client.get("/v1/blobs/aged/versions", params={"after": after, "limit": 2}).json()
+        found += [entry["version"] for entry in page["versions"]]
+        after = page["next"]
+    assert found == [1, 2, 3, 4, 5]
+    listed, following = [], ""
+    while following is not None:
+        query = {"prefix": "aged", "versions": "all", "limit": 2, "after": following}
+        page = client.get("/v1/blobs", params=query).json()
+        listed += [(entry["key"], entry["version"]) for entry in page["blobs"]]
+        following = page["next"]
+    assert listed == [("aged", number) for number in range(1, 6)]
+
+
+def test_a_listing_pages_through_all_keys_once_in_order(client: httpx.Client) -> None:
+    keys = sorted(f"page/{number:03d}{'é' if number % 3 else ''}" for number in range(23))
+    for key in keys:
+        client.put(f"/v1/blobs/{quote(key)}", content=b"x")
+        client.put(f"/v1/blobs/{quote(key)}", content=b"y")
+    found: list[str] = []
+    url = "/v1/blobs?prefix=page/&limit=5"
+    while True:
+        answer = client.get(url)
+        found += [entry["key"] for entry in answer.json()["blobs"]]
+        assert {entry["version"] for entry in answer.json()["blobs"]} == {2}
+        if answer.json()["next"] is None:
+            break
+        url = answer.links["next"]["url"]
+    assert found == keys
+
+
+# --- ranges and conditions -------------------------------------------------------------------------------------------
+
+
+def test_ranges_are_what_python_slices_are(client: httpx.Client) -> None:
+    data = noise(2_000_000, seed=9)
+    client.put("/v1/blobs/ranged", content=data)
+    rng = random.Random(3)
+    cases = [(0, 0), (0, len(data) - 1), (len(data) - 1, len(data) - 1), (5, len(data) + 100)]
+    cases += [tuple(sorted(rng.sample(range(len(data)), 2))) for _ in range(10)]  # type: ignore[misc]
+    for first, last in cases:
+        answer = client.get("/v1/blobs/ranged", headers={"Range": f"bytes={first}-{last}"})
+        assert (answer.status_code, answer.content) == (206, data[first : last + 1])
+        end = min(last, len(data) - 1)
+        assert answer.headers["content-range"] == f"bytes {first}-{end}/{len(data)}"
+    assert client.get("/v1/blobs/ranged", headers={"Range": "bytes=1999990-"}).content == data[1999990:]
+    assert client.get("/v1/blobs/ranged", headers={"Range": "bytes=-7"}).content == data[-7:]
+    assert client.get("/v1/blobs/ranged", headers={"Range": "bytes=-9999999"}).content == data
+
+
+@pytest.mark.parametrize("text", ["bytes=2000000-", "bytes=99999999999-", "bytes=-0"])
+def test_a_range_past_the_end_is_416_with_the_size(client: httpx.Client, text: str) -> None:
+    client.put("/v1/blobs/short", content=b"0123456789")
+    answer = client.get("/v1/blobs/short", headers={"Range": text})
+    assert (answer.status_code, answer.headers["content-range"]) == (416, "bytes */10")
+
+
+@pytest.mark.parametrize(
+    "text", ["bytes=5-2", "bytes=0-1,3-4", "lines=1-2", "bytes=a-b", "bytes=-", "garbage", "bytes=--1"]
+)
+def test_a_range_that_means_nothing_is_passed_over(client: httpx.Client, text: str) -> None:
+    client.put("/v1/blobs/short", content=b"0123456789")
+    answer = client.get("/v1/blobs/short", headers={"Range": text})
+    assert (answer.status_code, answer.content) == (200, b"0123456789")
+
+
+def test_conditions_of_reads_hold(client: httpx.Client) -> None:
+    tag = client.put("/v1/blobs/cond", content=b"one").headers["etag"]
+    get = client.get("/v1/blobs/cond")
+    assert client.get("/v1/blobs/cond", headers={"If-None-Match": tag}).status_code == 304
+    assert client.get("/v1/blobs/cond", headers={"If-None-Match": f'"x", W/{tag}'}).status_code == 304
+    assert client.get("/v1/blobs/cond", headers={"If-None-Match": '"x"'}).status_code == 200
+    assert client.get("/v1/blobs/cond", headers={"If-Match": tag}).status_code == 200
+    assert client.get("/v1/blobs/cond", headers={"If-Match": f"W/{tag}"}).status_code == 412
+    assert client.get("/v1/blobs/cond", headers={"If-Match": '"x"'}).status_code == 412
+    assert client.get("/v1/blobs/cond", headers={"If-Modified-Since": get.headers["last-modified"]}).status_code == 304
+    early = "Sat, 01 Jan 2000 00:00:00 GMT"
+    assert client.get("/v1/blobs/cond", headers={"If-Unmodified-Since": early}).status_code == 412
+    both = {"Range": "bytes=0-0"}
+    assert client.get("/v1/blobs/cond", headers={**both, "If-Range": tag}).content == b"o"
+    assert client.get("/v1/blobs/cond", headers={**both, "If-Range": '"other"'}).content == b"one"
+    assert client.get("/v1/blobs/cond", headers={**both, "If-Range": f"W/{tag}"}).content == b"one"
+    assert client.head("/v1/blobs/cond", headers={"If-None-Match": "*"}).status_code == 304
+
+
+def test_conditions_of_puts_hold(client: httpx.Client) -> None:
+    only_first = {"If-None-Match": "*"}
+    tag = client.put("/v1/blobs/once", content=b"one", headers=only_first).headers["etag"]
+    assert client.put("/v1/blobs/once", content=b"two", headers=only_first).status_code == 412
+    assert client.put("/v1/blobs/once", content=b"two", headers={"If-Match": tag}).status_code == 201
+    assert client.put("/v1/blobs/once", content=b"three", headers={"If-Match": tag}).status_code == 412
+    assert client.get("/v1/blobs/once").content == b"two"
+
+
+# --- digests, metadata, idempotency ----------------------------------------------------------------------------------
+
+
+def test_announced_digests_are_checked_before_anything_is_stored(client: httpx.Client) -> None:
+    data = noise(1_500_000, seed=4)
+    sha256 = hashlib.sha256(data)
+    good = f"sha-256=:{base64.b64encode(sha256.digest()).decode()}:"
+    wrong = f"sha-256=:{base64.b64encode(bytes(32)).decode()}:"
+    for headers in (
+        {"Content-Digest": good},
+        {"X-Content-SHA256": sha256.hexdigest()},
+        {"Want-Repr-Digest": "sha-256=10"},
+    ):
+        answer = client.put("/v1/blobs/checked", content=data, headers=headers)
+        assert (answer.status_code, answer.json()["sha256"]) == (201, sha256.hexdigest())
+    assert client.head("/v1/blobs/checked").headers["repr-digest"] == good
+    for headers in ({"Content-Digest": wrong}, {"X-Content-SHA256": "0" * 64}, {"Content-Digest": f"md5=:x:, {wrong}"}):
+        answer = client.put("/v1/blobs/wrong", content=data, headers=headers)
+        assert (answer.status_code, answer.json()["type"]) == (400, "urn:nearkin:problem:digest-mismatch")
+    assert client.put("/v1/blobs/wrong", content=data, headers={"Content-Digest": "sha-256=:?:"}).status_code == 400
+    assert client.put("/v1/blobs/wrong", content=data, headers={"X-Content-SHA256": "abc"}).status_code == 400
+    assert client.get("/v1/blobs/wrong").status_code == 404
+
+
+def test_metadata_survive_whatever_is_in_them(client: httpx.Client) -> None:
+    metadata = {"host": "db1", "CamelCase": "Ünïcödé", "with space": "line\nbreak", "percent": "100%", "empty": ""}
+    headers = {
+        "X-Nearkin-Meta-"
+        + "".join(c if c.islower() else "".join(f"%{b:02X}" for b in c.encode()) for c in name): quote(value)
+        for name, value in metadata.items()
+    }
+    assert client.put("/v1/blobs/meta", content=b"x", headers=headers).json()["metadata"] == metadata
+    back = client.head("/v1/blobs/meta").headers
+    assert {name: value for name, value in back.items() if name.startswith("x-nearkin-meta")} == {
+        "x-nearkin-meta-host": "db1",
+        "x-nearkin-meta-%43amel%43ase": quote("Ünïcödé"),
+        "x-nearkin-meta-with%20space": "line%0Abreak",
+        "x-nearkin-meta-percent": "100%25",
+        "x-nearkin-meta-empty": "",
+    }
+    assert client.get("/v1/info/meta").json()["metadata"] == metadata
+
+
+def test_a_repeated_idempotency_key_stores_once_and_other_content_is_refused(client: httpx.Client) -> None:
+    data = noise(100_000, seed=8)
+    first = client.put("/v1/blobs/idem", content=data, headers={"Idempotency-Key": "k1"})
+    again = client.put("/v1/blobs/idem", content=data, headers={"Idempotency-Key": "k1"})
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert again.json() == first.json()
+    assert again.headers["idempotent-replayed"] == "true"
+    other = client.put("/v1/blobs/idem", content=data + b"!", headers={"Idempotency-Key": "k1"})
+    assert (other.status_code, other.json()["type"]) == (422, "urn:nearkin:problem:idempotency-key-reused")
+    assert client.put("/v1/blobs/idem2", content=data, headers={"Idempotency-Key": "k1"}).json()["version"] == 1
+    assert len(client.get("/v1/blobs/idem/versions").json()["versions"]) == 1
+    assert client.put("/v1/blobs/idem", content=b"", headers={"Idempotency-Key": "k" * 256}).status_code == 400
+
+
+def test_two_uploads_with_one_idempotency_key_at_once_store_once(gateway: Running) -> None:
+    data, statuses = noise(3_000_000, seed=11), []
+
+    def slowly() -> Iterator[bytes]:
+        for start in range(0, len(data), 300_000):
+            time.sleep(0.02)
+            yield data[start : start + 300_000]
+
+    def put() -> None:
+        with gateway.client() as mine:
+            statuses.append(mine.put("/v1/blobs/twice", content=slowly(), headers={"Idempotency-Key": "k"}).status_code)
+
+    threads = [threading.Thread(target=put) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(statuses) == [201, 409]
+
+
+def test_concurrent_puts_of_one_key_give_ordered_versions(gateway: Running) -> None:
+    versions = []
+
+    def put(number: int) -> None:
+        with gateway.client() as mine:
+            versions.append(mine.put("/v1/blobs/race", content=b"%d" % number).json()["version"])
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(versions) == list(range(1, 9))
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_that_was_never_given_out_is_404(client: httpx.Client) -> None:
+    told = client.put("/v1/blobs/status", content=b"x").json()
+    forged = told["id"][:-1] + ("0" if told["id"][-1] != "0" else "1")
+    assert client.get(f"/v1/status/{forged}").status_code == 404
+    assert client.get("/v1/status/nonsense").status_code == 404
+
+
+def test_delete_says_that_it_does_nothing(client: httpx.Client) -> None:
+    client.put("/v1/blobs/stays", content=b"x")
+    assert client.delete("/v1/blobs/stays").status_code == 501
+    assert client.get("/v1/blobs/stays").content == b"x"
+
+
+def test_stats_and_explanations_are_those_of_the_store(client: httpx.Client) -> None:
+    client.put("/v1/blobs/explained", content=noise(200_000, seed=21))
+    stats = client.get("/v1/stats").json()
+    assert stats["logical_bytes"] > 0
+    assert sum(stats["parts"].values()) == stats["stored_bytes"]
+    found = client.get("/v1/explain/explained", params={"segments": True}).json()
+    assert sum(segment["length_bytes"] for segment in found["segments"]) == 200_000
+    assert client.get("/v1/explain/nothing").status_code == 404
+
+
+def test_hot_settings_change_and_bad_ones_are_refused(client: httpx.Client) -> None:
+    before = client.get("/v1/config").json()
+    changed = client.patch("/v1/config", json={"features": {"algorithm": "ntransform"}})
+    assert changed.json()["revision"] != before["revision"]
+    client.put("/v1/blobs/toggled", content=noise(400_000, seed=31))
+    deadline = time.monotonic() + 10
+    while not any(name.startswith("ntransform") for name in client.get("/v1/stats").json()["sketches"]):
+        assert time.monotonic() < deadline  # sums are kept for two seconds
+        time.sleep(0.2)
+    for patch in (
+        {"features": {"algorithm": "fineese"}},
+        {"container": {"target_bytes": 1}},
+        {"features": 3},
+        {"x": {"y": 1}},
+    ):
+        refused = client.patch("/v1/config", json=patch)
+        assert (refused.status_code, refused.json()["type"]) == (422, "urn:nearkin:problem:bad-setting")
+    assert "choose finesse" in client.patch("/v1/config", json={"features": {"algorithm": "fineese"}}).json()["detail"]
+    assert client.get("/v1/config").json()["settings"]["features"]["algorithm"] == "ntransform"
+    assert client.patch("/v1/config", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    assert client.patch("/v1/config", content=b"a=1", headers={"Content-Type": "text/plain"}).status_code == 415
+    back = client.patch("/v1/config", json={"features": {"algorithm": None}}).json()
+    assert (back["revision"], back["settings"]) == (before["revision"], before["settings"])
+
+
+def test_read_only_refuses_puts_and_serves_reads(client: httpx.Client) -> None:
+    client.put("/v1/blobs/kept", content=b"x")
+    client.patch("/v1/config", json={"service": {"read_only": True}})
+    refused = client.put("/v1/blobs/kept", content=b"y")
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert client.get("/v1/blobs/kept").content == b"x"
+    client.patch("/v1/config", json={"service": {"read_only": None}})
+    assert client.put("/v1/blobs/kept", content=b"y").status_code == 201
+
+
+def test_unknown_resources_and_methods_are_problems(client: httpx.Client) -> None:
+    for method, path, status in (
+        ("GET", "/", 404),
+        ("GET", "/v2", 404),
+        ("POST", "/v1/stats", 405),
+        ("TRACE", "/v1/blobs/x", 405),
+    ):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+    invalid = client.get("/v1/blobs", params={"limit": 0})
+    assert (invalid.status_code, invalid.json()["errors"][0]["field"]) == (422, "query.limit")
+
+
+def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem(tmp_path: Path) -> None:
+    data = noise(24_000_000, seed=77)
+    with running(embedded(tmp_path)) as first, first.client() as client:
+        assert client.put("/v1/blobs/hurt", content=data).status_code == 201
+    containers = sorted((tmp_path / "containers").rglob("*.nkc"))
+    assert len(containers) >= 3
+    _flip(containers[-1])
+    with running(embedded(tmp_path)) as again, again.client() as client:
+        got = bytearray()
+        with client.stream("GET", "/v1/blobs/hurt") as answer:
+            assert answer.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                _read_into(got, answer)
+        assert 0 < len(got) < len(data)
+        assert data.startswith(got)
+        assert client.get("/livez").status_code == 200
+    _flip(containers[0])
+    with running(embedded(tmp_path)) as again, again.client() as client:
+        answer = client.get("/v1/blobs/hurt")
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:nearkin:problem:corrupt")
+
+
+def _read_into(got: bytearray, answer: httpx.Response) -> None:
+    for piece in answer.iter_raw():
+        got += piece
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def test_what_a_gateway_stored_the_library_reads_and_the_other_way_round(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.put("from/library", b"library")
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        assert client.get("/v1/blobs/from/library").content == b"library"
+        client.put("/v1/blobs/from/gateway", content=b"gateway")
+    with open_store(tmp_path) as store:
+        assert store.get("from/gateway").read() == b"gateway"

@@ -1,0 +1,346 @@
+"""Clients that lie, dawdle or flood: the right status, bounded memory, and a gateway that lives on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from nearkin.testing.gateways import Running, drained, embedded, process, running
+
+MIB = 1024 * 1024
+SLOW_SECONDS = 1
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    bounds = {
+        "body_bytes_max": 4 * MIB,
+        "header_bytes_max": 8192,
+        "slow_seconds": SLOW_SECONDS,
+        "slow_bytes_per_second": 1000,
+        "uploads_max": 4,
+        "connections_max": 40,
+    }
+    with running(embedded(tmp_path_factory.mktemp("store"), {"gateway": bounds})) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _lives_on(gateway: Running) -> Iterator[None]:
+    yield
+    with gateway.client() as client:
+        assert client.get("/readyz").status_code == 200
+        assert client.put("/v1/blobs/alive", content=b"x").status_code == 201
+    deadline = time.monotonic() + 5
+    while gateway.gateway.uploads.taken or gateway.gateway.downloads.taken:  # everything was freed
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def head(path: str, *headers: str, method: str = "PUT") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode("latin-1")
+
+
+def status_of(answer: bytes) -> int:
+    assert answer.startswith(b"HTTP/1.1 "), answer[:100]
+    return int(answer[9:12])
+
+
+def test_a_body_shorter_than_announced_stores_nothing(gateway: Running) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        connection.sendall(head("/v1/blobs/short", "Content-Length: 1000") + b"x" * 999)
+        connection.shutdown(socket.SHUT_WR)
+        drained(connection)
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/short").status_code == 404
+
+
+def test_a_body_that_stops_is_408_and_stores_nothing(gateway: Running) -> None:
+    started = time.monotonic()
+    answer = gateway.raw(head("/v1/blobs/stops", "Content-Length: 1000000") + b"x" * 500)
+    assert status_of(answer) == 408
+    assert SLOW_SECONDS * 0.9 < time.monotonic() - started < SLOW_SECONDS + 8
+    assert b"too-slow" in answer
+
+
+def test_a_body_that_trickles_is_408(gateway: Running) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(head("/v1/blobs/trickle", "Transfer-Encoding: chunked"))
+        stop = threading.Event()
+
+        def trickle() -> None:
+            try:
+                while not stop.wait(0.02):
+                    connection.sendall(b"1\r\nx\r\n")
+            except OSError:
+                pass
+
+        sender = threading.Thread(target=trickle)
+        sender.start()
+        answer = connection.recv(65536)
+        stop.set()
+        sender.join()
+    assert status_of(answer) == 408
+
+
+def test_a_slow_body_above_the_least_rate_is_taken(gateway: Running) -> None:
+    def steadily() -> Iterator[bytes]:
+        for _ in range(25):
+            time.sleep(0.1)
+            yield b"x" * 400  # 4,000 bytes a second for 2.5 s
+
+    with gateway.client() as client:
+        assert client.put("/v1/blobs/steady", content=steadily()).json()["size_bytes"] == 10_000
+
+
+def test_a_request_line_that_never_ends_is_closed(gateway: Running) -> None:
+    for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: x\r\n"):
+        started = time.monotonic()
+        assert gateway.raw(begun, timeout=20) == b""
+        assert time.monotonic() - started < 10
+
+
+def test_too_large_a_body_is_413_announced_or_not(gateway: Running) -> None:
+    assert status_of(gateway.raw(head("/v1/blobs/big", f"Content-Length: {5 * MIB}"), timeout=1)) == 413
+    assert status_of(gateway.raw(head("/v1/blobs/big", "Content-Length: " + "9" * 18), timeout=1)) == 413
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(5 * 16):
+            yield b"x" * 65536
+
+    with gateway.client() as client:
+        assert client.put("/v1/blobs/big", content=endless()).status_code == 413
+        assert client.get("/v1/blobs/big").status_code == 404
+
+
+def test_an_early_refusal_reads_on_only_so_far(gateway: Running) -> None:
+    """A body of 1 GiB to somebody who is refused: discarded up to a bound, then the connection is closed."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(head("/v1/nothing", f"Content-Length: {1024 * MIB}"))
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while sent < 1024 * MIB:
+                connection.sendall(b"x" * MIB)
+                sent += MIB
+    assert sent < 64 * MIB
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"F" * 40 + b"\r\nabc\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: x\r\nX\x00Y: 1\r\n\r\n",
+        b"* / HTTP/1.1\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_garbage_is_a_client_error_or_a_closed_door(gateway: Running, sent: bytes) -> None:
+    answer = gateway.raw(sent, timeout=3)
+    if answer:
+        assert 400 <= status_of(answer) < 500
+        assert b"application/problem+json" in answer
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/x").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ["X-Big: " + "a" * 9000],
+        [f"X-{number}: {'a' * 50}" for number in range(300)],
+        ["X-Nearkin-Meta-A: " + "b" * 8200],
+        ["Cookie: " + "c" * 300_000],
+    ],
+)
+def test_oversized_headers_are_431(gateway: Running, headers: list[str]) -> None:
+    answer = gateway.raw(head("/v1/blobs/x", *headers, "Content-Length: 0"), timeout=3)
+    assert status_of(answer) == 431
+
+
+def test_an_oversized_url_is_refused(gateway: Running) -> None:
+    assert status_of(gateway.raw(head("/v1/blobs/" + "k" * 20_000, method="GET"), timeout=3)) == 431
+    assert status_of(gateway.raw(head("/v1/blobs/" + "k" * 2_000, method="GET"), timeout=3)) == 414
+
+
+def test_a_header_without_end_is_refused_while_it_comes(gateway: Running) -> None:
+    """The parser keeps a header until it ends: counted as it comes, or 1 GiB of it would lie in memory."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while sent < 256 * MIB:
+                connection.sendall(b"x" * 65536)
+                sent += 65536
+    assert sent < 32 * MIB
+
+
+def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: Running) -> None:
+    holders = []
+    for number in range(4):
+        connection = socket.create_connection(("127.0.0.1", gateway.port))
+        connection.sendall(head(f"/v1/blobs/held/{number}", "Content-Length: 100000") + b"x" * 3000)
+        holders.append(connection)
+    deadline = time.monotonic() + 5
+    while gateway.gateway.uploads.taken < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with gateway.client() as client:
+        refused = client.put("/v1/blobs/fifth", content=b"x")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    for connection in holders:
+        connection.close()
+
+
+def test_one_connection_too_many_is_refused(gateway: Running) -> None:
+    holders = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(40)]
+    try:
+        time.sleep(0.2)
+        assert status_of(gateway.raw(head("/livez", method="GET"), timeout=3)) == 503
+    finally:
+        for connection in holders:
+            connection.close()
+    time.sleep(0.2)
+
+
+def test_an_encoded_or_partial_body_is_refused(gateway: Running) -> None:
+    with gateway.client() as client:
+        assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
+        assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Range": "bytes 0-0/5"}).status_code == 400
+        assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Encoding": "identity"}).status_code == 201
+
+
+def test_metadata_that_cannot_be_kept_are_refused(gateway: Running) -> None:
+    with gateway.client() as client:
+        for headers in ({"X-Nearkin-Meta-A": "%FF"}, {"X-Nearkin-Meta-": "x"}, {"X-Nearkin-Meta-%FF": "x"}):
+            assert client.put("/v1/blobs/meta", content=b"x", headers=headers).status_code == 400, headers
+        assert client.get("/v1/blobs/meta").status_code == 404
+
+
+def test_a_reader_that_sleeps_is_let_go(tmp_path: Path) -> None:
+    with running(embedded(tmp_path, {"gateway": {"slow_seconds": 1, "slow_bytes_per_second": MIB}})) as gateway:
+        with gateway.client() as client:
+            assert client.put("/v1/blobs/long", content=os.urandom(24 * MIB)).status_code == 201
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", gateway.port))
+            connection.sendall(head("/v1/blobs/long", method="GET"))
+            deadline = time.monotonic() + 20
+            while not gateway.gateway.downloads.taken:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            while gateway.gateway.downloads.taken:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+
+def test_a_reader_that_leaves_frees_its_place(gateway: Running) -> None:
+    with gateway.client() as client:
+        client.put("/v1/blobs/left", content=os.urandom(4 * MIB))
+        for _ in range(5):
+            with client.stream("GET", "/v1/blobs/left") as answer:
+                next(answer.iter_raw())
+
+
+# --- memory, in a process of its own ---------------------------------------------------------------------------------
+
+
+def test_streaming_160_megabytes_takes_bounded_memory(tmp_path: Path) -> None:
+    environment = {
+        "NEARKIN_STORE": str(tmp_path / "store"),
+        "NEARKIN_GATEWAY__INGEST": "embedded",
+        "NEARKIN_BASE__CACHE_BYTES": "8MiB",
+        "NEARKIN_RESTORE__CACHE_BYTES": "8MiB",
+    }
+    total, piece = 160 * MIB, os.urandom(MIB)
+
+    def body() -> Iterator[bytes]:
+        for number in range(total // MIB):
+            yield number.to_bytes(8, "big") * (MIB // 16) + piece[: MIB // 2]
+
+    with process(environment, tmp_path) as (child, url):
+        with httpx.Client(base_url=url, timeout=120) as client:
+            client.put("/v1/blobs/warm", content=piece)
+            memory = psutil.Process(child.pid)
+            before, peak, done = memory.memory_info().rss, 0, threading.Event()
+
+            def watch() -> None:
+                nonlocal peak
+                while not done.wait(0.01):
+                    peak = max(peak, memory.memory_info().rss)
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            assert client.put("/v1/blobs/large", content=body()).json()["size_bytes"] == total
+            with client.stream("GET", "/v1/blobs/large") as answer:
+                size = sum(len(part) for part in answer.iter_raw())
+            done.set()
+            watcher.join()
+        assert size == total
+    # The pipeline's own buffers (3 batches, blocks, caches) take some 70 MiB; the body is 160.
+    assert peak - before < 110 * MIB, f"{(peak - before) / MIB:.0f} MiB more than at rest"
+
+
+def test_many_tiny_uploads_are_all_there(tmp_path: Path) -> None:
+    count, failures = 2000, []
+    environment = {"NEARKIN_STORE": str(tmp_path / "store"), "NEARKIN_GATEWAY__INGEST": "embedded"}
+    environment |= {"NEARKIN_GATEWAY__REQUESTS_PER_SECOND": "0"}
+    with process(environment, tmp_path) as (child, url):
+
+        def put(start: int) -> None:
+            with httpx.Client(base_url=url, timeout=60) as client:
+                for number in range(start, count, 16):
+                    answer = client.put(f"/v1/blobs/tiny/{number:05d}", content=b"%d" % number)
+                    if answer.status_code != 201:
+                        failures.append((number, answer.text))
+
+        threads = [threading.Thread(target=put, args=(start,)) for start in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert psutil.Process(child.pid).memory_info().rss < 500 * MIB
+        with httpx.Client(base_url=url, timeout=60) as client:
+            keys, query = [], "limit=1000"
+            while query:
+                answer = client.get(f"/v1/blobs?{query}")
+                keys += [entry["key"] for entry in answer.json()["blobs"]]
+                query = answer.links["next"]["url"].partition("?")[2] if "next" in answer.links else ""
+            assert keys == [f"tiny/{number:05d}" for number in range(count)]
+            assert client.get("/v1/blobs/tiny/01234").content == b"1234"
+
+
+def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> None:
+    environment = {"NEARKIN_STORE": str(tmp_path / "store"), "NEARKIN_GATEWAY__INGEST": "embedded"}
+    with process(environment, tmp_path) as (child, url):
+
+        def body() -> Iterator[bytes]:
+            for number in range(20):
+                if number == 5:
+                    child.terminate()
+                time.sleep(0.05)
+                yield b"x" * 100_000
+
+        with httpx.Client(base_url=url, timeout=60) as client:
+            assert client.put("/v1/blobs/last", content=body()).status_code == 201
+        assert child.wait(30) == 0
+    with running(embedded(tmp_path / "store")) as gateway, gateway.client() as client:
+        assert client.get("/v1/blobs/last").content == b"x" * 2_000_000
