@@ -103,7 +103,12 @@ async def explain(
 async def stats(request: Request, caller: Reader) -> Response:
     """Return what the tenant's data take and what each step saved."""
     catalogue = gateway_of(request).catalogue
-    return JSONResponse(stats_json(await asyncio.to_thread(catalogue.stats, caller.tenant)))
+
+    def summed() -> dict[str, object]:
+        whole = catalogue.whole
+        return {**stats_json(catalogue.stats(caller.tenant)), "whole": whole}
+
+    return JSONResponse(await asyncio.to_thread(summed))
 
 
 @router.get("/v1/workers", responses=_PLAIN, response_model=models.Workers, operation_id="listWorkers", tags=["admin"])

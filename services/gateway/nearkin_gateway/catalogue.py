@@ -40,6 +40,10 @@ LISTED_MAX = 1000
 class Listing(Protocol):
     """What is asked of an index; by tenant."""
 
+    @property
+    def whole(self) -> bool:
+        """Return whether its sums are those of the whole store."""
+
     def versions(
         self, tenant: str, prefix: str, after_key: str, after_version: int | None
     ) -> Iterator[tuple[str, int]]:
@@ -143,6 +147,11 @@ class Catalogue:
             if len(self._stats) > TENANTS_OPEN_MAX:
                 self._stats.popitem(last=False)
         return fresh
+
+    @property
+    def whole(self) -> bool:
+        """Return whether the sums are those of the whole store."""
+        return self._listing.whole
 
     def check(self) -> None:
         """Raise where the object store does not answer."""

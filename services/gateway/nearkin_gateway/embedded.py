@@ -32,6 +32,7 @@ from nearkin.store.objects import LocalObjects
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ending, Intent, committed_event
+from nearkin_gateway.listing import after
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.tokens import token_file
@@ -221,6 +222,8 @@ class EmbeddedUpload:
 class StoreListing:
     """The index of an embedded store."""
 
+    whole = True
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -228,7 +231,7 @@ class StoreListing:
         self, tenant: str, prefix: str, after_key: str, after_version: int | None
     ) -> Iterator[tuple[str, int]]:
         """Yield (key, version) by key and version, after what was given."""
-        return _after(self._store.catalog(tenant, prefix), after_key, after_version)
+        return after(self._store.catalog(tenant, prefix), after_key, after_version)
 
     def stats(self, tenant: str) -> Stats:
         """Return the sums of the store; it keeps them for its own tenant alone."""
@@ -236,12 +239,6 @@ class StoreListing:
         if tenant != own:
             raise NotFound(f"stats of tenant {tenant!r}: this gateway runs embedded and sums up {own!r} alone")
         return self._store.stats()
-
-
-def _after(entries: Iterator[tuple[str, int]], key: str, version: int | None) -> Iterator[tuple[str, int]]:
-    if version is None:
-        return (entry for entry in entries if entry[0] > key)
-    return (entry for entry in entries if entry > (key, version))
 
 
 def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:

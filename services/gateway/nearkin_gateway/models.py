@@ -70,6 +70,7 @@ class Stats(BaseModel):
     reduction_ratio: float
     versions: int
     keys: int
+    whole: bool = Field(description="False while the index is made anew: then the sums are of a part.")
 
 
 class Explanation(BaseModel):

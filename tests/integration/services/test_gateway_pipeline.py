@@ -1,0 +1,226 @@
+"""The gateway before the real pipeline: Kafka, Redis, the four workers as processes; all over HTTP."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from nearkin.config import load
+from nearkin.testing.gateways import Running, running
+from nearkin.testing.pipeline import Pipeline
+from nearkin_gateway import tokens
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def pipeline(kafka: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    folder = tmp_path_factory.mktemp("pipeline")
+    unique = os.urandom(6).hex()
+    tokens_file = folder / "tokens.json"
+    config: dict[str, dict[str, object]] = {
+        "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": f"g{unique}.", "partitions": 2},
+        "redis": {"url": redis.url, "prefix": f"g{unique}"},
+        "object_store": {"url": str(folder / "objects")},
+        "gateway": {"port": 0},
+        "auth": {"tokens_file": str(tokens_file)},
+    }
+    tokens.create(tokens_file, "nobody", ["read"])
+    with Pipeline(folder, config) as made:
+        yield made
+        assert set(made.stop().values()) == {0}, made.logs()
+
+
+@pytest.fixture(scope="module")
+def gateway(pipeline: Pipeline) -> Iterator[Running]:
+    with running(load(pipeline.config_file)[0]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def all_scopes(pipeline: Pipeline) -> str:
+    return tokens.create(pipeline.folder / "tokens.json", "default", tokens.SCOPES)[0]
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Running, all_scopes: str) -> Iterator[httpx.Client]:
+    with gateway.client(all_scopes) as found:
+        deadline = time.monotonic() + 10
+        while found.get("/v1/status/x").status_code == 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield found
+
+
+def content(size: int, seed: int) -> bytes:
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, 64, size, np.uint8).tobytes()
+
+
+def settled(client: httpx.Client, answer: httpx.Response) -> dict[str, Any]:
+    """Return what became of an upload."""
+    assert answer.status_code in (201, 202), answer.text
+    told: dict[str, Any] = answer.json()
+    deadline = time.monotonic() + 60
+    while told["state"] == "pending":
+        assert time.monotonic() < deadline
+        told = client.get(told["status"], params={"wait": 20}).json()
+    return told
+
+
+def test_a_put_that_waits_is_201_with_its_ledger_and_comes_back(client: httpx.Client) -> None:
+    data = content(3 * MIB, 1)
+    answer = client.put("/v1/blobs/a/waited", params={"wait": 60}, content=data)
+    assert answer.status_code == 201, answer.text
+    told = answer.json()
+    assert (told["version"], told["size_bytes"], told["ledger"]["logical_bytes"]) == (1, len(data), len(data))
+    assert told["ledger"]["unique_bytes"] > 0
+    assert client.get(answer.headers["location"]).content == data
+    assert client.get("/v1/blobs/a/waited", headers={"Range": "bytes=1000000-1000099"}).content == data[1000000:1000100]
+
+
+def test_a_put_that_does_not_wait_is_202_and_ends_committed(client: httpx.Client) -> None:
+    answer = client.put("/v1/blobs/a/later", content=content(MIB, 2), headers={"X-Nearkin-Meta-Host": "db1"})
+    assert answer.status_code == 202
+    assert answer.json()["state"] == "pending"
+    told = settled(client, answer)
+    assert (told["state"], told["key"], told["metadata"]) == ("committed", "a/later", {"host": "db1"})
+    assert answer.headers["location"] == told["status"]
+    assert client.get("/v1/blobs/a/later").content == content(MIB, 2)
+
+
+def test_an_empty_blob_is_a_blob(client: httpx.Client) -> None:
+    assert client.put("/v1/blobs/a/empty", params={"wait": 60}).json()["size_bytes"] == 0
+    assert client.get("/v1/blobs/a/empty").content == b""
+
+
+def test_a_second_gateway_knows_what_the_first_one_accepted(client: httpx.Client, pipeline: Pipeline) -> None:
+    token = client.headers["authorization"].removeprefix("Bearer ")
+    told = settled(client, client.put("/v1/blobs/a/shared", content=b"shared"))
+    with running(load(pipeline.config_file)[0]) as other, other.client(token) as second:
+        assert second.get(told["status"]).json()["version"] == told["version"]
+        later = client.put("/v1/blobs/a/shared", content=b"shared again")
+        assert settled(second, later)["version"] == told["version"] + 1
+
+
+def test_a_wrong_digest_ends_as_a_visible_failure_and_no_version(client: httpx.Client) -> None:
+    answer = client.put("/v1/blobs/a/wrong", content=content(2 * MIB, 3), headers={"X-Content-SHA256": "0" * 64})
+    assert (answer.status_code, answer.json()["type"]) == (400, "urn:nearkin:problem:digest-mismatch")
+    time.sleep(1)
+    assert client.get("/v1/blobs/a/wrong").status_code == 404
+
+
+def test_repeats_with_one_idempotency_key_store_once_wherever_they_arrive(
+    client: httpx.Client, pipeline: Pipeline
+) -> None:
+    token = client.headers["authorization"].removeprefix("Bearer ")
+    data, headers = content(2 * MIB, 4), {"Idempotency-Key": "one"}
+    first = client.put("/v1/blobs/a/idem", content=data, headers=headers)
+    with running(load(pipeline.config_file)[0]) as other, other.client(token) as second:
+        again = second.put("/v1/blobs/a/idem", content=data, headers=headers)
+        told = settled(second, again)
+        assert told["version"] == settled(client, first)["version"] == 1
+        changed = second.put("/v1/blobs/a/idem", content=data[1:], headers=headers, params={"wait": 60})
+        assert (changed.status_code, changed.json()["type"]) == (422, "urn:nearkin:problem:idempotency-key-reused")
+    replay = client.put("/v1/blobs/a/idem", content=data, headers=headers, params={"wait": 60})
+    assert (replay.status_code, replay.headers["idempotent-replayed"]) == (201, "true")
+    assert len(client.get("/v1/blobs/a/idem/versions").json()["versions"]) == 1
+
+
+def test_tenants_write_apart_and_read_apart(client: httpx.Client, gateway: Running, pipeline: Pipeline) -> None:
+    token = tokens.create(pipeline.folder / "tokens.json", "other", tokens.SCOPES)[0]
+    data = content(MIB, 5)
+    with gateway.client(token) as other:
+        deadline = time.monotonic() + 10
+        while other.get("/v1/status/x").status_code == 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        theirs = other.put("/v1/blobs/apart", params={"wait": 60}, content=data).json()
+        assert theirs["ledger"]["unique_bytes"] > 0
+        mine = client.put("/v1/blobs/apart/mine", params={"wait": 60}, content=data).json()
+        assert mine["ledger"]["unique_bytes"] == theirs["ledger"]["unique_bytes"]  # no dedup across tenants
+        assert client.get("/v1/blobs/apart").status_code == 404
+        assert client.get(theirs["status"]).status_code == 404
+        assert [entry["key"] for entry in other.get("/v1/blobs").json()["blobs"]] == ["apart"]
+
+
+def test_listings_and_stats_come_from_the_index_of_the_workers(client: httpx.Client) -> None:
+    for number in range(7):
+        assert client.put(f"/v1/blobs/list/{number}", params={"wait": 60}, content=b"%d" % number).status_code == 201
+    client.put("/v1/blobs/list/3", params={"wait": 60}, content=b"again")
+    found, url = [], "/v1/blobs?prefix=list/&limit=3&versions=all"
+    while url:
+        page = client.get(url)
+        assert page.status_code == 200, page.text
+        found += [(entry["key"], entry["version"]) for entry in page.json()["blobs"]]
+        url = page.links["next"]["url"] if "next" in page.links else ""
+    assert found == sorted([(f"list/{number}", 1) for number in range(7)] + [("list/3", 2)])
+    stats = client.get("/v1/stats").json()
+    assert stats["versions"] >= 8
+    assert sum(stats["parts"].values()) == stats["stored_bytes"]
+    assert client.get("/v1/explain/list/3").json()["version"] == 2
+
+
+def test_workers_run_the_revision_that_was_patched(client: httpx.Client) -> None:
+    changed = client.patch("/v1/config", json={"features": {"algorithm": "ntransform"}}).json()
+    deadline = time.monotonic() + 30
+    while True:
+        workers = client.get("/v1/workers").json()["workers"]
+        if len(workers) == 4 and {worker["revision"] for worker in workers} == {changed["revision"]}:
+            break
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.5)
+    client.put("/v1/blobs/toggled", params={"wait": 60}, content=content(MIB, 77))
+    deadline = time.monotonic() + 30
+    while not any(name.startswith("ntransform") for name in client.get("/v1/stats").json()["sketches"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    client.patch("/v1/config", json={"features": {"algorithm": None}})
+
+
+def test_a_cut_upload_is_told_failed(client: httpx.Client, gateway: Running) -> None:
+    outcomes = gateway.gateway.outcomes
+    before = len(outcomes)
+
+    def body() -> Iterator[bytes]:
+        yield content(2 * MIB, 6)
+        raise RuntimeError("the client fell over")
+
+    with pytest.raises(RuntimeError):
+        client.put("/v1/blobs/a/cut", content=body())
+    deadline = time.monotonic() + 30
+    while len(outcomes) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert client.get("/v1/blobs/a/cut").status_code == 404
+
+
+def test_many_uploads_at_once_all_end_committed(gateway: Running, client: httpx.Client, all_scopes: str) -> None:
+    ended: list[dict[str, Any]] = []
+
+    def put(start: int) -> None:
+        with gateway.client(all_scopes) as mine:
+            answers = [mine.put(f"/v1/blobs/many/{number}", content=b"%d" % number) for number in range(start, 200, 8)]
+            ended.extend(settled(mine, answer) for answer in answers)
+
+    threads = [threading.Thread(target=put, args=(start,)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 200
+    assert {told["state"] for told in ended} == {"committed"}
+    assert gateway.gateway.uploads.taken == 0
+    assert gateway.gateway.ingest.budget.used_bytes == 0  # type: ignore[attr-defined]
+
+
+def test_readiness_follows_kafka(tmp_path: Path, client: httpx.Client) -> None:
+    assert client.get("/readyz").status_code == 200
