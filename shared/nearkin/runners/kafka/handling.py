@@ -75,7 +75,7 @@ class RecordGuard:
         next_topic: str | None,
         next_key: Callable[[Envelope], bytes] = lambda envelope: envelope.blob,
     ) -> None:
-        """`next_topic` None: this is the last stage, who tells failures itself. `next_key`: what that topic is keyed by."""
+        """`next_topic` None: the last stage, who tells failures itself. `next_key`: what that topic is keyed by."""
         self._settings = settings
         self._stage = stage
         self._outbox = outbox
