@@ -11,7 +11,6 @@ import hashlib
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ class Report:
 
     seed: int
     blobs: int
-    kills: Counter[str] = field(default_factory=Counter)
+    kills: dict[str, int] = field(default_factory=dict)
     created: int = 0
     accepted: int = 0
     cut: int = 0
@@ -213,7 +212,7 @@ class Chaos:
             waited = time.monotonic()
             while self._done < wanted and time.monotonic() - waited < 10:
                 time.sleep(0.05)
-            self.report.kills[victim] += 1
+            self.report.kills[victim] = self.report.kills.get(victim, 0) + 1
             if victim in VICTIMS:
                 pipeline.kill(victim)
                 time.sleep(self._random.uniform(0, 0.5))

@@ -148,6 +148,8 @@ class HotSettings:
 
     def _watch_file(self) -> None:
         assert self._file is not None
+        # It tells of every change in the folder: where a log lies beside the file, each line would cause the next.
+        logging.getLogger("watchfiles").setLevel(logging.WARNING)
         # The folder: editors and Kubernetes replace a file, they do not write into it.
         for _ in watch(self._file.absolute().parent, stop_event=self._stop, recursive=False, debounce=200):
             self.reread()

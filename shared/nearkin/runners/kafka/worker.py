@@ -90,7 +90,6 @@ def command(
             format="%(asctime)s %(levelname)s %(name)s %(message)s",
             stream=sys.stderr,
         )
-        logging.getLogger("watchfiles").setLevel(logging.WARNING)
         try:
             settings = load(config_file)[0]
         except ConfigError as err:
