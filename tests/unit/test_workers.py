@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -125,3 +128,40 @@ def test_the_thread_ends_with_stop() -> None:
     assert "nearkin-a-name-of-its-own" in {thread.name for thread in threading.enumerate()}
     worker.stop()
     assert "nearkin-a-name-of-its-own" not in {thread.name for thread in threading.enumerate()}
+
+
+class Interrupt(BaseException):
+    """What a signal's handler raises in the main thread, as Ctrl-C does."""
+
+
+def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled() -> None:
+    """`timeout` sends SIGTERM twice, people press Ctrl-C twice: the second lands while the first is on its way out."""
+    shots = 0
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        nonlocal shots
+        if shots:
+            shots -= 1
+            raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    draw = random.Random(3)
+    try:
+        for _ in range(300):
+            worker: Worker[int] = Worker("test", lambda _: None, 1)
+            shots = 2
+            with suppress(Interrupt):
+                with suppress(Interrupt):
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 3e-4), 1e-5)
+                    while True:
+                        worker.put(0)
+                while shots:
+                    time.sleep(1e-5)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            ended = threading.Thread(target=worker.cancel, daemon=True)
+            ended.start()
+            ended.join(PATIENCE)
+            assert not ended.is_alive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -132,4 +132,6 @@ def _drop_stdout(code: int) -> int:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    # once: `timeout` sends it twice, and the second would cut short what cleans up after the first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _Terminated

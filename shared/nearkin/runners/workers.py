@@ -1,21 +1,35 @@
-"""One thread, one bounded queue. Invariant: after the first failure nothing more is done, and whoever waits is told."""
+"""One thread, one bounded queue. Invariant: after the first failure nothing more is done, and whoever waits is told.
+
+The queue is made of SimpleQueues, whose every step is one call into C: an interrupt (Ctrl-C, SIGTERM) lands before or
+after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for ever.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import Queue
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 
+class _Mark:
+    """Stands in the queue behind the items that somebody waits for."""
+
+    def __init__(self) -> None:
+        self.reached: SimpleQueue[None] = SimpleQueue()
+
+
 class Worker(Generic[Item]):
-    """Carries out items in order on a thread of its own."""
+    """Carries out items in order on a thread of its own; `items_max` wait at most besides the one being done."""
 
     def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int) -> None:
         self._carry_out = carry_out
-        self._queue: Queue[Item | None] = Queue(items_max)
+        self._items: SimpleQueue[Item | _Mark | None] = SimpleQueue()
+        self._room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(items_max):
+            self._room.put(None)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"nearkin-{name}", daemon=True)
         self._thread.start()
@@ -23,7 +37,8 @@ class Worker(Generic[Item]):
     def put(self, item: Item) -> None:
         """Queue an item, waiting for room. Raises what an earlier item failed with."""
         self.check()
-        self._queue.put(item)
+        self._room.get()
+        self._items.put(item)
 
     def check(self) -> None:
         """Raise what an item failed with, if one did."""
@@ -32,14 +47,17 @@ class Worker(Generic[Item]):
 
     def drain(self) -> None:
         """Wait until all queued items are done. Raises what one failed with."""
-        self._queue.join()
+        if self._thread.is_alive():
+            mark = _Mark()
+            self._items.put(mark)
+            mark.reached.get()
         self.check()
 
     def stop(self) -> None:
         """Let queued items finish (or be dropped after a failure) and end the thread; again is fine."""
         if not self._thread.is_alive():
             return
-        self._queue.put(None)
+        self._items.put(None)
         self._thread.join()
         # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.
         self._carry_out = _stopped
@@ -52,16 +70,19 @@ class Worker(Generic[Item]):
 
     def _run(self) -> None:
         while True:
-            item = self._queue.get()
+            item = self._items.get()
+            if item is None:
+                return
+            if isinstance(item, _Mark):
+                item.reached.put(None)
+                continue
+            self._room.put(None)
             try:
-                if item is None:
-                    return
                 if self._failure is None:
                     self._carry_out(item)
             except BaseException as err:
                 self._failure = err
             finally:
-                self._queue.task_done()
                 item = None
 
 
