@@ -1,0 +1,19 @@
+"""A short chaos run; `bench/chaos.py` is the long one. The seed is in the failure's text."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nearkin.testing.chaos import Chaos
+
+
+def test_what_was_promised_is_kept_while_everything_dies(
+    tmp_path: Path, need: Callable[[Callable[[], Any]], Any], capsys: Any
+) -> None:
+    seed = secrets.randbelow(1_000_000)
+    report = need(lambda: Chaos(tmp_path, seed, 24, 6, print).run())
+    assert not report.problems, report
+    assert report.created + report.accepted == 24, report
