@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nearkin.cli.dead import dlq
 from nearkin.cli.serving import serve, token
 from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
 from nearkin.errors import BadInput, Corrupt
@@ -320,3 +321,4 @@ def version() -> None:
 
 nearkin.add_command(serve)
 nearkin.add_command(token)
+nearkin.add_command(dlq)

@@ -5,7 +5,7 @@ A command works on one store: a local one (--store) or one behind a gateway (--s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
@@ -45,11 +45,11 @@ class Session:
     config: Path | None = None
     as_json: bool = False
 
-    def load(self) -> tuple[Settings, dict[str, Origin]]:
-        """Return the settings and where each came from."""
+    def load(self, more: Mapping[str, object] | None = None) -> tuple[Settings, dict[str, Origin]]:
+        """Return the settings and where each came from; `more` is what else the command line says."""
         from nearkin.config import load
 
-        return load(self.config, {"store": self.store, "server": self.server})
+        return load(self.config, {"store": self.store, "server": self.server, **(more or {})})
 
     def choose(self) -> tuple[Settings, str | None]:
         """Return the settings, and the server's URL where it is not a local store. Raises ConfigError for both."""
@@ -100,9 +100,11 @@ class Session:
     def connect(self, server: str, settings: Settings) -> Iterator[RemoteStore]:
         """Open the store behind a server for as long as the block runs."""
         self._log_to_stderr()
-        from nearkin.client import connect
+        with services_extra("--server"):
+            from nearkin.client import connect
 
-        with connect(server, settings.token) as remote:
+            remote = connect(server, settings.token)
+        with remote:
             yield remote
 
     @contextmanager
@@ -121,6 +123,17 @@ class Session:
         import logging
 
         logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
+
+
+@contextmanager
+def services_extra(what: str) -> Iterator[None]:
+    """Say what to install where an import in the block needs what only the extra `services` brings."""
+    try:
+        yield
+    except ModuleNotFoundError as err:
+        from nearkin.errors import ConfigError
+
+        raise ConfigError(f"{what}: {err.name} is not installed; pip install 'nearkin[services]'") from err
 
 
 def current_session() -> Session:

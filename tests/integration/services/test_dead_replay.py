@@ -1,0 +1,272 @@
+"""Dead letters on a real Kafka: listed, shown, and sent back once, whatever happens at the same time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from nearkin.cli import main
+from nearkin.config import Settings, load
+from nearkin.errors import BadInput, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.runners.kafka import dead_replay
+from nearkin.runners.kafka.clients import Outbox, create_topics
+from nearkin.runners.kafka.dead_letters import send_dead_letter
+from nearkin.runners.kafka.dead_replay import REPLAYED_HEADER, list_letters, read_letter, replay
+from nearkin_gateway.ingest_records import UserRecord
+
+
+class World:
+    """A deployment's topics and a topic of its user, whose records can be made dead letters."""
+
+    def __init__(self, settings: Settings, users: str) -> None:
+        self.settings, self.users = settings, users
+
+    def reject(self, *records: UserRecord) -> None:
+        outbox = Outbox(self.settings, "test")
+        for record in records:
+            send_dead_letter(self.settings, outbox, record, "ingest", BadInput(f"refused {record.offset}"))
+        outbox.flush()
+
+    def record(self, offset: int, value: bytes | None = b"value", **more: Any) -> UserRecord:
+        return UserRecord(
+            **{"topic": self.users, "partition": 1, "offset": offset, "key": b"k", "value": value, **more}
+        )
+
+    def sent_back(self) -> list[Any]:
+        """What is in the user's topic, as its consumers see it."""
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.settings.kafka.bootstrap_servers,
+                "group.id": "reader",
+                "enable.partition.eof": True,
+                "enable.auto.commit": False,
+            }
+        )
+        found = []
+        try:
+            consumer.assign([TopicPartition(self.users, partition, 0) for partition in (0, 1)])
+            left = 2
+            while left:
+                message = consumer.poll(20)
+                assert message is not None
+                if message.error() is not None:
+                    left -= 1
+                else:
+                    found.append(message)
+        finally:
+            consumer.close()
+        return found
+
+
+@pytest.fixture
+def world(kafka: Any, topic_prefix: str) -> World:
+    users = f"users-{topic_prefix.rstrip('.')}"
+    settings, _ = load(
+        None, {"kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2}}
+    )
+    create_topics(settings)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    admin.create_topics([NewTopic(users, 2, 1, config={"max.message.bytes": "5000000"})])[users].result(30)
+    return World(settings, users)
+
+
+def test_letters_are_listed_oldest_first_and_shown_whole(world: World) -> None:
+    headers = (("mine", b"a"), ("empty", None))
+    world.reject(*(world.record(n, b"v%d" % n, all_headers=headers) for n in range(5)))
+    world.reject(world.record(9, None, topic="elsewhere", key=None))
+    found = list_letters(world.settings)
+    assert sorted(letter.source or ("",) for letter in found) == sorted(
+        [*((world.users, 1, n) for n in range(5)), ("elsewhere", 1, 9)]
+    )
+    assert [letter.timestamp_ms for letter in found] == sorted(letter.timestamp_ms for letter in found)
+    assert all(letter.value is None for letter in found)
+    assert {(letter.stage, letter.error) for letter in found} == {("ingest", "nearkin.errors.BadInput")}
+    assert len(list_letters(world.settings, 2)) == 2
+    (other,) = list_letters(world.settings, source="elsewhere")
+    assert (other.source, other.value_bytes, other.message) == (("elsewhere", 1, 9), 0, "refused 9")
+    third = next(letter for letter in found if letter.source == (world.users, 1, 3))
+    whole = read_letter(world.settings, third.place)
+    assert (whole.value, whole.key, whole.headers[:2]) == (b"v3", b"k", headers)
+
+
+def test_a_letter_goes_back_as_it_came_and_only_once(world: World) -> None:
+    headers = (("mine", b"a"), ("mine", b"b"), ("none", None))
+    world.reject(world.record(1, b"\0\xff", all_headers=headers), world.record(2, None), world.record(3))
+    first, second, third = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
+    assert [letter.place for letter in replay(world.settings, [first.place, second.place])] == [
+        first.place,
+        second.place,
+    ]
+    back = world.sent_back()
+    assert [(message.partition(), message.key(), message.value()) for message in back] == [
+        (1, b"k", b"\0\xff"),
+        (1, b"k", None),
+    ]
+    where = f"{world.settings.kafka.topic_prefix}dead[{first.partition}]@{first.offset}".encode()
+    assert back[0].headers() == [*headers, (REPLAYED_HEADER, where)]
+    assert [letter.place for letter in list_letters(world.settings)] == [third.place]
+    again = {letter.place: letter.replayed for letter in list_letters(world.settings, replayed=True)}
+    assert again == {first.place: True, second.place: True, third.place: False}
+    assert read_letter(world.settings, first.place).replayed
+    with pytest.raises(BadInput, match="was sent back already"):
+        replay(world.settings, [third.place, first.place])
+    assert len(world.sent_back()) == 2  # the refusal sent nothing
+
+
+def test_two_replays_at_the_same_time_send_back_once(world: World) -> None:
+    world.reject(*(world.record(n) for n in range(30)))
+    places = [letter.place for letter in list_letters(world.settings)]
+    failures: list[NearkinError] = []
+
+    def work() -> None:
+        try:
+            replay(world.settings, places)
+        except NearkinError as err:
+            failures.append(err)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    left = [letter.place for letter in list_letters(world.settings)]
+    if left:  # each fenced out the one before it, and the last may have been the first to give up
+        replay(world.settings, left)
+    assert len(failures) >= 2
+    assert len(world.sent_back()) == 30
+    assert list_letters(world.settings) == []
+
+
+def test_a_replay_that_dies_before_its_commit_sent_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.reject(world.record(1))
+    (letter,) = list_letters(world.settings)
+    transactional = dead_replay._transactional
+
+    class Dying:
+        def __init__(self, settings: Settings) -> None:
+            self._producer = transactional(settings)
+
+        def commit_transaction(self, _timeout: float) -> None:
+            self._producer.flush(10)
+            raise KafkaException(dead_replay.KafkaError(dead_replay.KafkaError._FAIL, "died"))
+
+        def abort_transaction(self, _timeout: float) -> None:
+            raise KafkaException(dead_replay.KafkaError(dead_replay.KafkaError._FAIL, "died"))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._producer, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dead_replay, "_transactional", Dying)
+        with pytest.raises(StoreUnavailable, match="died"):
+            replay(world.settings, [letter.place])
+    replay(world.settings, [letter.place])  # fences the dead one and ends its transaction
+    assert [message.value() for message in world.sent_back()] == [b"value"]
+
+
+def test_a_record_that_did_not_fit_is_taken_from_where_it_came(world: World) -> None:
+    from confluent_kafka import Producer
+
+    producer = Producer({"bootstrap.servers": world.settings.kafka.bootstrap_servers, "message.max.bytes": 10**7})
+    large = b"x" * 3_000_000
+    producer.produce(world.users, large, b"k", partition=1, headers=[("mine", b"a")])
+    assert producer.flush(30) == 0
+    world.reject(world.record(0, large, all_headers=(("mine", b"a"),)), world.record(77, large))
+    kept, gone = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
+    assert kept.omitted
+    assert kept.value_bytes == 0
+    replay(world.settings, [kept.place])
+    assert [len(message.value()) for message in world.sent_back()] == [3_000_000] * 2
+    assert dict(world.sent_back()[1].headers())["mine"] == b"a"
+    with pytest.raises(Permanent, match=r"is no longer in users-.*\[1\] at offset 77"):
+        replay(world.settings, [gone.place])
+
+
+def test_letters_that_are_not_there_are_said_not_to_be(world: World, kafka: Any) -> None:
+    assert list_letters(world.settings) == []
+    for call in (lambda: read_letter(world.settings, (0, 5)), lambda: replay(world.settings, [(9, 0)])):
+        with pytest.raises(NotFound, match="letter"):
+            call()
+    nothing = load(None, {"kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": "never."}})[0]
+    assert list_letters(nothing) == []
+    for text in ("", "1", "1:", ":1", "-1:2", "1:2:3", "a:b", "1:" + "9" * 19):
+        with pytest.raises(BadInput, match="PARTITION:OFFSET"):
+            dead_replay.parse_place(text)
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def call(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.setenv("NEARKIN_KAFKA__TOPIC_PREFIX", world.settings.kafka.topic_prefix)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([*arguments, "--bootstrap", world.settings.kafka.bootstrap_servers])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_the_commands_list_show_and_replay(world: World, call: Callable[..., tuple[int, str, str]]) -> None:
+    world.reject(
+        world.record(1, "wört \x1b[31m".encode() * 100, all_headers=(("h\n", b"\xff\xfe"),)),
+        world.record(2, bytes(range(256))),
+    )
+    code, out, err = call("dlq", "list", "--json")
+    assert (code, err) == (0, "")
+    first, second = sorted(json.loads(out), key=lambda letter: int(letter["offset"]))
+    assert first["topic"] == world.users
+    assert (first["partition"], first["offset"], first["stage"], first["message"]) == (1, 1, "ingest", "refused 1")
+    assert (first["key"], first["replayed"], first["kept_whole"]) == (
+        {"encoding": "utf-8", "data": "k", "cut": False},
+        False,
+        True,
+    )
+    code, out, _ = call("dlq", "list")
+    assert (code, "refused 2" in out, f"{world.users}[1]@2" in out) == (0, True, True)
+    shown = json.loads(call("dlq", "show", first["letter"], "--bytes", "2", "--json")[1])
+    assert shown["value"] == {"encoding": "utf-8", "data": "w", "cut": True}  # never half a character
+    assert shown["headers"][0] == {"name": "h\n", "value": {"encoding": "base64", "data": "//4=", "cut": False}}
+    code, out, _ = call("dlq", "show", first["letter"])
+    assert (code, "\x1b" in out, "h\\n: base64://4=" in out) == (0, False, True)
+    assert json.loads(call("dlq", "show", second["letter"], "--json")[1])["value"]["encoding"] == "base64"
+    code, out, err = call("dlq", "replay", first["letter"])
+    assert (code, out, err) == (0, f"{first['letter']} -> {world.users}[1]\n", "nearkin: 1 sent back\n")
+    code, _, err = call("dlq", "replay", first["letter"])
+    assert (code, "was sent back already" in err) == (2, True)
+    assert [letter["letter"] for letter in json.loads(call("dlq", "list", "--json")[1])] == [second["letter"]]
+    found = json.loads(call("dlq", "replay", "--all", "--topic", world.users, "--json")[1])
+    assert [letter["letter"] for letter in found["replayed"]] == [second["letter"]]
+    assert json.loads(call("dlq", "replay", "--all", "--json")[1]) == {"replayed": []}
+    assert len(json.loads(call("dlq", "list", "--all", "--json")[1])) == 2
+    assert len(world.sent_back()) == 2
+
+
+def test_the_commands_refuse_what_is_not_meant(call: Callable[..., tuple[int, str, str]]) -> None:
+    for arguments in ([], ["--all", "0:1"], ["0:1", "--topic", "t"], ["first"]):
+        code, out, err = call("dlq", "replay", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), arguments
+    code, _, err = call("dlq", "show", "0:99")
+    assert (code, "nearkin dlq list" in err) == (1, True)
+
+
+def test_a_kafka_that_is_not_there_is_told_in_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_replay, "ASK_SECONDS", 1.0)
+    code = main(["dlq", "list", "--bootstrap", "127.0.0.1:9"])
+    out, err = capfd.readouterr()
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("nearkin: kafka 127.0.0.1:9: ")
