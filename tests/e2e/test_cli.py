@@ -41,6 +41,7 @@ COMMANDS = (
     "config",
     "serve",
     "token",
+    "dlq",
     "version",
 )
 LEDGER = {

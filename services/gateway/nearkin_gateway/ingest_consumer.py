@@ -6,26 +6,18 @@ A key's blobs become versions in the order of their records. A record that is de
 it is committed once. One that can never be stored goes to the dead letters; one whose object cannot be read now holds
 back its own partition alone, for `ingest.retry_seconds` at most. Losing Kafka starts the consumer over from what it
 committed (`run_forever`).
-
-python -m nearkin_gateway.ingest_consumer [--config FILE] [--name NAME]
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-import click
 from confluent_kafka import (
     TIMESTAMP_NOT_AVAILABLE,
     Consumer,
@@ -38,28 +30,23 @@ from confluent_kafka import Message as KafkaMessage
 from confluent_kafka.admin import AdminClient
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
-from nearkin.config import Settings, load
-from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable, StoreUnavailable
+from nearkin.config import Settings
+from nearkin.errors import BadInput, Retryable, StoreUnavailable
 from nearkin.runners.kafka.clients import (
     ADMIN_SECONDS_MAX,
     Outbox,
     connection,
     consumer,
-    create_topics,
     group,
     unavailable,
 )
 from nearkin.runners.kafka.dead_letters import send_dead_letter
-from nearkin.runners.kafka.hot import HotSettings
-from nearkin.runners.kafka.loop import as_bytes, run_forever
+from nearkin.runners.kafka.loop import as_bytes
 from nearkin.store.objects import ObjectStore
-from nearkin.store.opening import open_objects
 from nearkin_gateway.ingest_frames import STAGE, Away, attempt_id, frames_of, header_pairs, object_frames, send_blob
 from nearkin_gateway.ingest_records import Intake, UserRecord, intake_of, origin_of, tenants_of
 
 _log = logging.getLogger("nearkin.ingest")
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 POLL_SECONDS = 0.05
 BATCH_RECORDS = 500
@@ -89,17 +76,17 @@ class _Stall:
 class IngestConsumer:
     """One consumer of the group. Not to be shared between threads."""
 
-    def __init__(
-        self, settings: Settings, objects: ObjectStore | None, worker: str, instance: str | None = None
-    ) -> None:
-        """`objects` is where claim checks lie; `instance` names a static member of the group (KIP-345)."""
+    def __init__(self, settings: Settings, objects: ObjectStore | None, worker: str) -> None:
+        """`objects` is where claim checks lie; `worker` a name of its own that stays over a restart (KIP-345)."""
         self._settings = settings
         self._objects = objects
         self._tenants = tenants_of(settings)
         self._outbox = Outbox(settings, f"{worker}-ingest")
-        extra = {} if instance is None else {"group.instance.id": instance}
         self._consumer: Consumer = consumer(
-            settings, settings.ingest.group or group(settings, STAGE), f"{worker}-ingest", **extra
+            settings,
+            settings.ingest.group or group(settings, STAGE),
+            f"{worker}-ingest",
+            **{"group.instance.id": f"{STAGE}-{worker}"},
         )
         self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
         self._cluster = ""
@@ -325,43 +312,3 @@ def _backoff_seconds(attempt: int) -> float:
     state = RetryCallState(Retrying(), None, (), {})
     state.attempt_number = attempt
     return max(0.05, _jitter(state))
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
-@click.option("--name", metavar="NAME", help="Keeps its partitions over a restart; want one for each process.")
-def main(config: Path | None, name: str | None) -> None:
-    """Store what comes in on `ingest.topics`. Settings come from FILE and from NEARKIN_* variables."""
-    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    try:
-        ingest(load(config)[0], config, name, stop)
-    except NearkinError as err:
-        click.echo(f"nearkin: {err}", err=True)
-        sys.exit(2 if isinstance(err, BadInput) else 1)
-
-
-def ingest(settings: Settings, config: Path | None, name: str | None, stop: threading.Event) -> None:
-    """Run a consumer until `stop`; it pauses while `service.read_only` or `service.paused` is set."""
-    if not settings.ingest.topics:
-        raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
-    objects = open_objects(settings) if settings.ingest.dataref_prefix is not None else None
-    create_topics(settings)
-    hot = HotSettings(settings, config)
-    hot.start()
-    worker = name or f"{socket.gethostname()}-{os.getpid()}"
-    _log.info("%s: takes blobs from %s", worker, ", ".join(settings.ingest.topics))
-    try:
-        run_forever(
-            lambda: IngestConsumer(settings, objects, worker, name),
-            stop,
-            lambda: hot.settings.service.read_only or hot.settings.service.paused,
-        )
-    finally:
-        hot.stop()
-
-
-if __name__ == "__main__":
-    main()

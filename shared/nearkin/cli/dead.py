@@ -26,13 +26,13 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 @click.group(cls=AsWrittenGroup)
 def dlq() -> None:
-    """Look at records that could not be processed, and send them back.
+    """List, show and send back dead letters.
 
     nearkin dlq list --bootstrap kafka:9092
     nearkin dlq show 0:17
     nearkin dlq replay 0:17 0:18       # back to the topic each came from, once
 
-    A letter's name is its partition and offset in the dead-letter topic.
+    Dead letters are records that could not be processed. A letter's name is its partition and offset in their topic.
     """
 
 
@@ -53,7 +53,7 @@ def _settings(bootstrap: str | None) -> Settings:
 @click.option("--all", "replayed", is_flag=True, help="Those that were sent back too.")
 @_kafka_options
 def list_(topic: str | None, limit: int, replayed: bool, bootstrap: str | None) -> None:
-    """List dead letters, oldest first: where they came from and what was wrong.
+    """List dead letters, oldest first.
 
     nearkin dlq list --topic orders --limit 10
     nearkin dlq list --json | jq '.[].message'
@@ -91,7 +91,7 @@ def list_(topic: str | None, limit: int, replayed: bool, bootstrap: str | None) 
 )
 @_kafka_options
 def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
-    """Show one dead letter: its headers and the beginning of its value.
+    """Show a letter's headers and value.
 
     nearkin dlq show 0:17 --bytes 200
     """
@@ -123,12 +123,13 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
 @click.option("--topic", metavar="TOPIC", help="With --all: only those that came from this topic.")
 @_kafka_options
 def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootstrap: str | None) -> None:
-    """Send dead letters back to the topic and partition they came from, each once.
+    """Send letters back, each once.
 
     nearkin dlq replay 0:17 2:4
     nearkin dlq replay --all --topic orders
 
-    The record gets a header __nearkin.replayed.from; a second replay of a letter is refused.
+    A record goes to the topic and partition it came from, with a header __nearkin.replayed.from; a second replay of a
+    letter is refused.
     """
     from nearkin.cli.output import print_json, printable, say
 

@@ -5,7 +5,6 @@ settings -> connections -> hot settings -> loops, until SIGTERM or SIGINT
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import socket
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -22,9 +20,10 @@ import click
 from nearkin.config import Settings, load
 from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.index.redis import RedisIndex
-from nearkin.runners.kafka.clients import Outbox, create_topics
+from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.runners.kafka.loop import Handler, Loop, run_forever
+from nearkin.runners.kafka.reporting import report
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.store import descriptor
 from nearkin.store.objects import ObjectStore
@@ -33,7 +32,6 @@ from nearkin.store.opening import open_store_of
 _log = logging.getLogger("nearkin.worker")
 
 CONNECT_SECONDS_MAX = 120.0
-REPORT_SECONDS = 5.0
 STOP_SECONDS = 60.0
 
 
@@ -121,7 +119,8 @@ def run_worker(
     failures: list[BaseException] = []
     threads = [_thread(context, part, stop, failures) for part in parts]
     end_background = background(context) if background is not None else None
-    reporter = threading.Thread(target=_report, args=(context, service, stop), name="nearkin-report", daemon=True)
+    reporting = (settings, context.hot, service, worker, stop)
+    reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
     _log.warning("%s %s: ready, revision %s", service, worker, context.hot.revision)
     stop.wait()
@@ -173,29 +172,3 @@ def _thread(context: Context, part: Part, stop: threading.Event, failures: list[
     thread = threading.Thread(target=run, name=f"nearkin-{part.service}")
     thread.start()
     return thread
-
-
-def _report(context: Context, service: str, stop: threading.Event) -> None:
-    """Tell, now and then, what this worker runs: gateways list it."""
-    outbox = Outbox(context.settings, f"{service}-{context.worker}-report")
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    name = f"{service}/{context.worker}"
-    while True:
-        report = {
-            "worker": name,
-            "service": service,
-            "revision": context.hot.revision,
-            "started": started,
-            "seen": datetime.now(UTC).isoformat(timespec="seconds"),
-            "state": "stopped" if stop.is_set() else "paused" if context.current().service.paused else "running",
-        }
-        try:
-            outbox.send("workers", name.encode(), json.dumps(report).encode(), {})
-            outbox.flush()
-        except Retryable as err:
-            _log.warning("report: %s", err)
-            outbox.close()
-            outbox = Outbox(context.settings, f"{service}-{context.worker}-report")
-        if stop.wait(REPORT_SECONDS) and report["state"] == "stopped":
-            outbox.close()
-            return

@@ -1,0 +1,98 @@
+"""`python -m nearkin_gateway.ingest_worker`. Invariant: what it holds as it ends is durable, or left to the next one.
+
+settings -> Kafka's topics and the object store -> hot settings -> one consumer, until SIGTERM or SIGINT
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import click
+
+from nearkin.config import Settings, load
+from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable
+from nearkin.runners.kafka.clients import create_topics
+from nearkin.runners.kafka.hot import HotSettings
+from nearkin.runners.kafka.loop import run_forever
+from nearkin.runners.kafka.reporting import report
+from nearkin.store.objects import ObjectStore
+from nearkin.store.opening import open_objects
+from nearkin_gateway.ingest_consumer import IngestConsumer
+from nearkin_gateway.ingest_frames import STAGE
+
+_log = logging.getLogger("nearkin.ingest")
+
+CONNECT_SECONDS_MAX = 120.0
+STOP_SECONDS = 60.0
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings; watched.")
+@click.option(
+    "--worker",
+    default=socket.gethostname,
+    help="This worker's name, its own in the fleet and the same after a restart. Default: the host's name.",
+)
+@click.option("--verbose", is_flag=True, help="Tell more.")
+def main(config_file: Path | None, worker: str, verbose: bool) -> None:
+    """Store what comes in on `ingest.topics`, until SIGTERM."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    try:
+        run(load(config_file)[0], config_file, worker, stop)
+    except NearkinError as err:
+        click.echo(f"nearkin: {err}", err=True)
+        sys.exit(2 if isinstance(err, BadInput) else 1)
+
+
+def run(settings: Settings, config_file: Path | None, worker: str, stop: threading.Event) -> None:
+    """Run a consumer until `stop`; it takes nothing while `service.read_only` or `service.paused` is set."""
+    if not settings.ingest.topics:
+        raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
+    objects = _connected(settings, stop)
+    hot = HotSettings(settings, config_file)
+    hot.start()
+    reporting = (settings, hot, STAGE, worker, stop)
+    reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
+    reporter.start()
+    _log.warning("%s %s: ready, revision %s, topics %s", STAGE, worker, hot.revision, ", ".join(settings.ingest.topics))
+    try:
+        run_forever(
+            lambda: IngestConsumer(settings, objects, worker),
+            stop,
+            lambda: hot.settings.service.read_only or hot.settings.service.paused,
+        )
+    finally:
+        stop.set()
+        hot.stop()
+        reporter.join(STOP_SECONDS)
+
+
+def _connected(settings: Settings, stop: threading.Event) -> ObjectStore | None:
+    """Return the object store where records may name objects. Waits a while for servers that are not up yet."""
+    deadline = time.monotonic() + CONNECT_SECONDS_MAX
+    while True:
+        try:
+            create_topics(settings)
+            return open_objects(settings) if settings.ingest.dataref_prefix is not None else None
+        except Retryable as err:
+            if stop.is_set() or time.monotonic() > deadline:
+                raise
+            _log.warning("%s: waiting: %s", STAGE, err)
+            stop.wait(1.0)
+
+
+if __name__ == "__main__":
+    main()
