@@ -14,10 +14,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
-from nearkin_gateway import admin, blobs
+from nearkin_gateway import admin, blobs, uploads
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import ProblemBody, install
 from nearkin_gateway.state import Gateway
+from nearkin_gateway.uploads import sweep_for_ever
 
 THREADS_MAX = 64
 """Blocking calls side by side: restores, listings, hashing. More wait in a queue bounded by the connections."""
@@ -31,13 +32,17 @@ def create_app(gateway: Gateway) -> FastAPI:
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, "nearkin-gateway"))
         await gateway.ingest.open()
+        sweeper = asyncio.create_task(sweep_for_ever(gateway))
         try:
             yield
         finally:
             gateway.stopping = True
-            for task in list(gateway.background):
+            sweeper.cancel()
+            if gateway.background:
+                await asyncio.wait(gateway.background, timeout=gateway.bounds.shutdown_seconds)
+            for task in gateway.background:  # what is left another gateway takes up
                 task.cancel()
-            await asyncio.gather(*gateway.background, return_exceptions=True)
+            await asyncio.gather(sweeper, *gateway.background, return_exceptions=True)
             await gateway.ingest.close()
 
     try:
@@ -56,6 +61,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     app.include_router(blobs.router)
     app.include_router(admin.router)
+    app.include_router(uploads.router)
     install(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

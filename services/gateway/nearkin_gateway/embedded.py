@@ -34,6 +34,7 @@ from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ending, Intent, committed_event
 from nearkin_gateway.listing import after
 from nearkin_gateway.outcomes import Outcomes, Tickets
+from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.tokens import token_file
 
@@ -72,6 +73,7 @@ def embedded_gateway(settings: Settings) -> Gateway:
         outcomes=outcomes,
         tickets=Tickets(secret),
         catalogue=Catalogue(objects, found, settings, StoreListing(store)),
+        resumable=Resumable(objects, settings.gateway.resumable_max),
     )
 
 

@@ -102,6 +102,19 @@ class Config(BaseModel):
     settings: dict[str, Any]
 
 
+class ResumableUpload(BaseModel):
+    """How far a resumable upload is."""
+
+    id: str
+    key: str
+    offset_bytes: int
+    length_bytes: int
+    expires: datetime
+    state: Literal["receiving", "staged", "handed-over", "failed"]
+    failure: str | None
+    status: str | None = Field(description="Where its outcome is told, once it is handed over.")
+
+
 class Health(BaseModel):
     """That it is well."""
 

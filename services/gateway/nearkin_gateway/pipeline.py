@@ -24,6 +24,7 @@ from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest_kafka import KafkaIngest
 from nearkin_gateway.listing import PipelineListing
 from nearkin_gateway.outcomes import Outcomes, Tickets
+from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.tokens import token_file
 from nearkin_gateway.watching import Watch
@@ -75,6 +76,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         outcomes=outcomes,
         tickets=Tickets(bytes.fromhex(found.secret)),
         catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
+        resumable=Resumable(objects, settings.gateway.resumable_max),
         workers=watch,
     )
 

@@ -22,6 +22,8 @@ from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew, NotFoun
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
+TUS_VERSION = "1.0.0"
+"""Of the resumable uploads: the protocol wants it in every answer."""
 ERRORS_MAX = 20
 DETAIL_CHARACTERS_MAX = 1000
 _log = logging.getLogger("nearkin.gateway")
@@ -56,11 +58,15 @@ class Problem(Exception):
         self.errors = errors
 
 
+def _title(status: int) -> str:
+    return "Checksum Mismatch" if status == 460 else HTTPStatus(status).phrase  # 460 is tus', not the IANA's
+
+
 def problem_body(problem: Problem, instance: str | None) -> bytes:
     """Return the document as JSON; ASCII, so that a lone surrogate cannot break it."""
     body: dict[str, Any] = {
         "type": f"urn:nearkin:problem:{problem.name}",
-        "title": HTTPStatus(problem.status).phrase,
+        "title": _title(problem.status),
         "status": problem.status,
         "detail": problem.detail[:DETAIL_CHARACTERS_MAX],
     }
@@ -93,7 +99,10 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
 def answer(request: Request, problem: Problem) -> Response:
     """Return the response of a problem."""
     path: str = request.scope["path"]
-    return Response(problem_body(problem, path), problem.status, problem.headers, media_type=MEDIA_TYPE)
+    headers = (
+        problem.headers if not path.startswith("/v1/uploads") else {"Tus-Resumable": TUS_VERSION, **problem.headers}
+    )
+    return Response(problem_body(problem, path), problem.status, headers, media_type=MEDIA_TYPE)
 
 
 def install(app: FastAPI) -> None:

@@ -14,7 +14,11 @@ from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ingest
 from nearkin_gateway.limits import Rates, Slots
 from nearkin_gateway.outcomes import Outcomes, Tickets
+from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.tokens import TokenFile
+
+HAND_OVERS_MAX = 4
+"""Resumable uploads that are streamed on at a time, each with a part of 3.6 MiB in memory."""
 
 
 class Workers(Protocol):
@@ -34,10 +38,13 @@ class Gateway:
     outcomes: Outcomes
     tickets: Tickets
     catalogue: Catalogue
+    resumable: Resumable
     workers: Workers | None = None
     stopping: bool = False
     origins: set[bytes] = field(default_factory=set)
     """Idempotency keys whose upload is running here."""
+    resuming: set[str] = field(default_factory=set)
+    """Resumable uploads that a request is adding to here."""
     background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -45,6 +52,7 @@ class Gateway:
         bounds = self.bounds
         self.rates = Rates(bounds.requests_per_second)
         self.uploads = Slots("uploads", bounds.uploads_max)
+        self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = Slots("downloads", bounds.downloads_max)
 
     @property

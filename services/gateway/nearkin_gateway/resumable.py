@@ -1,0 +1,209 @@
+"""Resumable uploads in the object store. Invariant: the parts of an upload form a chain; its end is where to go on.
+
+uploads/ID/meta                 what it is to become; made once
+uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two writers at one offset one is refused
+uploads/ID/done                 handed over, as which attempt; or why it never will be
+
+Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from nearkin.errors import Corrupt, NearkinError, NotFound
+from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.store.objects import AlreadyExists, ObjectStore
+
+ROOT = "uploads"
+ID_BYTES = 16
+PART_BYTES = 4 * FRAME_BYTES_MAX
+"""What a running PATCH holds in memory at most; a part of this size is read back in one piece."""
+UNSEEN_SECONDS = 60.0
+"""An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
+_ID = re.compile("[0-9a-f]{32}", re.ASCII)
+_log = logging.getLogger("nearkin.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What an upload is to become. Times in microseconds since 1970."""
+
+    tenant: str
+    key: str
+    length_bytes: int
+    created_us: int
+    expires_us: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How an upload ended: `blob` the attempt's id in hex, or `failure`."""
+
+    blob: str | None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """An upload as it lies in the store. `parts` are (offset, bytes), in order, without a gap."""
+
+    id: str
+    meta: Meta
+    parts: tuple[tuple[int, int], ...]
+    done: Done | None
+
+    @property
+    def offset(self) -> int:
+        """Return how many bytes there are."""
+        if self.done is not None:
+            return self.meta.length_bytes  # its parts are gone
+        return sum(part_bytes for _, part_bytes in self.parts)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether nothing is missing."""
+        return self.offset == self.meta.length_bytes
+
+
+class Resumable:
+    """All resumable uploads of a store."""
+
+    def __init__(self, objects: ObjectStore, uploads_max: int) -> None:
+        self._objects = objects
+        self._uploads_max = uploads_max
+        self._open = 0
+        self._suspects: dict[str, float] = {}
+
+    def create(self, meta: Meta) -> str:
+        """Begin an upload; return its id. Raises StoreUnavailable; `full` tells beforehand whether there is room."""
+        number = os.urandom(ID_BYTES).hex()
+        self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
+        self._open += 1
+        return number
+
+    @property
+    def full(self) -> bool:
+        """Return whether as many are open as may be: as last counted, and those begun here since."""
+        return self._open >= self._uploads_max
+
+    def load(self, tenant: str, number: str) -> Staged:
+        """Return an upload of a tenant. Raises NotFound: never there, another's, expired or terminated."""
+        missing = NotFound(f"upload {number!r:.60}: there is none; it may have expired")
+        if _ID.fullmatch(number) is None:
+            raise missing
+        try:
+            staged = self._load(number)
+        except NotFound as err:
+            raise missing from err
+        if staged.meta.tenant != tenant or staged.meta.expires_us < time.time_ns() // 1000:
+            raise missing
+        return staged
+
+    def stage(self, number: str, offset: int, data: bytes | bytearray) -> None:
+        """Add a part at the chain's end. Raises AlreadyExists where another request put one there."""
+        self._objects.put_new(_part(number, offset), memoryview(data))
+
+    def read(self, staged: Staged) -> Iterator[bytes]:
+        """Yield the parts' bytes. Raises NotFound where one is gone: another gateway has handed it over."""
+        for offset, part_bytes in staged.parts:
+            data = self._objects.get(_part(staged.id, offset))
+            if len(data) != part_bytes:
+                raise Corrupt(f"{_part(staged.id, offset)}: {len(data)} bytes, {part_bytes} were staged")
+            yield data
+
+    def finish(self, staged: Staged, done: Done) -> Done:
+        """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
+        try:
+            self._objects.put_new(f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
+            self._open = max(0, self._open - 1)
+        except AlreadyExists:
+            done = self._done(staged.id)
+        for offset, _ in staged.parts:
+            self._objects.delete(_part(staged.id, offset))
+        return done
+
+    def remove(self, number: str) -> None:
+        """Remove all of an upload, its meta last: until then whoever sweeps comes back to it."""
+        names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
+        for name in sorted(names, key=lambda name: name.endswith("/meta")):
+            self._objects.delete(name)
+        self._open = max(0, self._open - 1)
+
+    def sweep(self, hand_over: Callable[[Staged], None]) -> None:
+        """Remove what has expired; hand over what is whole and was left by a gateway that died.
+
+        Costs a listing of `uploads/`, and one read for each upload. An error leaves an upload for the next time.
+        """
+        found: dict[str, set[str]] = {}
+        for name, _ in self._objects.names(ROOT):
+            _, number, rest = (*name.split("/", 2), "", "")[:3]
+            if _ID.fullmatch(number) is not None:
+                found.setdefault(number, set()).add(rest.partition("/")[0])
+        now = time.monotonic()
+        self._suspects = {number: since for number, since in self._suspects.items() if number in found}
+        still_open = 0
+        for number, kinds in found.items():
+            try:
+                still_open += self._swept(number, kinds, now, hand_over)
+            except NearkinError as err:
+                _log.warning("upload %s: not swept: %s", number, err)
+        self._open = still_open
+
+    def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> bool:
+        """Return whether the upload is open."""
+        if "meta" not in kinds:
+            if self._suspect(number, now):
+                self.remove(number)
+            return False
+        staged = self._load(number)
+        if staged.meta.expires_us < time.time_ns() // 1000:
+            _log.info("upload %s of %r: expired", number, staged.meta.key)
+            self.remove(number)
+            return False
+        if staged.done is not None:
+            if staged.parts:
+                self.finish(staged, staged.done)
+            return False
+        if staged.whole and self._suspect(number, now):
+            hand_over(staged)
+        return True
+
+    def _suspect(self, number: str, now: float) -> bool:
+        return now - self._suspects.setdefault(number, now) >= UNSEEN_SECONDS
+
+    def _load(self, number: str) -> Staged:
+        what = f"{ROOT}/{number}/meta"
+        try:
+            meta = Meta(**json.loads(self._objects.get(what)))
+        except (ValueError, TypeError) as err:
+            raise Corrupt(f"{what}: does not parse: {err}") from err
+        parts, is_done = [], False
+        for name, size_bytes in self._objects.names(f"{ROOT}/{number}"):
+            _, _, rest = name.split("/", 2)
+            if rest.startswith("parts/"):
+                parts.append((int(rest.removeprefix("parts/"), 16), size_bytes))
+            is_done |= rest == "done"
+        parts.sort()
+        chain, end = [], 0
+        for offset, part_bytes in parts:
+            if offset != end:
+                break
+            chain.append((offset, part_bytes))
+            end += part_bytes
+        return Staged(number, meta, tuple(chain if not is_done else parts), self._done(number) if is_done else None)
+
+    def _done(self, number: str) -> Done:
+        return Done(**json.loads(self._objects.get(f"{ROOT}/{number}/done")))
+
+
+def _part(number: str, offset: int) -> str:
+    return f"{ROOT}/{number}/parts/{offset:016x}"

@@ -1,0 +1,440 @@
+"""/v1/uploads: tus 1.0. Invariant: an offset is told only after all before it is durable in the object store.
+
+creation, creation-with-upload, checksum, expiration, termination          https://tus.io/protocols/resumable-upload
+
+The last part in: the parts are streamed on like any other body; the origin is the upload's id, so that whoever repeats
+that, after a crash or at the same time, stores once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import logging
+import random
+import re
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from nearkin.errors import NearkinError, NotFound
+from nearkin.sources import check_key, check_metadata
+from nearkin.store.objects import AlreadyExists
+from nearkin_gateway import models
+from nearkin_gateway.access import Writer
+from nearkin_gateway.bodies import chunks, frames
+from nearkin_gateway.intake import check_open, one_at_a_time, take
+from nearkin_gateway.problems import RETRY_SECONDS, TUS_VERSION, Problem, responses
+from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Staged
+from nearkin_gateway.state import Gateway, gateway_of
+
+VERSION = TUS_VERSION
+EXTENSIONS = "creation,creation-with-upload,checksum,expiration,termination"
+CHECKSUMS: dict[str, Callable[[], Any]] = {
+    "sha1": lambda: hashlib.sha1(usedforsecurity=False),  # the one that the protocol demands; against accidents
+    "sha256": hashlib.sha256,
+}
+OFFSET_MEDIA = "application/offset+octet-stream"
+METADATA_CHARACTERS_MAX = 128 * 1024
+HAND_OVER_SECONDS = 20.0
+"""How long the answer to the last part waits for the hand-over; after that it goes on by itself."""
+SWEEP_SECONDS = 60.0
+PARTS_MAX = 400_000
+"""1 TiB and more in parts of their usual size; a PATCH makes at least one, however small it is."""
+SPOOL_MEMORY_BYTES = 1024 * 1024
+_log = logging.getLogger("nearkin.gateway")
+
+router = APIRouter(tags=["resumable uploads"])
+_TUS: dict[str, Any] = {"Tus-Resumable": {"schema": {"type": "string"}, "description": VERSION}}
+_OFFSET = {**_TUS, "Upload-Offset": {"schema": {"type": "integer"}, "description": "Bytes that are durable."}}
+_EXPIRES = {"Upload-Expires": {"schema": {"type": "string"}, "description": "Taken up to then."}}
+_BODY = {
+    "requestBody": {
+        "required": False,
+        "content": {OFFSET_MEDIA: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+_PROBLEMS = responses(400, 401, 403, 404, 405, 412, 422, 429, 431, 500, 503)
+Tus = Annotated[str | None, Header(alias="Tus-Resumable", description=f"`{VERSION}`.")]
+
+
+@router.options(
+    "/v1/uploads",
+    status_code=204,
+    response_class=Response,
+    responses={204: {"headers": _TUS, "description": "What the server can do, in headers."}, **responses(405, 431)},
+    operation_id="tusOptions",
+)
+async def options(request: Request) -> Response:
+    """Say which parts of tus there are."""
+    return _answer(
+        204,
+        **{
+            "Tus-Version": VERSION,
+            "Tus-Extension": EXTENSIONS,
+            "Tus-Max-Size": str(int(gateway_of(request).bounds.body_bytes_max)),
+            "Tus-Checksum-Algorithm": ",".join(CHECKSUMS),
+        },
+    )
+
+
+@router.post(
+    "/v1/uploads",
+    status_code=201,
+    response_class=Response,
+    responses={
+        201: {
+            "description": "Begun; go on at Location.",
+            "headers": {**_OFFSET, **_EXPIRES, "Location": {"schema": {"type": "string"}}},
+        },
+        **_PROBLEMS,
+        **responses(408, 413, 415),
+    },
+    openapi_extra=_BODY,
+    operation_id="createUpload",
+)
+async def create(
+    request: Request,
+    caller: Writer,
+    tus_resumable: Tus = None,
+    upload_length: Annotated[str | None, Header(description="Bytes of the whole.")] = None,
+    upload_metadata: Annotated[
+        str | None, Header(description="`key BASE64` and further pairs; `sha256` (hex) is checked.")
+    ] = None,
+) -> Response:
+    """Begin a resumable upload; a body is its first part."""
+    gateway = gateway_of(request)
+    _check_version(tus_resumable)
+    check_open(gateway, caller.tenant)
+    bytes_max = int(gateway.bounds.body_bytes_max)
+    if upload_length is None or re.fullmatch("[0-9]{1,19}", upload_length, re.ASCII) is None:
+        raise Problem(400, "bad-length", "Upload-Length: want the bytes of the whole; it cannot be told later")
+    if int(upload_length) > bytes_max:
+        raise Problem(413, "too-large", f"Upload-Length {upload_length}: want at most {bytes_max}")
+    key, metadata, sha256 = _described(upload_metadata or "", gateway.bounds.key_bytes_max)
+    if gateway.resumable.full:
+        raise Problem(
+            503,
+            "busy",
+            f"{gateway.bounds.resumable_max} resumable uploads are open, which is the most",
+            headers={"Retry-After": "60"},
+        )
+    now_us = time.time_ns() // 1000
+    meta = Meta(
+        tenant=caller.tenant,
+        key=key,
+        length_bytes=int(upload_length),
+        created_us=now_us,
+        expires_us=now_us + gateway.bounds.resumable_hours * 3_600_000_000,
+        metadata=metadata,
+        sha256=sha256,
+    )
+    with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
+    number = await asyncio.to_thread(gateway.resumable.create, meta)
+    staged, offset = Staged(number, meta, (), None), 0
+    if with_body:
+        offset = await _receive(request, gateway, staged)
+    if offset == meta.length_bytes:
+        await _handed_over(gateway, caller.tenant, number)
+    return _answer(201, Location=f"/v1/uploads/{number}", **_progress(meta, offset))
+
+
+@router.head(
+    "/v1/uploads/{id}",
+    response_class=Response,
+    responses={200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES}}, **_PROBLEMS},
+    operation_id="headUpload",
+)
+async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
+    """Say how much of an upload is durable. One that is whole is handed over, should that not have happened."""
+    gateway = gateway_of(request)
+    _check_version(tus_resumable)
+    staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
+    if staged.whole and staged.done is None:
+        await _handed_over(gateway, caller.tenant, id)
+    length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
+    return _answer(200, **length, **_progress(staged.meta, staged.offset))
+
+
+@router.get("/v1/uploads/{id}", response_model=models.ResumableUpload, responses=_PROBLEMS, operation_id="getUpload")
+async def get(request: Request, id: str, caller: Writer) -> Response:
+    """Say how far an upload is; `status` is where its outcome is told, once it is handed over (not part of tus)."""
+    gateway = gateway_of(request)
+    staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
+    done = staged.done
+    state = "receiving" if not staged.whole else "staged"
+    status = None
+    if done is not None:
+        state = "failed" if done.blob is None else "handed-over"
+        if done.blob is not None:
+            status = f"/v1/status/{gateway.tickets.of(caller.tenant, bytes.fromhex(done.blob))}"
+    shown = {
+        "id": staged.id,
+        "key": staged.meta.key,
+        "offset_bytes": staged.offset,
+        "length_bytes": staged.meta.length_bytes,
+        "expires": datetime.fromtimestamp(staged.meta.expires_us / 1e6, UTC).isoformat(timespec="seconds"),
+        "state": state,
+        "failure": None if done is None else done.failure,
+        "status": status,
+    }
+    return JSONResponse(shown)
+
+
+@router.patch(
+    "/v1/uploads/{id}",
+    status_code=204,
+    response_class=Response,
+    responses={
+        204: {"description": "Durable.", "headers": {**_OFFSET, **_EXPIRES}},
+        **_PROBLEMS,
+        **responses(408, 409, 413, 415, 423),
+        460: responses(400)[400] | {"description": "Checksum Mismatch"},
+    },
+    openapi_extra=_BODY,
+    operation_id="patchUpload",
+)
+async def patch(
+    request: Request,
+    id: str,
+    caller: Writer,
+    tus_resumable: Tus = None,
+    upload_offset: Annotated[str | None, Header(description="Where the body begins: what HEAD says.")] = None,
+    upload_checksum: Annotated[str | None, Header(description="`sha1 BASE64` or `sha256 BASE64` of the body.")] = None,
+) -> Response:
+    """Add bytes at the end. The last ones hand the whole over; `GET` tells where its outcome will be."""
+    gateway = gateway_of(request)
+    _check_version(tus_resumable)
+    check_open(gateway, caller.tenant)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OFFSET_MEDIA:
+        raise Problem(415, "bad-media-type", f"Content-Type: want {OFFSET_MEDIA}")
+    staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
+    if upload_offset is None or re.fullmatch("[0-9]{1,19}", upload_offset, re.ASCII) is None:
+        raise Problem(400, "bad-offset", "Upload-Offset: want where the body begins")
+    if staged.done is not None or int(upload_offset) != staged.offset:
+        raise Problem(409, "wrong-offset", f"Upload-Offset {upload_offset}: {staged.offset} bytes are there; ask HEAD")
+    offset = await _receive(request, gateway, staged)
+    if offset == staged.meta.length_bytes:
+        await _handed_over(gateway, caller.tenant, id)
+    return _answer(204, **_progress(staged.meta, offset))
+
+
+@router.delete(
+    "/v1/uploads/{id}",
+    status_code=204,
+    response_class=Response,
+    responses={204: {"description": "Gone.", "headers": _TUS}, **_PROBLEMS, **responses(423)},
+    operation_id="deleteUpload",
+)
+async def terminate(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
+    """Drop an upload; what was handed over before stays."""
+    gateway = gateway_of(request)
+    _check_version(tus_resumable)
+    staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
+    with _alone(gateway, staged.id):
+        await asyncio.to_thread(gateway.resumable.remove, staged.id)
+    return _answer(204)
+
+
+# --- receiving -------------------------------------------------------------------------------------------------------
+
+
+async def _receive(request: Request, gateway: Gateway, staged: Staged) -> int:
+    """Stage the body; return how many bytes there are then. What came of a body that breaks off is staged too."""
+    room_bytes = staged.meta.length_bytes - staged.offset
+    if len(staged.parts) >= PARTS_MAX:
+        raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
+    with gateway.uploads.one(), _alone(gateway, staged.id):
+        checksum = request.headers.get("upload-checksum")
+        if checksum is not None:
+            return await _receive_checked(request, gateway, staged, room_bytes, checksum)
+        part, offset = bytearray(), staged.offset
+        try:
+            async for piece in chunks(request, gateway.bounds, room_bytes):
+                part += piece
+                if len(part) >= PART_BYTES:
+                    offset, part = await _stage(gateway, staged.id, offset, part), bytearray()
+        except (ClientDisconnect, Problem):
+            if part:
+                await _stage(gateway, staged.id, offset, part)
+            raise
+        return await _stage(gateway, staged.id, offset, part) if part else offset
+
+
+async def _receive_checked(request: Request, gateway: Gateway, staged: Staged, room_bytes: int, checksum: str) -> int:
+    """The same, staged only once its checksum agrees: until then it lies on local disk."""
+    name, _, text = checksum.partition(" ")
+    if name not in CHECKSUMS:
+        raise Problem(400, "bad-checksum", f"Upload-Checksum {name:.20}: choose {' or '.join(CHECKSUMS)}")
+    try:
+        wanted = base64.b64decode(text, validate=True)
+    except binascii.Error as err:
+        raise Problem(400, "bad-checksum", "Upload-Checksum: is not base64") from err
+    hasher, offset = CHECKSUMS[name](), staged.offset
+    bytes_max = min(room_bytes, int(gateway.bounds.checked_patch_bytes))
+    with tempfile.SpooledTemporaryFile(SPOOL_MEMORY_BYTES) as spool:
+        async for piece in chunks(request, gateway.bounds, bytes_max):
+            hasher.update(piece)
+            await asyncio.to_thread(spool.write, piece)
+        if hasher.digest() != wanted:
+            raise Problem(460, "checksum-mismatch", f"Upload-Checksum: the body's {name} is another; send it again")
+        spool.seek(0)
+        while part := await asyncio.to_thread(spool.read, PART_BYTES):
+            offset = await _stage(gateway, staged.id, offset, part)
+    return offset
+
+
+async def _stage(gateway: Gateway, number: str, offset: int, part: bytes | bytearray) -> int:
+    try:
+        # Shielded: a part that is being written is finished, or the client's next offset could be wrong.
+        await asyncio.shield(asyncio.to_thread(gateway.resumable.stage, number, offset, part))
+    except AlreadyExists as err:
+        raise Problem(409, "wrong-offset", "another request has added bytes here; ask HEAD where to go on") from err
+    return offset + len(part)
+
+
+# --- handing over ----------------------------------------------------------------------------------------------------
+
+
+async def _handed_over(gateway: Gateway, tenant: str, number: str) -> None:
+    """Hand a whole upload over, and wait for that as long as an answer may wait."""
+    task = asyncio.create_task(_hand_over(gateway, tenant, number))
+    gateway.background.add(task)
+    task.add_done_callback(gateway.background.discard)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
+
+
+async def _hand_over(gateway: Gateway, tenant: str, number: str) -> None:
+    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once."""
+    resumable = gateway.resumable
+    try:
+        async with gateway.hand_overs:
+            staged = await asyncio.to_thread(resumable.load, tenant, number)
+            if staged.done is not None:
+                return
+            meta = staged.meta
+            sha256 = None if meta.sha256 is None else bytes.fromhex(meta.sha256)
+            origin = bytes.fromhex(number)
+            with one_at_a_time(gateway, origin):
+                try:
+                    blob, _ = await take(
+                        gateway,
+                        frames(_parts(gateway, staged)),
+                        tenant,
+                        meta.key,
+                        metadata=meta.metadata,
+                        origin=origin,
+                        sha256=sha256,
+                    )  # 1
+                    done = Done(blob.hex())
+                except Problem as err:
+                    if err.status != 400:
+                        raise
+                    done = Done(None, err.detail)
+                await asyncio.to_thread(resumable.finish, staged, done)  # 2, 3
+    except NotFound:
+        _log.info("upload %s: another gateway has handed it over, or it was terminated", number)
+    except (NearkinError, Problem) as err:
+        _log.warning("upload %s: not handed over yet: %s", number, err)
+
+
+async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[bytes]:
+    parts = gateway.resumable.read(staged)
+    while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        yield part
+
+
+async def sweep_for_ever(gateway: Gateway) -> None:
+    """Now and then remove what has expired, and hand over what a gateway left whole when it died."""
+    loop = asyncio.get_running_loop()
+
+    def hand_over(staged: Staged) -> None:
+        asyncio.run_coroutine_threadsafe(_hand_over(gateway, staged.meta.tenant, staged.id), loop)
+
+    while True:
+        try:
+            await asyncio.to_thread(gateway.resumable.sweep, hand_over)
+        except NearkinError as err:
+            _log.warning("resumable uploads were not swept: %s", err)
+        # Jitter: several gateways should not all find the same upload at the same time.
+        await asyncio.sleep(SWEEP_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+class _alone:  # noqa: N801 - used as a function
+    """One request at a time for an upload in this process; in another one the parts' names keep them apart."""
+
+    def __init__(self, gateway: Gateway, number: str) -> None:
+        self._busy, self._number = gateway.resuming, number
+
+    def __enter__(self) -> None:
+        if self._number in self._busy:
+            raise Problem(
+                423,
+                "locked",
+                "another request is adding to this upload",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+        self._busy.add(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        self._busy.discard(self._number)
+
+
+def _described(text: str, key_bytes_max: int) -> tuple[str, dict[str, str], str | None]:
+    """Return what `Upload-Metadata` says: key, metadata, SHA-256 in hex."""
+    if len(text) > METADATA_CHARACTERS_MAX:
+        raise Problem(400, "bad-metadata", f"Upload-Metadata: want at most {METADATA_CHARACTERS_MAX} characters")
+    found: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = pair.partition(" ")
+        try:
+            decoded = base64.b64decode(value.strip(), validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError) as err:
+            raise Problem(400, "bad-metadata", f"Upload-Metadata {name:.60}: want base64 of UTF-8") from err
+        if name in found:
+            raise Problem(400, "bad-metadata", f"Upload-Metadata {name:.60}: is there twice")
+        found[name] = decoded
+    key = found.pop("key", None)
+    if key is None:
+        raise Problem(400, "bad-metadata", 'Upload-Metadata: want "key" with the blob\'s key in base64')
+    if len(key.encode()) > key_bytes_max:
+        raise Problem(400, "key-too-long", f"key of {len(key.encode())} bytes: want at most {key_bytes_max}")
+    check_key(key)
+    sha256 = found.pop("sha256", None)
+    if sha256 is not None and re.fullmatch("[0-9a-fA-F]{64}", sha256, re.ASCII) is None:
+        raise Problem(400, "bad-digest", "Upload-Metadata sha256: want 64 hex digits")
+    check_metadata(found)
+    return key, found, sha256
+
+
+def _check_version(given: str | None) -> None:
+    if given != VERSION:
+        raise Problem(
+            412,
+            "tus-version",
+            f"Tus-Resumable {given!s:.20}: want {VERSION}",
+            headers={"Tus-Version": VERSION},
+        )
+
+
+def _progress(meta: Meta, offset: int) -> dict[str, str]:
+    expires = datetime.fromtimestamp(meta.expires_us / 1e6, UTC).replace(microsecond=0)
+    return {"Upload-Offset": str(offset), "Upload-Expires": format_datetime(expires, usegmt=True)}
+
+
+def _answer(status: int, **headers: str) -> Response:
+    return Response(status_code=status, headers={"Tus-Resumable": VERSION, **headers})

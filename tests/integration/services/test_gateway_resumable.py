@@ -1,0 +1,317 @@
+"""Resumable uploads: tus 1.0, by its Python client and by hand."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tusclient.client import TusClient
+from tusclient.exceptions import TusCommunicationError
+
+from nearkin.store.objects import LocalObjects
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin_gateway import resumable as stored
+from nearkin_gateway import uploads
+from nearkin_gateway.resumable import PART_BYTES, Meta, Resumable, Staged
+
+MIB = 1024 * 1024
+TUS = {"Tus-Resumable": "1.0.0"}
+OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    changes = {"gateway": {"checked_patch_bytes": "2MiB", "body_bytes_max": "64MiB", "slow_seconds": 2}}
+    with running(embedded(tmp_path_factory.mktemp("store"), changes)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Running) -> Iterator[httpx.Client]:
+    with gateway.client() as found:
+        yield found
+
+
+def described(key: str, **more: str) -> str:
+    return ",".join(f"{name} {base64.b64encode(text.encode()).decode()}" for name, text in {"key": key, **more}.items())
+
+
+def begin(client: httpx.Client, key: str, length: int, **more: str) -> str:
+    answer = client.post(
+        "/v1/uploads", headers={**TUS, "Upload-Length": str(length), "Upload-Metadata": described(key, **more)}
+    )
+    assert answer.status_code == 201, answer.text
+    return str(answer.headers["location"])
+
+
+def add(client: httpx.Client, url: str, offset: int, data: Any, **headers: str) -> httpx.Response:
+    return client.patch(url, content=data, headers={**OCTETS, "Upload-Offset": str(offset), **headers})
+
+
+def parts_of(gateway: Running, url: str) -> list[str]:
+    folder = gateway.store / "uploads" / url.rpartition("/")[2] / "parts"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_tuspy_uploads_in_parts_and_the_blob_is_there(gateway: Running, client: httpx.Client) -> None:
+    data = os.urandom(5 * MIB + 17)
+    uploader = TusClient(f"{gateway.url}/v1/uploads").uploader(
+        file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/ein schlüssel", "host": "db1"}
+    )
+    uploader.upload()
+    told = client.get(httpx.URL(uploader.url).path).json()
+    assert (told["state"], told["offset_bytes"], told["key"]) == ("handed-over", len(data), "tus/ein schlüssel")
+    outcome = client.get(told["status"], params={"wait": 30}).json()
+    assert (outcome["state"], outcome["metadata"], outcome["size_bytes"]) == ("committed", {"host": "db1"}, len(data))
+    assert client.get("/v1/blobs/tus%2Fein%20schl%C3%BCssel").content == data
+    assert parts_of(gateway, uploader.url) == []
+
+
+def test_tuspy_resumes_where_it_stopped(gateway: Running, client: httpx.Client) -> None:
+    data = os.urandom(4 * MIB)
+    tus = TusClient(f"{gateway.url}/v1/uploads")
+    first = tus.uploader(file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/resumed"})
+    first.upload(stop_at=2 * MIB)
+    assert client.head(httpx.URL(first.url).path, headers=TUS).headers["upload-offset"] == str(2 * MIB)
+    second = tus.uploader(file_stream=io.BytesIO(data), chunk_size=MIB, url=first.url)
+    assert second.offset == 2 * MIB
+    second.upload()
+    assert client.get("/v1/blobs/tus/resumed").content == data
+
+
+def test_tuspy_with_checksums_is_checked(gateway: Running, client: httpx.Client) -> None:
+    data = os.urandom(3 * MIB + 1)
+    tus = TusClient(f"{gateway.url}/v1/uploads")
+    tus.uploader(
+        file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/checked"}, upload_checksum=True
+    ).upload()
+    assert client.get("/v1/blobs/tus/checked").content == data
+
+
+def test_an_upload_goes_on_after_the_gateway_was_started_anew(tmp_path: Path) -> None:
+    data = os.urandom(PART_BYTES + 1000)
+    with running(embedded(tmp_path)) as first, first.client() as client:
+        url = begin(client, "moved", len(data))
+        assert add(client, url, 0, data[:100_000]).headers["upload-offset"] == "100000"
+    with running(embedded(tmp_path)) as second, second.client() as client:
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "100000"
+        assert add(client, url, 100_000, data[100_000:]).status_code == 204
+        assert client.get("/v1/blobs/moved").content == data
+
+
+def test_what_came_before_the_line_broke_is_kept(gateway: Running, client: httpx.Client) -> None:
+    data = os.urandom(PART_BYTES + 500_000)
+    url = begin(client, "broken", len(data))
+    head = f"PATCH {url} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nUpload-Offset: 0\r\n"
+    head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        connection.sendall(head.encode() + data[: PART_BYTES + 100_000])
+    deadline = time.monotonic() + 10
+    while int(client.head(url, headers=TUS).headers["upload-offset"]) < PART_BYTES + 100_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert add(client, url, PART_BYTES + 100_000, data[PART_BYTES + 100_000 :]).status_code == 204
+    assert client.get("/v1/blobs/broken").content == data
+
+
+def test_a_wrong_checksum_is_460_and_nothing_is_kept(gateway: Running, client: httpx.Client) -> None:
+    url = begin(client, "sum", 1000)
+    wrong = base64.b64encode(hashlib.sha1(b"other").digest()).decode()
+    answer = add(client, url, 0, b"x" * 1000, **{"Upload-Checksum": f"sha1 {wrong}"})
+    assert (answer.status_code, answer.headers["content-type"]) == (460, "application/problem+json")
+    assert client.head(url, headers=TUS).headers["upload-offset"] == "0"
+    for text in ("md5 AAAA", "sha1", "sha1 ???"):
+        assert add(client, url, 0, b"x", **{"Upload-Checksum": text}).status_code in (400, 460)
+    large = begin(client, "sum", 4 * MIB)
+    right = base64.b64encode(hashlib.sha256(b"x" * 4 * MIB).digest()).decode()
+    assert add(client, large, 0, b"x" * 4 * MIB, **{"Upload-Checksum": f"sha256 {right}"}).status_code == 413
+    assert parts_of(gateway, large) == []
+
+
+def test_a_wrong_offset_is_409_and_too_many_bytes_are_413(client: httpx.Client) -> None:
+    url = begin(client, "offsets", 100)
+    assert add(client, url, 10, b"x").status_code == 409
+    assert add(client, url, 0, b"x" * 60).status_code == 204
+    assert add(client, url, 0, b"x" * 60).status_code == 409
+    assert add(client, url, 60, b"x" * 41).status_code == 413
+    assert add(client, url, 60, b"x" * 40).status_code == 204
+    assert add(client, url, 100, b"").status_code == 409
+    assert client.get("/v1/blobs/offsets").content == b"x" * 100
+
+
+def test_creation_may_bring_the_first_bytes_or_all_or_none(client: httpx.Client) -> None:
+    def create(key: str, length: int, data: bytes) -> httpx.Response:
+        headers = {**OCTETS, "Upload-Length": str(length), "Upload-Metadata": described(key)}
+        return client.post("/v1/uploads", headers=headers, content=data)
+
+    some = create("with/some", 10, b"12345")
+    assert (some.status_code, some.headers["upload-offset"]) == (201, "5")
+    assert add(client, some.headers["location"], 5, b"67890").status_code == 204
+    assert client.get("/v1/blobs/with/some").content == b"1234567890"
+    assert create("with/all", 5, b"12345").headers["upload-offset"] == "5"
+    assert client.get("/v1/blobs/with/all").content == b"12345"
+    assert create("with/none", 0, b"").status_code == 201
+    assert client.get("/v1/blobs/with/none").content == b""
+
+
+def test_the_announced_sha256_is_checked_at_the_end(client: httpx.Client) -> None:
+    good = begin(client, "announced", 5, sha256=hashlib.sha256(b"hello").hexdigest())
+    add(client, good, 0, b"hello")
+    assert client.get("/v1/blobs/announced").content == b"hello"
+    bad = begin(client, "misannounced", 5, sha256="0" * 64)
+    add(client, bad, 0, b"hello")
+    told = client.get(bad).json()
+    assert (told["state"], told["status"]) == ("failed", None)
+    assert "SHA-256" in told["failure"]
+    assert client.get("/v1/blobs/misannounced").status_code == 404
+
+
+def test_options_say_what_there_is(client: httpx.Client) -> None:
+    headers = client.options("/v1/uploads").headers
+    assert (headers["tus-version"], headers["tus-max-size"]) == ("1.0.0", str(64 * MIB))
+    assert set(headers["tus-extension"].split(",")) == {
+        "creation", "creation-with-upload", "checksum", "expiration", "termination",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Tus-Resumable": "0.2.2"}, 412),
+        ({"Upload-Length": ""}, 400),
+        ({"Upload-Length": "-1"}, 400),
+        ({"Upload-Length": "9" * 30}, 400),
+        ({"Upload-Length": str(65 * MIB)}, 413),
+        ({"Upload-Metadata": ""}, 400),
+        ({"Upload-Metadata": "key ???"}, 400),
+        ({"Upload-Metadata": "key " + base64.b64encode(b"\xff").decode()}, 400),
+        ({"Upload-Metadata": "key " + base64.b64encode(b"k" * 2000).decode()}, 400),
+        ({"Upload-Metadata": described("k") + "," + described("k")}, 400),
+        ({"Upload-Metadata": described("k", sha256="12")}, 400),
+    ],
+)
+def test_a_creation_that_cannot_be_is_refused(client: httpx.Client, headers: dict[str, str], status: int) -> None:
+    whole = {**TUS, "Upload-Length": "10", "Upload-Metadata": described("k"), **headers}
+    answer = client.post("/v1/uploads", headers=whole)
+    assert (answer.status_code, answer.headers["tus-resumable"]) == (status, "1.0.0")
+    if status == 412:
+        assert answer.headers["tus-version"] == "1.0.0"
+
+
+def test_termination_removes_all_of_it(gateway: Running, client: httpx.Client) -> None:
+    url = begin(client, "terminated", 100)
+    add(client, url, 0, b"x" * 10)
+    assert client.delete(url, headers=TUS).status_code == 204
+    assert client.head(url, headers=TUS).status_code == 404
+    assert client.delete(url, headers=TUS).status_code == 404
+    assert not list((gateway.store / "uploads" / url.rpartition("/")[2]).rglob("*.*"))
+    assert parts_of(gateway, url) == []
+    other = begin(client, "overridden", 100)
+    assert client.post(other, headers={**TUS, "X-HTTP-Method-Override": "DELETE"}).status_code == 204
+
+
+@pytest.mark.parametrize("number", ["x", "0" * 32, "..%2F..%2Fmanifests", "%00", "A" * 32])
+def test_an_upload_that_never_was_is_404(client: httpx.Client, number: str) -> None:
+    assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 404
+    assert add(client, f"/v1/uploads/{number}", 0, b"x").status_code == 404
+
+
+def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: Running, client: httpx.Client) -> None:
+    url = begin(client, "slow", 1_000_000)
+    head = f"PATCH {url} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\nUpload-Offset: 0\r\n"
+    head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
+    answer = gateway.raw(head.encode() + b"x" * 100, timeout=10)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert client.head(url, headers=TUS).headers["upload-offset"] == "100"
+    assert gateway.gateway.resuming == set()
+
+
+def test_tuspy_tells_its_caller_of_a_refusal(gateway: Running) -> None:
+    with pytest.raises(TusCommunicationError) as refused:
+        TusClient(f"{gateway.url}/v1/uploads").uploader(file_stream=io.BytesIO(b"x"), metadata={"nokey": "x"}).upload()
+    assert refused.value.status_code == 400
+
+
+# --- what a gateway leaves behind ------------------------------------------------------------------------------------
+
+
+def meta(length: int, lives_us: int = 3_600_000_000, tenant: str = "default") -> Meta:
+    now_us = time.time_ns() // 1000
+    return Meta(tenant, "left", length, now_us, now_us + lives_us)
+
+
+def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.5)
+    with running(embedded(tmp_path)):
+        pass
+    resumable = Resumable(LocalObjects(tmp_path), 10)
+    number = resumable.create(meta(6))
+    resumable.stage(number, 0, b"abc")
+    resumable.stage(number, 3, b"def")
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        deadline = time.monotonic() + 20
+        while client.get("/v1/blobs/left").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert client.get("/v1/blobs/left").content == b"abcdef"
+        assert client.get(f"/v1/uploads/{number}").json()["state"] == "handed-over"
+
+
+def test_the_next_head_hands_a_whole_upload_over(tmp_path: Path) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        resumable = Resumable(LocalObjects(tmp_path), 10)
+        number = resumable.create(meta(3))
+        resumable.stage(number, 0, b"abc")
+        assert client.head(f"/v1/uploads/{number}", headers=TUS).headers["upload-offset"] == "3"
+        assert client.get("/v1/blobs/left").content == b"abc"
+
+
+def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = LocalObjects(tmp_path)
+    resumable = Resumable(objects, 2)
+    late = resumable.create(meta(5, lives_us=-1))
+    resumable.stage(late, 0, b"abc")
+    live = resumable.create(meta(5))
+    orphan = "0" * 32
+    resumable.stage(orphan, 0, b"abc")
+    assert resumable.full
+    handed: list[Staged] = []
+    resumable.sweep(handed.append)
+    assert not list(objects.names(f"uploads/{late}"))
+    assert list(objects.names(f"uploads/{orphan}"))  # it may be half made
+    monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.0)
+    resumable.sweep(handed.append)
+    assert not list(objects.names(f"uploads/{orphan}"))
+    assert list(objects.names(f"uploads/{live}"))
+    assert not resumable.full
+    assert not handed
+
+
+def test_an_expired_upload_is_404(tmp_path: Path) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        number = Resumable(LocalObjects(tmp_path), 10).create(meta(5, lives_us=-1))
+        assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 404
+        foreign = Resumable(LocalObjects(tmp_path), 10).create(meta(5, tenant="other"))
+        assert client.head(f"/v1/uploads/{foreign}", headers=TUS).status_code == 404
+
+
+def test_more_uploads_than_may_be_open_are_refused(tmp_path: Path) -> None:
+    with running(embedded(tmp_path, {"gateway": {"resumable_max": 2}})) as gateway, gateway.client() as client:
+        begin(client, "a", 5)
+        begin(client, "b", 5)
+        answer = client.post("/v1/uploads", headers={**TUS, "Upload-Length": "5", "Upload-Metadata": described("c")})
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
