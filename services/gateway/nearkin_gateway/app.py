@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from nearkin_gateway import admin, blobs, uploads
 from nearkin_gateway.keys import PathAsSent
-from nearkin_gateway.problems import ProblemBody, install
+from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.uploads import sweep_for_ever
 
@@ -80,5 +80,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         components["ProblemBody"] = ProblemBody.model_json_schema(ref_template="#/components/schemas/{model}")
         for name in ("HTTPValidationError", "ValidationError"):
             components.pop(name, None)
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                for status, told in operation["responses"].items():
+                    if int(status) >= 400:  # all our errors are problems, the framework's own included
+                        told["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemBody"}}}
         app.openapi_schema = schema
     return app.openapi_schema

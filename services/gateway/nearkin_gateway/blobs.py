@@ -17,7 +17,7 @@ from nearkin.records import VersionInfo
 from nearkin_gateway import models
 from nearkin_gateway.access import Deleter, Reader, Writer
 from nearkin_gateway.bodies import check_declared, chunks, frames
-from nearkin_gateway.catalogue import LISTED_MAX
+from nearkin_gateway.catalogue import LISTED_MAX, Listed
 from nearkin_gateway.digests import announced_sha256, metadata_headers, metadata_of, repr_digest, wants_sha256
 from nearkin_gateway.intake import check_failed, check_open, check_same, one_at_a_time, replayed, take
 from nearkin_gateway.keys import BlobKey, Key, blob_url
@@ -141,9 +141,8 @@ async def list_versions(
 ) -> Response:
     """List the versions of a key, oldest first, with digests and metadata."""
     catalogue = gateway_of(request).catalogue
-    found, more = await asyncio.to_thread(catalogue.versions, caller.tenant, key, after, limit)
-    following = found[-1].version if more else None
-    return JSONResponse({"versions": [info_json(info) for info in found], "next": following})
+    listed, following = await asyncio.to_thread(catalogue.versions, caller.tenant, key, after, limit)
+    return JSONResponse({"versions": [info_json(info) for info in listed.found], "next": following, **_damaged(listed)})
 
 
 @router.get("/v1/blobs", responses=_READ_PROBLEMS, response_model=models.Page, operation_id="listBlobs")
@@ -159,14 +158,25 @@ async def list_blobs(
 ) -> Response:
     """List keys in order with their versions. A key put meanwhile never moves others between pages."""
     catalogue = gateway_of(request).catalogue
-    found, following = await asyncio.to_thread(
+    listed, following = await asyncio.to_thread(
         catalogue.listed, caller.tenant, prefix, after, limit, all_versions=versions == "all"
     )
     headers = {}
     if following is not None:
         query = urlencode({"prefix": prefix, "after": following, "limit": limit, "versions": versions})
         headers["Link"] = f'</v1/blobs?{query}>; rel="next"'
-    return JSONResponse({"blobs": [info_json(info) for info in found], "next": following}, headers=headers)
+    shown = {"blobs": [info_json(info) for info in listed.found], "next": following, **_damaged(listed)}
+    return JSONResponse(shown, headers=headers)
+
+
+def _damaged(listed: Listed) -> dict[str, object]:
+    return {
+        "damaged": [
+            {"key": key, "version": version, "problem": damage.problem}
+            for damage in listed.damaged
+            for key, version in damage.versions
+        ]
+    }
 
 
 _RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {

@@ -6,25 +6,26 @@ they belong on a thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Protocol
 
 from nearkin.config import Settings
-from nearkin.errors import BadInput, NotFound
+from nearkin.errors import BadInput, NotFound, Permanent
 from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.records import Explanation, Stats, VersionInfo
+from nearkin.records import Damage, Explanation, Stats, VersionInfo
 from nearkin.restore import Blob
 from nearkin.sources import check_key
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import ManifestStore, object_name
 from nearkin.store.objects import ObjectStore
 
 TENANTS_OPEN_MAX = 8
@@ -35,6 +36,7 @@ STATS_SECONDS = 2.0
 EXPLAINED_CHUNKS_MAX = 200_000
 """About 1.6 GB of a blob, and 60 MB of JSON with its segments."""
 LISTED_MAX = 1000
+_log = logging.getLogger("nearkin.gateway")
 
 
 class Listing(Protocol):
@@ -54,6 +56,14 @@ class Listing(Protocol):
 
     def stats(self, tenant: str) -> Stats:
         """Return the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Versions, and those that should be among them but cannot be read."""
+
+    found: list[VersionInfo]
+    damaged: list[Damage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +105,19 @@ class Catalogue:
         mine = self._tenant(tenant)
         return Blob(manifest.info, manifest, mine.containers, mine.fingerprinter, start, stop)
 
-    def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[list[VersionInfo], bool]:
-        """Return versions of a key above `after`, oldest first, and whether there are more. Raises NotFound."""
+    def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[Listed, int | None]:
+        """Return versions of a key above `after`, oldest first, and the `after` for more. Raises NotFound."""
         check_key(key)
         numbers = self._manifests.versions(tenant, key)
         if not numbers:
             raise NotFound(f"key {key!r}: there is none")
         wanted = [number for number in numbers if number > after]
-        found = [self._manifests.get(tenant, key, number).info for number in wanted[:limit]]
-        return found, len(wanted) > limit
+        found = self._infos(tenant, [(key, number) for number in wanted[:limit]])
+        return found, wanted[limit - 1] if len(wanted) > limit else None
 
     def listed(
         self, tenant: str, prefix: str, after: str, limit: int, *, all_versions: bool
-    ) -> tuple[list[VersionInfo], str | None]:
+    ) -> tuple[Listed, str | None]:
         """Return up to `limit` versions by key, the newest of each key or all, and what to say for more.
 
         `after` is a key, or a key, NUL and a version, which is what is said for more of all versions.
@@ -118,11 +128,24 @@ class Catalogue:
         if not all_versions:
             entries = (max(same) for _, same in groupby(entries, key=lambda entry: entry[0]))
         wanted = list(islice(entries, limit + 1))
-        found = [self._manifests.get(tenant, key, version).info for key, version in wanted[:limit]]
+        found = self._infos(tenant, wanted[:limit])
         if len(wanted) <= limit:
             return found, None
         key, version = wanted[limit - 1]
         return found, f"{key}\0{version}" if all_versions else key
+
+    def _infos(self, tenant: str, versions: Sequence[tuple[str, int]]) -> Listed:
+        """Return what is known of versions; one that is lost or broken is named apart."""
+        found: list[VersionInfo] = []
+        damaged: list[Damage] = []
+        for key, version in versions:
+            name = object_name(tenant, key, version)
+            try:
+                found.append(self._manifests.get(tenant, key, version).info)
+            except Permanent as err:
+                _log.error("%s: %s", name, err)
+                damaged.append(Damage(name, str(err), ((key, version),)))
+        return Listed(found, damaged)
 
     def explain(self, tenant: str, key: str, version: int | None) -> Explanation:
         """Return how each chunk of a version is kept. Raises NotFound, Corrupt, BadInput where it has too many."""

@@ -25,7 +25,7 @@ READERS = 8
 
 
 class PipelineListing:
-    """What a gateway before the pipeline lists and sums up."""
+    """What a gateway in front of the pipeline lists and sums up."""
 
     def __init__(self, index: RedisIndex, found: descriptor.Descriptor, objects: ObjectStore) -> None:
         self._index = index

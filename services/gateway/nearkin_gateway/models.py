@@ -46,11 +46,20 @@ class Outcome(BaseModel):
     ledger: dict[str, Any] | None = Field(default=None, description="What was saved, and by which step.")
 
 
+class Damaged(BaseModel):
+    """A version whose manifest is lost or broken."""
+
+    key: str
+    version: int
+    problem: str
+
+
 class Page(BaseModel):
     """Some keys, each with its newest version."""
 
     blobs: list[Version]
     next: str | None = Field(description="`after` for the next page; null: there is none.")
+    damaged: list[Damaged] = Field(description="Versions that belong here and cannot be read.")
 
 
 class VersionPage(BaseModel):
@@ -58,6 +67,7 @@ class VersionPage(BaseModel):
 
     versions: list[Version]
     next: int | None = Field(description="`after` for the next page; null: there is none.")
+    damaged: list[Damaged] = Field(description="Versions that belong here and cannot be read.")
 
 
 class Stats(BaseModel):

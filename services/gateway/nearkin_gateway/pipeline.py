@@ -1,4 +1,4 @@
-"""A gateway before the pipeline. Invariant: it holds no state of its own; any other one answers the same.
+"""A gateway in front of the pipeline. Invariant: it holds no state of its own; any other one answers the same.
 
 Kafka takes uploads and tells outcomes, Redis lists, the object store has what is committed.
 """

@@ -87,14 +87,16 @@ def running(settings: Settings) -> Iterator[Running]:
 
 
 @contextmanager
-def process(environment: Mapping[str, str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def process(
+    environment: Mapping[str, str], folder: Path, *arguments: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run `python -m nearkin_gateway` in a process of its own; yield it and its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = (folder / "gateway.log").open("wb")
     child = subprocess.Popen(
-        [sys.executable, "-m", "nearkin_gateway"],
+        [sys.executable, "-m", "nearkin_gateway", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NEARKIN_GATEWAY__PORT": str(port), **environment},
         stderr=log,
         stdout=log,

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from nearkin.api import open_store
 from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.store.manifests import object_name
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin_gateway.keys import quoted
 
@@ -407,6 +408,21 @@ def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem
     with running(embedded(tmp_path)) as again, again.client() as client:
         answer = client.get("/v1/blobs/hurt")
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:nearkin:problem:corrupt")
+
+
+def test_a_broken_manifest_is_named_and_hides_no_other_blob(tmp_path: Path) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        for key in ("a", "b", "c"):
+            client.put(f"/v1/blobs/{key}", content=key.encode())
+        broken, gone = (tmp_path / object_name("default", key, 1) for key in ("a", "b"))
+        _flip(broken)
+        gone.unlink()
+        page = client.get("/v1/blobs", params={"limit": 2}).json()
+        assert ([entry["key"] for entry in page["damaged"]], page["blobs"], page["next"]) == (["a", "b"], [], "b")
+        assert [entry["key"] for entry in client.get("/v1/blobs", params={"after": "b"}).json()["blobs"]] == ["c"]
+        assert client.get("/v1/blobs/a/versions").json()["damaged"][0]["version"] == 1
+        assert client.get("/v1/blobs/a").status_code == 500
+        assert client.get("/v1/blobs/b").status_code == 404
 
 
 def _read_into(got: bytearray, answer: httpx.Response) -> None:

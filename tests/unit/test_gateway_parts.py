@@ -1,0 +1,269 @@
+"""The gateway's parts that decide without a socket: outcomes, budgets, rates, ranges, digests, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.records import VersionInfo
+from nearkin_gateway import bodies, limits
+from nearkin_gateway.digests import metadata_headers, metadata_of
+from nearkin_gateway.keys import decoded_key, quoted
+from nearkin_gateway.limits import Budget, Rates, Slots
+from nearkin_gateway.outcomes import Outcomes, Tickets, new_id
+from nearkin_gateway.problems import Problem
+from nearkin_gateway.ranges import wanted_range
+
+SECRET = bytes(range(32))
+
+
+def event(blob: bytes, origin: bytes | None = None, *, state: str = "committed", padding: int = 0) -> dict[str, Any]:
+    return {
+        "id": blob.hex(),
+        "origin": (origin or blob).hex(),
+        "state": state,
+        "tenant": "t",
+        "key": "k" * padding,
+    }
+
+
+# --- outcomes and ids ------------------------------------------------------------------------------------------------
+
+
+def test_an_id_is_read_by_its_tenant_and_nobody_else() -> None:
+    tickets, blob = Tickets(SECRET), new_id()
+    ticket = tickets.of("shop", blob)
+    assert tickets.read("shop", ticket) == blob
+    assert tickets.read("other", ticket) is None
+    assert Tickets(bytes(32)).read("shop", ticket) is None
+    for wrong in (ticket[:-1], ticket + "0", ticket.upper(), "", "x" * 49, f"{ticket}\n"):
+        assert tickets.read("shop", wrong) is None
+
+
+def test_origins_of_different_keys_tenants_or_idempotency_keys_differ() -> None:
+    tickets = Tickets(SECRET)
+    found = {tickets.origin(*parts) for parts in (("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", "d"))}
+    assert len(found) == 4
+    assert tickets.origin("a", "b", "c") in found
+
+
+def test_an_outcome_is_found_until_there_is_no_room_and_then_known_to_be_forgotten() -> None:
+    outcomes = Outcomes(20_000)
+    first = new_id()
+    outcomes.add(event(first, padding=1000))
+    assert outcomes.get(first) is not None
+    time.sleep(0.002)
+    blobs = [new_id() for _ in range(40)]
+    for blob in blobs:
+        outcomes.add(event(blob, padding=1000))
+    assert len(outcomes) < 20
+    assert outcomes.get(first) is None
+    assert outcomes.may_be_forgotten(first)
+    assert outcomes.of_origin(first) is None
+    assert outcomes.get(blobs[-1]) is not None
+    time.sleep(0.002)
+    assert not outcomes.may_be_forgotten(new_id())
+
+
+def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() -> None:
+    outcomes, first, second, origin = Outcomes(10_000), new_id(), new_id(), new_id()
+    outcomes.add(event(first, origin))
+    outcomes.add(event(first, origin, state="failed"))
+    outcomes.add(event(second, origin))
+    assert len(outcomes) == 2
+    assert (outcomes.get(first) or {})["state"] == "committed"
+    assert (outcomes.of_origin(origin) or {})["id"] == first.hex()
+
+
+def test_a_failed_attempt_is_no_outcome_of_its_origin() -> None:
+    outcomes, blob, origin = Outcomes(10_000), new_id(), new_id()
+    outcomes.add(event(blob, origin, state="failed"))
+    assert outcomes.of_origin(origin) is None
+
+
+def test_who_waits_is_told_and_nothing_is_left_of_the_waiting() -> None:
+    async def run() -> None:
+        outcomes, blob = Outcomes(10_000), new_id()
+        waiters = [asyncio.create_task(outcomes.wait(blob, 5)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await outcomes.wait(new_id(), 0.01) is None
+        outcomes.add(event(blob), json.dumps(event(blob)).encode())
+        assert [(await waiter or {})["id"] for waiter in waiters] == [blob.hex()] * 3
+        assert outcomes._waiting == {}
+
+    asyncio.run(run())
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_never_overdrawn_and_is_given_in_order() -> None:
+    async def run() -> None:
+        budget, order = Budget(10), []
+
+        async def take(number: int, count: int) -> None:
+            await budget.take(count)
+            assert budget.used_bytes <= 10
+            order.append(number)
+
+        await budget.take(8)
+        tasks = [asyncio.create_task(take(number, count)) for number, count in enumerate((5, 1, 9))]
+        await asyncio.sleep(0)
+        assert order == []  # the small one does not overtake the first
+        budget.give(8)
+        await asyncio.sleep(0)
+        assert order == [0, 1]
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        budget.give(6)
+        assert budget.used_bytes == 0
+        await budget.take(50)  # more than all of it: let through alone
+        budget.give(50)
+
+    asyncio.run(run())
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=30))
+def test_whatever_is_cancelled_a_budget_ends_empty(steps: list[tuple[int, bool]]) -> None:
+    async def run() -> None:
+        budget = Budget(10)
+
+        async def use(count: int) -> None:
+            await budget.take(count)
+            try:
+                await asyncio.sleep(0)
+            finally:
+                budget.give(count)
+
+        tasks = [asyncio.create_task(use(count)) for count, _ in steps]
+        await asyncio.sleep(0)
+        for task, (_, cancelled) in zip(tasks, steps, strict=True):
+            if cancelled:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert budget.used_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_rate_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(limits.time, "monotonic", lambda: now)
+    rates = Rates(10)
+    for _ in range(10):
+        rates.take("a")
+    with pytest.raises(Problem) as refused:
+        rates.take("a")
+    assert refused.value.status == 429
+    rates.take("b")
+    now += 0.35
+    for _ in range(3):
+        rates.take("a")
+    with pytest.raises(Problem):
+        rates.take("a")
+    monkeypatch.setattr(limits, "CALLERS_MAX", 5)
+    for number in range(100):
+        rates.take(f"caller {number}")
+    assert len(rates._buckets) <= 6
+
+
+def test_a_slot_is_given_back_whatever_happens() -> None:
+    slots = Slots("things", 1)
+    with pytest.raises(RuntimeError), slots.one():
+        raise RuntimeError
+    with slots.one(), pytest.raises(Problem), slots.one():
+        pass
+    assert slots.taken == 0
+
+
+# --- bodies, ranges, headers, keys -----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.sampled_from([1, 7, 65_536, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 2_000_000]),
+        max_size=5,
+    )
+)
+def test_frames_are_full_but_the_last_and_hold_what_came(sizes: list[int]) -> None:
+    async def run() -> None:
+        pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+
+        async def body() -> Any:
+            for piece in pieces:
+                yield piece
+
+        found = [bytes(frame) async for frame in bodies.frames(body())]
+        assert b"".join(found) == b"".join(pieces)
+        assert all(len(frame) == FRAME_BYTES_MAX for frame in found[:-1])
+        assert all(0 < len(frame) <= FRAME_BYTES_MAX for frame in found[-1:])
+
+    asyncio.run(run())
+
+
+def test_a_frame_that_fills_slowly_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "FRAME_SECONDS", 0.02)
+
+    async def run() -> None:
+        async def body() -> Any:
+            for _ in range(4):
+                yield b"x"
+                await asyncio.sleep(0.03)
+
+        assert len([frame async for frame in bodies.frames(body())]) > 1
+
+    asyncio.run(run())
+
+
+def version(size_bytes: int) -> VersionInfo:
+    return VersionInfo("k", 1, size_bytes, datetime.now(UTC), "blake3:00", None, 0, 0, {})
+
+
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 60), st.sampled_from(["A-B", "A-", "-B"]))
+def test_ranges_agree_with_slices(size: int, first: int, last: int, form: str) -> None:
+    data = bytes(range(size))
+    text = form.replace("A", str(first)).replace("B", str(last))
+    whole = bytes(
+        data[first : last + 1] if form == "A-B" else data[first:] if form == "A-" else data[-last:] if last else b""
+    )
+    if not whole and not (form == "A-B" and last < first) and not (form == "-B" and not size and last):
+        with pytest.raises(Problem) as refused:
+            wanted_range(Headers({"range": f"bytes={text}"}), version(size))
+        assert refused.value.status == 416
+        return
+    found = wanted_range(Headers({"range": f"bytes={text}"}), version(size))
+    if found is None:
+        assert (form == "A-B" and last < first) or (form == "-B" and not size)
+    else:
+        assert data[found[0] : found[1]] == whole
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
+        st.text(st.characters(codec="utf-8"), max_size=50),
+        max_size=10,
+    )
+)
+def test_metadata_come_back_from_headers_as_they_went(metadata: dict[str, str]) -> None:
+    headers = metadata_headers(metadata)
+    sent = {name.lower(): value for name, value in headers.items()}  # header names have no case
+    assert len(sent) == len(metadata)
+    assert all(name.isascii() and value.isascii() and value.isprintable() for name, value in sent.items())
+    assert metadata_of(Headers(sent)) == metadata
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60))
+def test_a_key_comes_back_from_its_url(key: str) -> None:
+    assert decoded_key(quoted(key), 1024) == key
+    assert "/" not in quoted(key)
+    assert quoted(key) not in (".", "..")
