@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -192,3 +195,15 @@ def test_records_without_value_may_be_passed_over() -> None:
 def test_settings_that_could_go_wrong_are_refused(ingest: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load(None, {"ingest": ingest})
+
+
+def test_a_worker_without_topics_says_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nearkin_gateway.ingest_worker"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+    )
+    assert (done.returncode, done.stderr.startswith("nearkin: ingest.topics: names no topic")) == (2, True)
