@@ -251,14 +251,17 @@ class IngestConsumer:
         if not self._done:
             return
         self._outbox.flush()
-        offsets = [TopicPartition(*place, offset) for place, offset in self._done.items() if place in self._mine]
-        self._done.clear()
+        done, self._done = self._done, {}
+        offsets = [TopicPartition(*place, offset) for place, offset in done.items() if place in self._mine]
         try:
             if offsets:
                 self._consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as err:
             # The group moves on: whoever has the partition next repeats a little, which is committed once all the same.
+            # A partition that stays with this member is committed with the next batch, or at the next look.
             _log.warning("offsets not committed: %s", err.args[0].str())
+            for place, offset in done.items():
+                self._done.setdefault(place, offset)
 
     def _pause(self, paused: bool) -> None:
         if paused:
