@@ -1,0 +1,106 @@
+"""Our own client and commands against the real gateway: what they say to one another they both mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nearkin
+from nearkin.cli import main
+from nearkin.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin_gateway import tokens
+
+KEYS = ("a/b", "..", ".", "ä ö%2F?#&=+", "versions", "x/versions", "a//b/", "\u202e\n", "k" * 1024)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("client")
+    os.environ.pop("NEARKIN_TOKEN", None)
+    text = tokens.create(folder / "tokens.json", "default", tokens.SCOPES)[0]
+    (folder / "token").write_text(text)
+    (folder / "reader").write_text(tokens.create(folder / "tokens.json", "default", ["read"])[0])
+    with running(embedded(folder / "store", {"auth": {"tokens_file": str(folder / "tokens.json")}})) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def token(gateway: Running) -> str:
+    return (gateway.store.parent / "token").read_text()
+
+
+def test_the_client_puts_and_gets_whatever_the_key(gateway: Running, token: str) -> None:
+    data = os.urandom(3_000_000)
+    with nearkin.connect(gateway.url, token) as store:
+        for key in KEYS:
+            metadata = {"Host": "db1", "ключ": "линия\n"}
+            result = store.put(key, data, metadata=metadata)
+            assert (result.info.key, result.info.version, result.info.metadata) == (key, 1, metadata)
+            assert result.ledger.logical_bytes == len(data)
+            assert store.get(key).read() == data
+            assert store.get(key, start=1_000_000, stop=1_000_010).read() == data[1_000_000:1_000_010]
+            assert store.info(key).metadata == metadata
+        store.put("a/b", b"second")
+        assert {info.key for info in store.versions()} == set(KEYS)
+        assert [info.version for info in store.versions("a/b", all_versions=True)] == [1, 2]
+        assert sum(segment.length_bytes for segment in store.explain("a/b", 1).segments) == len(data)
+        assert store.stats().versions == len(KEYS) + 1
+        with pytest.raises(NotFound):
+            store.get("nothing").read()
+
+
+def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: Running, token: str) -> None:
+    with nearkin.connect(gateway.url, token) as store:
+        assert store.change_config({"features": {"algorithm": "odess"}})["settings"]["features"]["algorithm"] == "odess"
+        with pytest.raises(ConfigError, match="choose finesse"):
+            store.change_config({"features": {"algorithm": "odes"}})
+        store.change_config({"service": {"read_only": True}})
+        with pytest.raises(StoreUnavailable, match="read_only"):
+            store.put("refused", b"x")
+        store.change_config({"features": {"algorithm": None}, "service": {"read_only": None}})
+        with pytest.raises(BadInput, match="SHA-256"):
+            store.put("refused", b"x", sha256=bytes(32))
+
+
+def test_a_token_without_the_scope_is_denied(gateway: Running) -> None:
+    reader = (gateway.store.parent / "reader").read_text()
+    with nearkin.connect(gateway.url, reader) as store:
+        with pytest.raises(Denied):
+            store.put("denied", b"x")
+        with pytest.raises(Denied):
+            store.config()
+    with nearkin.connect(gateway.url, "nk_00000000_" + "A" * 43) as store, pytest.raises(Denied):
+        store.versions()
+
+
+def test_the_asyncio_client_says_the_same(gateway: Running, token: str) -> None:
+    async def run() -> None:
+        async with nearkin.connect_async(gateway.url, token) as store:
+            results = [result async for result in store.put_many((f"async/{n}", b"%d" % n) for n in range(20))]
+            assert [result.info.key for result in results] == [f"async/{n}" for n in range(20)]
+            assert await (await store.get("async/7")).read() == b"7"
+
+    asyncio.run(run())
+
+
+def test_the_command_line_works_on_a_server(
+    gateway: Running, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NEARKIN_TOKEN", token)
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(200_000))
+    server = ("--server", gateway.url)
+    assert main([*server, "put", "cli/blob", str(source), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["version"] == 1
+    assert main([*server, "get", "cli/blob", "-o", str(tmp_path / "back")]) == 0
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
+    capfd.readouterr()
+    assert main([*server, "ls", "cli/", "--json"]) == 0
+    assert [entry["key"] for entry in json.loads(capfd.readouterr().out)] == ["cli/blob"]
+    assert main([*server, "get", "cli/nothing"]) == 1
