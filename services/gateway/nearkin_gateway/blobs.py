@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ from nearkin_gateway.responses import BlobResponse
 from nearkin_gateway.state import Gateway, gateway_of
 
 IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 VERSION_MAX = (1 << 63) - 1
 router = APIRouter(tags=["blobs"])
 
@@ -116,7 +118,7 @@ async def put_blob(
             origin=origin,
             sha256=sha256,
             with_sha256=wants_sha256(request.headers),
-            trace=request.headers.get("traceparent"),
+            trace=_trace(request),
         )
     outcome = await gateway.outcomes.wait(blob, wait)
     if outcome is None:
@@ -124,6 +126,12 @@ async def put_blob(
     check_failed(outcome)
     check_same(outcome, ending)
     return created(gateway, caller.tenant, outcome)
+
+
+def _trace(request: Request) -> str | None:
+    """Return the W3C trace context; what is none is not passed on: it would travel with every message."""
+    text = request.headers.get("traceparent", "")
+    return text if _TRACEPARENT.fullmatch(text) else None
 
 
 @router.get(

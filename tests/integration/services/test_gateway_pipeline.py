@@ -13,8 +13,10 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from confluent_kafka import TopicPartition
 
 from nearkin.config import Settings, load, with_changes
+from nearkin.runners.kafka.clients import consumer, topic
 from nearkin.testing.gateways import Running, process, running
 from nearkin.testing.pipeline import Pipeline
 from nearkin.testing.servers import Kafka
@@ -281,3 +283,27 @@ def test_a_gateway_whose_kafka_is_gone_is_not_ready_and_says_so(need: Any, redis
             refused = client.get("/readyz")
             assert (refused.status_code, "kafka" in refused.json()["detail"]) == (503, True)
             assert client.get("/livez").status_code == 200
+
+
+def test_the_trace_context_travels_with_the_frames(client: httpx.Client, pipeline: Pipeline) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    told = client.put("/v1/blobs/traced", content=b"traced", params={"wait": 60}, headers={"traceparent": trace}).json()
+    bad = client.put(
+        "/v1/blobs/untraced", content=b"untraced", params={"wait": 60}, headers={"traceparent": "x" * 9000}
+    ).json()
+    wanted = {told["id"].partition("-")[0]: [trace.encode()] * 2, bad["id"].partition("-")[0]: []}
+    reader = consumer(pipeline.settings, f"trace-{os.urandom(4).hex()}", "trace")
+    full = topic(pipeline.settings, "frames")
+    reader.assign([TopicPartition(full, part, 0) for part in range(pipeline.settings.kafka.partitions)])
+    found: dict[str, list[bytes]] = {number: [] for number in wanted}
+    seen, deadline = 0, time.monotonic() + 30
+    while seen < 4 and time.monotonic() < deadline:
+        message = reader.poll(0.2)
+        key = message.key() if message is not None else None
+        if message is not None and isinstance(key, bytes) and key.hex() in found:
+            seen += 1
+            headers = dict(message.headers() or [])
+            assert headers["ce_type"] in (b"io.nearkin.frame.v1", b"io.nearkin.end.v1")
+            found[key.hex()] += [headers["traceparent"]] if "traceparent" in headers else []
+    reader.close()
+    assert found == wanted
