@@ -38,6 +38,7 @@ from nearkin.runners.kafka.clients import (
     connection,
     consumer,
     group,
+    is_final,
     unavailable,
 )
 from nearkin.runners.kafka.dead_letters import send_dead_letter
@@ -221,8 +222,8 @@ class IngestConsumer:
         if problem is not None:
             if problem.code() == KafkaError._PARTITION_EOF:
                 return None
-            if problem.fatal():
-                raise StoreUnavailable(f"kafka: {problem.str()}")
+            if is_final(problem):
+                raise StoreUnavailable(f"kafka: {problem.str()}; a new consumer takes over")
             _log.warning("kafka: %s", problem.str())  # an unknown topic too: it is taken up when it is made
             return None
         topic, partition, offset = message.topic(), message.partition(), message.offset()

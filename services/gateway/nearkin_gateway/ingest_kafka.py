@@ -12,16 +12,17 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as KafkaMessage
 
 from nearkin.config import Settings
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
-from nearkin.runners.kafka.clients import producer, topic, unavailable
+from nearkin.runners.kafka.clients import is_final, producer, topic, unavailable
 from nearkin.runners.kafka.handling import headers_of
 from nearkin.sources import check_key, check_metadata
 from nearkin_gateway.ingest import Ending, Intent
@@ -50,7 +51,10 @@ class KafkaIngest:
         self.frames = topic(settings, "frames")
         self.budget = Budget(int(settings.gateway.unacknowledged_bytes))
         self.upload_bytes_max = int(settings.gateway.upload_unacknowledged_bytes)
+        self._client_id = client_id
         self._producer = producer(settings, client_id)
+        self._ended: deque[Producer] = deque()
+        """Producers that failed for good, until they have told what became of their last messages."""
         self._stop = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="nearkin-gateway-kafka", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,14 +120,25 @@ class KafkaIngest:
                     raise StoreUnavailable(f"kafka: {full}: no room to send for {ROOM_SECONDS_MAX:.0f} s") from err
                 await asyncio.sleep(ROOM_SECONDS)
             except KafkaException as err:
+                if is_final(err.args[0]):
+                    self._renew()
                 raise unavailable(self._settings, err) from err
             else:
                 tracker.sent()
                 return
 
+    def _renew(self) -> None:
+        """Go on with a new producer. What the old one still held is told as lost: whoever waits for it hears 503."""
+        _log.error("kafka: the producer failed for good; a new one takes over")
+        self._producer.purge(in_queue=True, in_flight=True)
+        self._ended.append(self._producer)
+        self._producer = producer(self._settings, self._client_id)
+
     def _poll(self) -> None:
         while not self._stop.is_set():
             self._producer.poll(POLL_SECONDS)
+            if self._ended and not self._ended[0].flush(0):
+                self._ended.popleft()
 
 
 class Tracker:

@@ -34,8 +34,6 @@ GONE_SECONDS = 20.0
 """After a SIGKILL: a large process on a busy machine is not gone at once."""
 PORT_TRIES = 100
 
-_LEFT: list[subprocess.Popen[str]] = []  # keepers that outlive this process on purpose: one or two in a test run
-
 
 class ServerFailed(Retryable):
     """A server did not start, or ended by itself; the text carries the end of its log."""
@@ -157,7 +155,9 @@ class Server(ABC):
     def leave_to_owner(self) -> None:
         """Let go of a server that another process owns: from here on it is that process's end that ends it."""
         if self._parent is not None:
-            _LEFT.append(self._parent)
+            if self._parent.stdout is not None:
+                self._parent.stdout.close()
+            self._parent.returncode = 0  # not ours to wait for: without it `Popen` would warn of it at our end
         if self._handle >= 0:
             os.close(self._handle)
         self._parent, self._handle, self.pid = None, -1, 0

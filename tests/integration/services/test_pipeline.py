@@ -15,7 +15,7 @@ import nearkin
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.message import Envelope, Frame, encode
 from nearkin.restore import Blob
-from nearkin.runners.kafka.clients import topic
+from nearkin.runners.kafka.clients import consumer, group, topic
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
@@ -171,3 +171,21 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
     by_algorithm = {kind: sum(n for name, n in sketches.items() if kind in name) for kind in ("finesse", "ntransform")}
     assert all(by_algorithm.values()), sketches
     assert "fineese" in (pipeline.folder / "delta.log").read_text()
+
+
+@pytest.mark.parametrize(("service", "reads"), [("chunker", "frames"), ("resemblance", "fresh")])
+def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uploader, service: str, reads: str) -> None:
+    settings = pipeline.settings
+    assert uploader.wait(uploader.put("before", [b"x" * 10]))["state"] == "committed"
+    # As after a broker's restart that forgot who had joined: another member under the worker's own static name.
+    other = consumer(settings, group(settings, service), "other", **{"group.instance.id": f"{service}-w1"})
+    taken: list[object] = []
+    other.subscribe([topic(settings, reads)], on_assign=lambda _client, parts: taken.extend(parts))
+    deadline = time.monotonic() + 30
+    while not taken and time.monotonic() < deadline:
+        other.poll(0.1)
+    assert taken
+    other.close()
+    said = uploader.wait(uploader.put("after", [content(3, MIB)]))
+    assert said["state"] == "committed", said
+    assert "a --worker of its own" in pipeline.logs()

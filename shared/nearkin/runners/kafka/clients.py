@@ -140,6 +140,14 @@ def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
     return StoreUnavailable(f"kafka {settings.kafka.bootstrap_servers}: {reason}")
 
 
+def is_final(problem: KafkaError) -> bool:
+    """Return whether the client that told this is of no use any more: only a new one goes on.
+
+    What arrives as a message's error carries the code of a fatal error, but not its flag.
+    """
+    return problem.fatal() or problem.code() in (KafkaError._FATAL, KafkaError.FENCED_INSTANCE_ID)
+
+
 class Outbox:
     """Messages on their way to Kafka. Not to be shared between threads."""
 

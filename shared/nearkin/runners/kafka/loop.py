@@ -21,7 +21,7 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 
 from nearkin.config import Settings
 from nearkin.errors import Retryable, StoreUnavailable
-from nearkin.runners.kafka.clients import consumer, group, topic, unavailable
+from nearkin.runners.kafka.clients import consumer, group, is_final, topic, unavailable
 
 _log = logging.getLogger("nearkin.worker")
 
@@ -85,15 +85,17 @@ class Loop:
     """One consumer carrying one handler."""
 
     def __init__(self, settings: Settings, service: str, name: str, worker: str, handler: Handler) -> None:
+        """`worker` is a name of its own in the group that stays over a restart: static membership (KIP-345)."""
         self._settings = settings
         self._topic = topic(settings, name)
         self._handler = handler
+        self._name = worker
         self._committed: dict[int, tuple[int, str]] = {}
         self._last_commit = time.monotonic()
         self._paused = False
         self._failed = False
         self._consumer: Consumer = consumer(
-            settings, group(settings, service), worker, **{"group.instance.id": f"{service}-{worker}"}
+            settings, group(settings, service), worker, **{"group.instance.id": self._name}
         )
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
@@ -136,10 +138,10 @@ class Loop:
         if problem is not None:
             if problem.code() in (KafkaError._PARTITION_EOF, KafkaError.UNKNOWN_TOPIC_OR_PART):
                 return None
-            if problem.retriable() or not problem.fatal():
-                _log.warning("%s: %s", self._topic, problem.str())
-                return None
-            raise StoreUnavailable(f"{self._topic}: {problem.str()}")
+            if is_final(problem):
+                raise self._ended(problem)
+            _log.warning("%s: %s", self._topic, problem.str())
+            return None
         headers = tuple((str(header[0]), as_bytes(header[1])) for header in message.headers() or ())
         partition, offset = message.partition(), message.offset()
         assert partition is not None
@@ -152,6 +154,13 @@ class Loop:
             as_bytes(message.value()) or b"",
             {name: value for name, value in headers if value is not None},
             headers,
+        )
+
+    def _ended(self, problem: KafkaError) -> StoreUnavailable:
+        """Return the error that makes `run_forever` begin with a new consumer."""
+        return StoreUnavailable(
+            f"{self._topic}: {problem.str()}; a new consumer takes over. "
+            f"Should this come again and again, two workers run as {self._name}: give each a --worker of its own"
         )
 
     def _pause(self, paused: bool) -> None:
@@ -199,6 +208,7 @@ class Loop:
             self._consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as err:
             # Another member has the partition, or the coordinator moves: whoever works on it next repeats a little.
+            # A final error comes again as a message; raised here it would end a rebalance in its midst.
             _log.warning("%s: offsets not committed: %s", self._topic, err.args[0].str())
             return
         self._committed.update(changed)

@@ -1,0 +1,46 @@
+"""The gateway's producer against real Kafka: one that failed for good is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from nearkin.config import KafkaSettings, Settings
+from nearkin.errors import StoreUnavailable
+from nearkin.runners.kafka.clients import create_topics
+from nearkin_gateway.ingest_kafka import KafkaIngest
+
+
+class Failed:
+    """A producer after a fatal error, which no client can bring about at will: each call tells of it."""
+
+    def produce(self, *_: object, **__: object) -> None:
+        raise KafkaException(KafkaError(KafkaError._FATAL, "the log was cut"))
+
+    def poll(self, _: float) -> int:
+        return 0
+
+    def purge(self, **_: object) -> None:
+        """Nothing is queued."""
+
+    def flush(self, _: float) -> int:
+        return 0
+
+
+def test_a_producer_that_failed_for_good_is_replaced(kafka: Any, topic_prefix: str) -> None:
+    settings = Settings(kafka=KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1))
+    create_topics(settings)
+    ingest = KafkaIngest(settings, "gateway-test")
+
+    async def publish() -> None:
+        await ingest.open()
+        ingest._producer = Failed()  # type: ignore[assignment]
+        with pytest.raises(StoreUnavailable, match="the log was cut"):
+            await ingest.publish("config", b"key", b"{}")
+        await ingest.publish("config", b"key", b"{}")
+        await ingest.close()
+
+    asyncio.run(publish())
