@@ -145,7 +145,8 @@ class Token(Rule):
 
 @dataclass(frozen=True)
 class TopicTenants(Rule):
-    """Kafka topics, each as `topic` or `topic=tenant`; a table from topics to tenants is taken too."""
+    """Kafka topics, each as `topic` or `topic=tenant`. A table from topics to tenants and, as environments have it, a
+    text with commas are taken too."""
 
     tenant_bytes_max: int
 
@@ -154,6 +155,8 @@ class TopicTenants(Rule):
         from pydantic_core import core_schema
 
         def listed(value: object) -> object:
+            if isinstance(value, str):
+                return [entry.strip() for entry in value.split(",") if entry.strip()]
             return [f"{topic}={tenant}" for topic, tenant in value.items()] if isinstance(value, Mapping) else value
 
         return core_schema.no_info_before_validator_function(listed, handler(source))

@@ -95,9 +95,12 @@ def test_an_origin_is_one_record_s_alone() -> None:
     assert len({one, *others}) == 7
 
 
-def test_topics_have_tenants_of_their_own() -> None:
+def test_topics_have_tenants_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = load(None, {"tenant": "mine", "ingest": {"topics": ["a", "b=team b"]}})[0]
     assert tenants_of(listed) == {"a": "mine", "b": "team b"}
+    monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "a, b=team b")
+    assert load(None, {"tenant": "mine"})[0].ingest.topics == listed.ingest.topics
+    monkeypatch.delenv("NEARKIN_INGEST__TOPICS")
     table, origins = load(None, {"ingest": {"topics": {"a": "x", "b": "y"}}})
     assert tenants_of(table) == {"a": "x", "b": "y"}
     assert origins["ingest.topics"] == (("a=x", "b=y"), "argument")

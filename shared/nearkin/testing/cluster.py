@@ -35,6 +35,8 @@ from nearkin.testing.server import LOOPBACK, Server, free_port, log_end
 from nearkin.testing.servers import S3, Kafka, Redis
 
 BUCKET = "nearkin"
+INGEST_TOPIC = "blobs"
+"""A topic as users have them: its records become blobs."""
 READY_SECONDS_MAX = 90.0
 PORTS = ("kafka", "kafka-controller", "redis", "s3", "gateway")
 SERVERS = ("redis", "s3", "kafka")
@@ -57,6 +59,7 @@ SERVICES = (
     Service("resemblance", "nearkin_resemblance", ("--worker", "local"), ready_line=": ready"),
     Service("delta", "nearkin_delta", ("--worker", "local"), ready_line=": ready"),
     Service("janitor", "nearkin_janitor", ("--worker", "local"), ready_line=": ready"),
+    Service("ingest", "nearkin_gateway.ingest_worker", ("--worker", "local"), ready_line=": ready"),
     Service("gateway", "nearkin_gateway", ready_path="/readyz"),
 )
 """Started in this order, ended in the other."""
@@ -83,6 +86,11 @@ class Cluster:
     def url(self) -> str:
         """The gateway's."""
         return f"http://{LOOPBACK}:{self._ports()['gateway']}"
+
+    @property
+    def kafka(self) -> str:
+        """Kafka's address."""
+        return f"{LOOPBACK}:{self._ports()['kafka']}"
 
     @property
     def token(self) -> str:
@@ -192,6 +200,8 @@ class Cluster:
                     "secret_access_key": s3.secret_access_key,
                 },
             }
+            if "ingest" in self.names:
+                sections["ingest"] = {"topics": [INGEST_TOPIC], "dataref_prefix": "incoming/{tenant}/"}
             if any(service.name == "gateway" for service in self.services):
                 sections["gateway"] = {"host": LOOPBACK, "port": self._ports()["gateway"]}
                 sections["auth"] = {"tokens_file": str(self.folder / "tokens.json")}
@@ -203,9 +213,11 @@ class Cluster:
             text, _ = create(self.folder / "tokens.json", "default", scopes, days=None, note="make up")
             _write_privately(self.folder / "token", text)
         if self.services:
-            from nearkin.runners.kafka.clients import create_topics
+            from nearkin.runners.kafka.clients import create_named, create_topics
 
-            create_topics(load(self.config_file)[0])
+            settings = load(self.config_file)[0]
+            create_topics(settings)
+            create_named(settings, [entry.partition("=")[0] for entry in settings.ingest.topics])
 
     def _launch(self, service: Service, tell: Callable[[str], None]) -> int:
         """Start a service; return where in its log it begins."""
@@ -278,6 +290,8 @@ def up(cluster: Cluster) -> None:
         f"\n{cluster.url}\nNEARKIN_TOKEN={cluster.token}\n\n"
         f"curl -sS -H 'Authorization: Bearer {cluster.token}' --data-binary @README.md "
         f"'{cluster.url}/v1/blobs/README.md?wait=30'\n\n"
+        f"a record of Kafka's topic {INGEST_TOPIC} becomes a blob too, with its key:\n"
+        f"echo hello | kcat -P -b {cluster.kafka} -t {INGEST_TOPIC} -k greeting\n\n"
         f"settings: {cluster.config_file}   logs: {cluster.folder}/*.log   end: make down"
     )
 

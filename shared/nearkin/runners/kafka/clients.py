@@ -68,30 +68,43 @@ def _on_error(err: KafkaError) -> None:
 
 
 def create_topics(settings: Settings) -> list[str]:
-    """Make the topics that are missing; return their names. Raises StoreUnavailable, Permanent."""
+    """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
+    config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete"}
+    compacted = config | {"cleanup.policy": "compact"}
+    partitions, replication = settings.kafka.partitions, settings.kafka.replication
+    return _create(
+        settings,
+        [
+            NewTopic(topic(settings, name), 1, replication_factor=replication, config=compacted)
+            if name in _COMPACTED
+            else NewTopic(topic(settings, name), partitions, replication_factor=replication, config=config)
+            for name in TOPICS
+        ],
+    )
+
+
+def create_named(settings: Settings, names: Sequence[str]) -> list[str]:
+    """Make a user's topics that are missing, as the brokers' defaults have it. Raises StoreUnavailable, Permanent."""
     kafka = settings.kafka
+    return _create(settings, [NewTopic(name, kafka.partitions, replication_factor=kafka.replication) for name in names])
+
+
+def _create(settings: Settings, wanted: Sequence[NewTopic]) -> list[str]:
     admin = AdminClient(connection(settings, "nearkin-topics"))
     try:
         there = admin.list_topics(timeout=ADMIN_SECONDS_MAX).topics
     except KafkaException as err:
         raise unavailable(settings, err) from err
     made = []
-    for name in TOPICS:
-        full = topic(settings, name)
-        if full in there:
+    for new in wanted:
+        if new.topic in there:
             continue
-        config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete"}
-        if name in _COMPACTED:
-            config["cleanup.policy"] = "compact"
-        new = NewTopic(
-            full, 1 if name in _COMPACTED else kafka.partitions, replication_factor=kafka.replication, config=config
-        )
         try:
-            admin.create_topics([new])[full].result(ADMIN_SECONDS_MAX)
-            made.append(full)
+            admin.create_topics([new])[new.topic].result(ADMIN_SECONDS_MAX)
+            made.append(new.topic)
         except KafkaException as err:
             if err.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise Permanent(f"topic {full}: {err.args[0].str()}") from err
+                raise Permanent(f"topic {new.topic}: {err.args[0].str()}") from err
     return made
 
 
