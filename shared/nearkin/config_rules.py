@@ -146,7 +146,8 @@ class Token(Rule):
 @dataclass(frozen=True)
 class TopicTenants(Rule):
     """Kafka topics, each as `topic` or `topic=tenant`. A table from topics to tenants and, as environments have it, a
-    text with commas are taken too."""
+    text with commas are taken too.
+    """
 
     tenant_bytes_max: int
 
