@@ -80,10 +80,15 @@ def test_rabin_windows_of_any_size_agree(window: int) -> None:
 
 
 def edge_lengths() -> list[int]:
-    """Lengths beside every boundary of the vector code: windows, vectors of 64, passes of 1024 and 4096 positions."""
+    """Lengths beside every boundary of the vector code: windows, lanes, turns of 16 rows, buffers of 4096 positions."""
     positions = {64 * k + d for k in (1, 2, 16, 17) for d in (-1, 0, 1)} | {1024 + 63, 4097, 8200}
     whole = {p + 47 for p in positions}
-    return sorted(whole | {12 * (p + 47) + p % 12 for p in positions if p < 1100} | {0, 1, 47, 48, 575, 576, 577})
+    many = set(range(578, 2700, 67))  # lanes of every unevenness
+    return sorted(whole | {12 * (p + 47) + p % 12 for p in positions if p < 1100} | {0, 1, 47, 48, 575, 576, 577} | many)
+
+
+# (features, super-features, window): more sub-chunks than lanes, fewer, runs shorter than a turn of 16 rows, long windows
+EDGE_PLANS = ((64, 4, 48), (33, 3, 16), (12, 3, 4), (5, 1, 15), (2, 1, 256), (1, 1, 48))
 
 
 def guarded(payload: bytes) -> memoryview:
@@ -111,7 +116,10 @@ def answers_here(kernel: Any, payload: bytes | memoryview) -> list[list[int]]:
         chunks = payload, np.array(starts, np.uint64), np.array(lengths, np.uint32)
         for algorithm in ALGORITHMS:
             rows += getattr(kernel, algorithm)(*chunks).tolist()
-        rows += kernel.finesse(*chunks, features=1, super_features=1).tolist()
+        for features, super_features, window in EDGE_PLANS:
+            plan = {"features": features, "super_features": super_features, "window_bytes": window}
+            for algorithm in ("ntransform", "finesse"):
+                rows += getattr(kernel, algorithm)(*chunks, **plan).tolist()
     return rows
 
 

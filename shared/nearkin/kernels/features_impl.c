@@ -1,13 +1,13 @@
 /* Similarity features of chunks: N-transform, Finesse (FAST '19, Algorithms 1 and 2, Figure 3) and Odess.
 
    A Rabin fingerprint is the window, read as a polynomial over GF(2), first byte highest, mod P of degree 32.
-   Two ways lead to it, and both give the same 32 bits:
+   It rolls from position to position:
 
-     rolling   fp' = fp * x^8 + new - old * x^(8w) mod P, one table look-up each for what leaves at the top and at the
-               end of the window. A chain of shift, load and xor a byte, so four independent runs are interleaved.
-     doubling  (AVX-512 + GFNI, w = 48) H_2k(j) = H_k(j) * x^(8k) + H_k(j + k), for 64 positions at once. Fingerprints
-               are four planes, one a byte; to multiply by a constant is then sixteen 8x8 bit matrices, each a single
-               instruction. H_4 is the input at four shifts; H_4 -> H_8 -> H_16 -> H_48 takes 64 of them.
+     fp' = fp * x^8 + new - old * x^(8w) mod P
+
+     scalar  one table look-up each for what leaves at the top and at the end of the window; four runs interleaved,
+             because each is a chain of shift, load and xor
+     lanes   32 (AVX2) or 64 (AVX-512 with GFNI) runs side by side, a byte each: features_lanes.h
 */
 
 #include "features_impl.h"
@@ -28,8 +28,6 @@
 
 /* Positions whose fingerprints are buffered between rolling and transforming: 16 KiB, a third of a 48 KiB L1. */
 #define ROLL_POSITIONS 4096
-/* Positions of one pass of the doubling: two sets of four planes, 9 KiB, stay in L1 beside the input. */
-#define PLANE_POSITIONS 1024
 /* Sampled Gear words buffered before they are transformed. */
 #define SAMPLED_WORDS 256
 /* Buffers of fingerprints are padded with copies of their last one to whole vectors; a copy never moves a maximum. */
@@ -63,7 +61,25 @@ static void fill_byte_table(uint32_t *table, uint32_t exponent) {
     }
 }
 
-void features_prepare(features_plan *plan) { fill_byte_table(plan->pop, 8 * plan->window_bytes); }
+static void fill_multiplier(features_multiplier *by, const uint32_t table[256]) {
+    for (unsigned to = 0; to < 4; to++) {
+        by->matrix[to] = 0;
+        for (unsigned bit = 0; bit < 8; bit++) {
+            for (unsigned row = 0; row < 8; row++) {
+                if ((table[1u << bit] >> (8 * to + row)) & 1) by->matrix[to] |= (uint64_t)1 << (8 * (7 - row) + bit);
+            }
+        }
+        for (unsigned nibble = 0; nibble < 16; nibble++) {
+            by->low[to][nibble] = (uint8_t)(table[nibble] >> (8 * to));
+            by->high[to][nibble] = (uint8_t)(table[nibble << 4] >> (8 * to));
+        }
+    }
+}
+
+void features_prepare(features_plan *plan) {
+    fill_byte_table(plan->pop, 8 * plan->window_bytes);
+    fill_multiplier(&plan->pop_by, plan->pop);
+}
 
 static inline uint32_t pushed(uint32_t fp, uint8_t byte) { return ((fp << 8) | byte) ^ push[fp >> 24]; }
 
@@ -336,170 +352,145 @@ AVX512 static void transform_maxima_avx512(const features_plan *plan, const uint
     }
 }
 
-/* ---- doubling with GFNI: windows of 48 bytes ---- */
+/* ---- lanes ---- */
 
-#define DOUBLED_WINDOW 48
-#define VECTOR 64 /* positions a step */
+/* Bytes of each lane that are turned at a time, and rows of bytes that are kept: a window and what was just turned. */
+#define TURNED_BYTES 16
+#define RING_ROWS_MAX 512
+
+static features_multiplier push_by; /* for what leaves at the top: the table `push` */
+
+static size_t ring_rows(uint32_t window_bytes) {
+    size_t rows = 64;
+    while (rows < window_bytes + TURNED_BYTES) rows *= 2;
+    return rows;
+}
+
+/* AVX-512: a product is one instruction a plane. */
+
+#define LANES 64
+#define LANED(name) name##_64
+#define TARGET AVX512
+#define VECTOR __m512i
+#define ZEROS _mm512_setzero_si512()
+#define LOAD(at) _mm512_load_si512(at)
+#define STORE(at, value) _mm512_store_si512(at, value)
+#define UNPACK(low_or_high, bits, a, b) _mm512_unpack##low_or_high##_epi##bits(a, b)
+#define MAX(a, b) _mm512_max_epu32(a, b)
+#define TRANSFORM_MAXIMA transform_maxima_avx512
 
 typedef struct {
-    uint64_t by[4][4]; /* [from plane][to plane]; plane 0 is the lowest byte */
-} multiplier;
+    __m512i push[4], pop[4];
+} multipliers_64;
 
-static multiplier by_x32, by_x64, by_x128, by_x256;
-
-static void fill_multiplier(multiplier *table, uint32_t exponent) {
-    memset(table, 0, sizeof *table);
-    for (unsigned from = 0; from < 4; from++) {
-        for (unsigned bit = 0; bit < 8; bit++) {
-            uint32_t image = x_to_the(exponent + 8 * from + bit);
-            for (unsigned to = 0; to < 4; to++) {
-                for (unsigned row = 0; row < 8; row++) {
-                    /* The instruction keeps the row of result bit 0 in its highest byte. */
-                    if ((image >> (8 * to + row)) & 1) table->by[from][to] |= (uint64_t)1 << (8 * (7 - row) + bit);
-                }
-            }
-        }
+AVX512 static inline __attribute__((always_inline)) void load_multipliers_64(multipliers_64 *by, const features_multiplier *pop) {
+    for (int to = 0; to < 4; to++) {
+        by->push[to] = _mm512_set1_epi64((long long)push_by.matrix[to]);
+        by->pop[to] = _mm512_set1_epi64((long long)pop->matrix[to]);
     }
 }
 
-#define XOR3(a, b, c) _mm512_ternarylogic_epi32(a, b, c, 0x96)
-#define TIMES(plane, matrix) _mm512_gf2p8affine_epi64_epi8(plane, matrix, 0)
-/* One plane of a * table + tail, where a is four planes and `matrix` holds the table's matrices, broadcast. */
-#define PLANE_OF_PRODUCT(a, matrix, to, tail) \
-    XOR3(XOR3(TIMES((a)[0], (matrix)[0][to]), TIMES((a)[1], (matrix)[1][to]), TIMES((a)[2], (matrix)[2][to])), \
-         TIMES((a)[3], (matrix)[3][to]), tail)
+/* 16 bytes from each of lanes i, 16 + i, 32 + i and 48 + i. The last three are loaded into a broadcast under a mask,
+   which keeps them off the port that turns them. */
+AVX512 static inline __attribute__((always_inline)) __m512i load_column_64(const uint8_t *const *at, int i, size_t row) {
+    __m512i column = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(at[i] + row)));
+    column = _mm512_mask_broadcast_i32x4(column, 0x00f0, _mm_loadu_si128((const __m128i *)(at[16 + i] + row)));
+    column = _mm512_mask_broadcast_i32x4(column, 0x0f00, _mm_loadu_si128((const __m128i *)(at[32 + i] + row)));
+    return _mm512_mask_broadcast_i32x4(column, 0xf000, _mm_loadu_si128((const __m128i *)(at[48 + i] + row)));
+}
+
+AVX512 static inline __attribute__((always_inline)) void roll_64(const multipliers_64 *by, __m512i p[4], __m512i next,
+                                                                 __m512i old) {
+    const __m512i top = p[3];
+    for (int to = 3; to >= 0; to--) {
+        p[to] = _mm512_ternarylogic_epi32(_mm512_gf2p8affine_epi64_epi8(top, by->push[to], 0),
+                                          _mm512_gf2p8affine_epi64_epi8(old, by->pop[to], 0), to ? p[to - 1] : next,
+                                          0x96);
+    }
+}
+
+AVX512 static inline __attribute__((always_inline)) void push_64(const multipliers_64 *by, __m512i p[4], __m512i next) {
+    const __m512i top = p[3];
+    for (int to = 3; to >= 0; to--) {
+        p[to] = _mm512_xor_si512(_mm512_gf2p8affine_epi64_epi8(top, by->push[to], 0), to ? p[to - 1] : next);
+    }
+}
+
+#include "features_lanes.h"
+
+/* AVX2: a product is two look-ups of nibbles a plane. The sixteen tables stay in memory. */
+
+#define LANES 32
+#define LANED(name) name##_32
+#define TARGET AVX2
+#define VECTOR __m256i
+#define ZEROS _mm256_setzero_si256()
+#define LOAD(at) _mm256_load_si256((const __m256i *)(at))
+#define STORE(at, value) _mm256_store_si256((__m256i *)(at), value)
+#define UNPACK(low_or_high, bits, a, b) _mm256_unpack##low_or_high##_epi##bits(a, b)
+#define MAX(a, b) _mm256_max_epu32(a, b)
+#define TRANSFORM_MAXIMA transform_maxima_avx2
 
 typedef struct {
-    _Alignas(64) uint8_t of[4][PLANE_POSITIONS + 128]; /* aligned, for a store across two lines costs double */
-} planes;
+    __m256i push_low[4], push_high[4], pop_low[4], pop_high[4];
+} multipliers_32;
 
-AVX512 static inline __attribute__((always_inline)) void broadcast(const multiplier *table, __m512i matrix[4][4]) {
-    for (int from = 0; from < 4; from++) {
-        for (int to = 0; to < 4; to++) matrix[from][to] = _mm512_set1_epi64((long long)table->by[from][to]);
+AVX2 static inline __attribute__((always_inline)) void load_multipliers_32(multipliers_32 *by, const features_multiplier *pop) {
+    for (int to = 0; to < 4; to++) {
+        by->push_low[to] = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)push_by.low[to]));
+        by->push_high[to] = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)push_by.high[to]));
+        by->pop_low[to] = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)pop->low[to]));
+        by->pop_high[to] = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)pop->high[to]));
     }
 }
 
-/* H_16 of `count` >= 64 positions into `to`; reads count + 15 bytes at `at`. The last step of each pass is moved back
-   to end exactly at the end and redoes what it overlaps. */
-AVX512 static void doubled_to_16(const uint8_t *at, size_t count, planes *h8, planes *to) {
-    size_t many = count + 8;
-    __m512i a[4], matrix[4][4];
-    broadcast(&by_x32, matrix);
-    for (size_t j = 0;; j += VECTOR) {
-        if (j + VECTOR > many) j = many - VECTOR;
-        for (int p = 0; p < 4; p++) a[p] = _mm512_loadu_si512(at + j + 3 - p);
-        for (int p = 0; p < 4; p++) {
-            __m512i tail = _mm512_loadu_si512(at + j + 7 - p);
-            _mm512_storeu_si512(h8->of[p] + j, PLANE_OF_PRODUCT(a, matrix, p, tail));
-        }
-        if (j + VECTOR == many) break;
-    }
-    broadcast(&by_x64, matrix);
-    for (size_t j = 0;; j += VECTOR) {
-        if (j + VECTOR > count) j = count - VECTOR;
-        for (int p = 0; p < 4; p++) a[p] = _mm512_loadu_si512(h8->of[p] + j);
-        for (int p = 0; p < 4; p++) {
-            __m512i tail = _mm512_loadu_si512(h8->of[p] + j + 8);
-            _mm512_storeu_si512(to->of[p] + j, PLANE_OF_PRODUCT(a, matrix, p, tail));
-        }
-        if (j + VECTOR == count) break;
+AVX2 static inline __attribute__((always_inline)) __m256i load_column_32(const uint8_t *const *at, int i, size_t row) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(at[i] + row))),
+                                   _mm_loadu_si128((const __m128i *)(at[16 + i] + row)), 1);
+}
+
+#define NIBBLES(value, low, high)                                            \
+    const __m256i low = _mm256_and_si256(value, _mm256_set1_epi8(15));       \
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(value, 4), _mm256_set1_epi8(15))
+#define PRODUCT(tables_low, tables_high, low, high) \
+    _mm256_xor_si256(_mm256_shuffle_epi8(tables_low, low), _mm256_shuffle_epi8(tables_high, high))
+
+AVX2 static inline __attribute__((always_inline)) void push_32(const multipliers_32 *by, __m256i p[4], __m256i next) {
+    NIBBLES(p[3], low, high);
+    for (int to = 3; to >= 0; to--) {
+        p[to] = _mm256_xor_si256(PRODUCT(by->push_low[to], by->push_high[to], low, high), to ? p[to - 1] : next);
     }
 }
 
-/* H_48 of the 64 positions from j, as words; their order within the 64 is not that of the positions, which no maximum
-   notices. */
-AVX512 static inline __attribute__((always_inline)) void doubled_to_48(const planes *h16, size_t j,
-                                                                       __m512i matrix_128[4][4],
-                                                                       __m512i matrix_256[4][4], __m512i words[4]) {
-    __m512i a[4], b[4], h48[4];
-    for (int p = 0; p < 4; p++) {
-        a[p] = _mm512_loadu_si512(h16->of[p] + j);
-        b[p] = _mm512_loadu_si512(h16->of[p] + j + 16);
-    }
-    for (int p = 0; p < 4; p++) {
-        __m512i tail = _mm512_loadu_si512(h16->of[p] + j + 32);
-        h48[p] = PLANE_OF_PRODUCT(a, matrix_256, p, PLANE_OF_PRODUCT(b, matrix_128, p, tail));
-    }
-    __m512i low_a = _mm512_unpacklo_epi8(h48[0], h48[1]), low_b = _mm512_unpackhi_epi8(h48[0], h48[1]);
-    __m512i high_a = _mm512_unpacklo_epi8(h48[2], h48[3]), high_b = _mm512_unpackhi_epi8(h48[2], h48[3]);
-    words[0] = _mm512_unpacklo_epi16(low_a, high_a);
-    words[1] = _mm512_unpackhi_epi16(low_a, high_a);
-    words[2] = _mm512_unpacklo_epi16(low_b, high_b);
-    words[3] = _mm512_unpackhi_epi16(low_b, high_b);
-}
-
-/* The largest fingerprint of `positions` >= 64 windows, the first at `at`. */
-AVX512 static uint32_t doubled_maximum(const uint8_t *at, size_t positions) {
-    planes h8, h16;
-    __m512i matrix_128[4][4], matrix_256[4][4], best = _mm512_setzero_si512();
-    broadcast(&by_x128, matrix_128);
-    broadcast(&by_x256, matrix_256);
-    for (size_t first = 0; first < positions; first += PLANE_POSITIONS) {
-        size_t count = positions - first < PLANE_POSITIONS ? positions - first : PLANE_POSITIONS;
-        if (count < VECTOR) { /* a short last pass is moved back to a whole vector */
-            first = positions - VECTOR;
-            count = VECTOR;
-        }
-        doubled_to_16(at + first, count + 32, &h8, &h16);
-        for (size_t j = 0;; j += VECTOR) {
-            if (j + VECTOR > count) j = count - VECTOR;
-            __m512i words[4];
-            doubled_to_48(&h16, j, matrix_128, matrix_256, words);
-            best = _mm512_max_epu32(best, _mm512_max_epu32(_mm512_max_epu32(words[0], words[1]),
-                                                           _mm512_max_epu32(words[2], words[3])));
-            if (j + VECTOR == count) break;
-        }
-    }
-    return _mm512_reduce_max_epu32(best);
-}
-
-static void finesse_features_doubled(const features_plan *plan, const uint8_t *chunk, size_t sub_bytes,
-                                     uint32_t *found) {
-    for (uint32_t f = 0; f < plan->features; f++) {
-        found[f] = doubled_maximum(chunk + f * sub_bytes, sub_bytes - DOUBLED_WINDOW + 1);
+AVX2 static inline __attribute__((always_inline)) void roll_32(const multipliers_32 *by, __m256i p[4], __m256i next,
+                                                               __m256i old) {
+    NIBBLES(old, low, high);
+    push_32(by, p, next);
+    for (int to = 0; to < 4; to++) {
+        p[to] = _mm256_xor_si256(p[to], PRODUCT(by->pop_low[to], by->pop_high[to], low, high));
     }
 }
 
-AVX512 static void ntransform_features_doubled(const features_plan *plan, const uint8_t *chunk, size_t bytes,
-                                               uint32_t *found) {
-    planes h8, h16;
-    __m512i matrix_128[4][4], matrix_256[4][4];
-    uint32_t fps[PLANE_POSITIONS + VECTOR];
-    broadcast(&by_x128, matrix_128);
-    broadcast(&by_x256, matrix_256);
-    size_t positions = bytes - DOUBLED_WINDOW + 1;
-    memset(found, 0, plan->features * sizeof *found);
-    for (size_t first = 0; first < positions; first += PLANE_POSITIONS) {
-        size_t count = positions - first < PLANE_POSITIONS ? positions - first : PLANE_POSITIONS, filled = 0;
-        if (count < VECTOR) {
-            first = positions - VECTOR;
-            count = VECTOR;
-        }
-        doubled_to_16(chunk + first, count + 32, &h8, &h16);
-        for (size_t j = 0;; j += VECTOR) {
-            if (j + VECTOR > count) j = count - VECTOR;
-            __m512i words[4];
-            doubled_to_48(&h16, j, matrix_128, matrix_256, words);
-            for (int w = 0; w < 4; w++) _mm512_storeu_si512(fps + filled + 16 * w, words[w]);
-            filled += VECTOR;
-            if (j + VECTOR == count) break;
-        }
-        transform_maxima_avx512(plan, fps, filled, found);
-    }
-}
+#include "features_lanes.h"
 
 #endif
 
 /* ---- the dispatched entry points ---- */
 
-/* True where every unit of `bytes` holds at least one vector of full 48-byte windows. */
-static int doubles(const features_plan *plan, size_t bytes) {
+static void finesse_features_best(const features_plan *plan, const uint8_t *chunk, size_t sub_bytes, uint32_t *found) {
 #ifdef HAVE_X86
-    return cpu == FEATURES_CPU_AVX512 && plan->window_bytes == DOUBLED_WINDOW && bytes >= DOUBLED_WINDOW - 1 + VECTOR;
-#else
-    (void)plan, (void)bytes;
-    return 0;
+    if (cpu == FEATURES_CPU_AVX512 && finesse_features_64(plan, chunk, sub_bytes, found)) return;
+    if (cpu >= FEATURES_CPU_AVX2 && finesse_features_32(plan, chunk, sub_bytes, found)) return;
 #endif
+    finesse_features_rolled(plan, chunk, sub_bytes, found);
+}
+
+static void ntransform_features_best(const features_plan *plan, const uint8_t *chunk, size_t bytes, uint32_t *found) {
+#ifdef HAVE_X86
+    if (cpu == FEATURES_CPU_AVX512 && ntransform_features_64(plan, chunk, bytes, found)) return;
+    if (cpu >= FEATURES_CPU_AVX2 && ntransform_features_32(plan, chunk, bytes, found)) return;
+#endif
+    ntransform_features_rolled(plan, chunk, bytes, found);
 }
 
 void features_finesse(const features_plan *plan, const uint8_t *payload, const uint64_t *offsets,
@@ -507,14 +498,7 @@ void features_finesse(const features_plan *plan, const uint8_t *payload, const u
     uint32_t found[FEATURES_MAX];
     for (size_t i = 0; i < chunks; i++, out += plan->super_features) {
         if (too_short(plan, lengths[i], out)) continue;
-        const uint8_t *chunk = payload + offsets[i];
-        size_t sub_bytes = lengths[i] / plan->features;
-#ifdef HAVE_X86
-        if (doubles(plan, sub_bytes)) {
-            finesse_features_doubled(plan, chunk, sub_bytes, found);
-        } else
-#endif
-            finesse_features_rolled(plan, chunk, sub_bytes, found);
+        finesse_features_best(plan, payload + offsets[i], lengths[i] / plan->features, found);
         group_by_rank(plan, found, out);
     }
 }
@@ -524,13 +508,7 @@ void features_ntransform(const features_plan *plan, const uint8_t *payload, cons
     uint32_t found[FEATURES_MAX];
     for (size_t i = 0; i < chunks; i++, out += plan->super_features) {
         if (too_short(plan, lengths[i], out)) continue;
-        const uint8_t *chunk = payload + offsets[i];
-#ifdef HAVE_X86
-        if (doubles(plan, lengths[i])) {
-            ntransform_features_doubled(plan, chunk, lengths[i], found);
-        } else
-#endif
-            ntransform_features_rolled(plan, chunk, lengths[i], found);
+        ntransform_features_best(plan, payload + offsets[i], lengths[i], found);
         group_in_order(plan, found, out);
     }
 }
@@ -549,17 +527,23 @@ static int odess_features(const features_plan *plan, const uint8_t *chunk, size_
     uint64_t hash = 0;
     memset(found, 0, plan->features * sizeof *found);
     for (; i < window - 1; i++) hash = (hash << 1) + gear[chunk[i]];
-    for (; i < bytes; i++) {
-        hash = (hash << 1) + gear[chunk[i]];
-        if (__builtin_expect((hash & mask) == 0, 0)) {
-            words[held++] = (uint32_t)(hash >> shift);
-            if (held == SAMPLED_WORDS) {
-                transform_maxima_best(plan, words, held, found);
-                held = 0;
-                any = 1;
-            }
+#define ODESS_STEP(at)                                      \
+    do {                                                    \
+        hash = (hash << 1) + gear[chunk[at]];               \
+        if (__builtin_expect((hash & mask) == 0, 0))        \
+            words[held++] = (uint32_t)(hash >> shift);      \
+    } while (0)
+    /* Eight steps without a look at the loop's end or the buffer's: 2.6 GB/s, 1.55 with both in each step. */
+    while (i + 8 <= bytes) {
+        for (unsigned k = 0; k < 8; k++) ODESS_STEP(i + k);
+        i += 8;
+        if (__builtin_expect(held > SAMPLED_WORDS - 8, 0)) {
+            transform_maxima_best(plan, words, pad(words, held), found);
+            held = 0;
+            any = 1;
         }
     }
+    for (; i < bytes; i++) ODESS_STEP(i);
     if (held) transform_maxima_best(plan, words, pad(words, held), found);
     return any || held;
 }
@@ -598,10 +582,7 @@ void features_init(uint32_t polynomial_low, enum features_cpu path) {
     cpu = path;
     fill_byte_table(push, 32);
 #ifdef HAVE_X86
-    fill_multiplier(&by_x32, 32);
-    fill_multiplier(&by_x64, 64);
-    fill_multiplier(&by_x128, 128);
-    fill_multiplier(&by_x256, 256);
+    fill_multiplier(&push_by, push);
     if (path == FEATURES_CPU_AVX2) transform_maxima_best = transform_maxima_avx2;
     if (path == FEATURES_CPU_AVX512) transform_maxima_best = transform_maxima_avx512;
 #endif

@@ -13,6 +13,12 @@
 
 enum features_cpu { FEATURES_CPU_BASE = 0, FEATURES_CPU_AVX2 = 1, FEATURES_CPU_AVX512 = 2 };
 
+/* Multiplying a byte by a constant, mod P, gives four bytes. Two forms of the same multiplier, a byte at a time. */
+typedef struct {
+    uint64_t matrix[4]; /* 8x8 bits; the row of result bit 0 is the highest byte, as GF2P8AFFINEQB wants it */
+    _Alignas(16) uint8_t low[4][16], high[4][16]; /* of each nibble, where that instruction is missing */
+} features_multiplier;
+
 typedef struct {
     uint32_t features;                /* 1..FEATURES_MAX */
     uint32_t super_features;          /* divides features */
@@ -23,6 +29,7 @@ typedef struct {
     uint64_t gear[256];
     uint64_t mix[3];                  /* odd: seed, step and last multiplier of the super-feature hash */
     uint32_t pop[256];                /* byte * x^(8 * window_bytes) mod P; filled by features_prepare */
+    features_multiplier pop_by;       /* the same; filled there too */
 } features_plan;
 
 /* The best path this machine has. avx512 asks for F, BW, VL and GFNI: Ice Lake, Zen 4 and later. */
