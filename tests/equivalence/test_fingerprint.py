@@ -110,13 +110,24 @@ payload = rng.bytes(400_000)
 edges = json.loads(sys.argv[2])
 lengths = np.array(edges + rng.integers(0, 30_000, 60).tolist() + [64] * 40, np.uint32)
 offsets = np.array([rng.integers(0, 400_001 - n) for n in lengths.tolist()], np.uint64)
+offsets[:20] %= np.uint64(300_000)
 good = [hashlib.sha1(payload[o : o + n]).digest() for o, n in zip(offsets.tolist(), lengths.tolist())]
-for few in (1, 2, 3, 5, 6, 15, 16, 17, len(lengths)):  # every way the lanes fill and drain
-    assert fast.sha1_many(payload, offsets[:few], lengths[:few]).tobytes() == b"".join(good[:few]), few
+for engine in (None, *fast.sha1_engines()):
+    for few in (*range(1, 20), len(lengths)):  # every way the lanes fill and drain
+        assert fast.sha1_many(payload, offsets[:few], lengths[:few], engine=engine).tobytes() == b"".join(good[:few]), few
+    for length in range(0, 200):  # every lane another length, around one, two and three blocks
+        near = np.arange(length, length + 20, dtype=np.uint32)
+        found = fast.sha1_many(payload, offsets[:20], near, engine=engine).tobytes()
+        assert found == b"".join(hashlib.sha1(payload[o : o + n]).digest() for o, n in zip(offsets.tolist(), near.tolist()))
 tags = fast.check_tags(payload, offsets, lengths, TagKey(bytes(32), b"d"))
 long = np.zeros(9000, np.uint64), np.full(9000, 100, np.uint32)
 assert fast.sha1_many(payload, *long).tobytes() == hashlib.sha1(payload[:100]).digest() * 9000
-print(json.dumps([fast.cpu_path(), hashlib.sha256(tags.tobytes()).hexdigest()]))
+segment = rng.bytes(900 * 1024)
+whole = np.array([0, 1, 899 * 1024, 7, 64], np.uint64), np.array([900 * 1024, 55, 1024, 64, 900 * 1024 - 64], np.uint32)
+for engine in (None, *fast.sha1_engines()):
+    hashed = fast.sha1_many(segment, *whole, engine=engine).tobytes()
+    assert hashed == b"".join(hashlib.sha1(segment[o : o + n]).digest() for o, n in zip(*map(np.ndarray.tolist, whole)))
+print(json.dumps([fast.cpu_path(), hashlib.sha256(tags.tobytes()).hexdigest(), list(fast.sha1_engines())]))
 """
 
 
@@ -138,15 +149,50 @@ def test_every_cpu_path_gives_the_same_fingerprints_and_tags() -> None:
     for path in PATHS[: PATHS.index(machine) + 1]:
         done = probe(path)
         assert done.returncode == 0, done.stderr
-        used, digest = json.loads(done.stdout)
+        used, digest, engines = json.loads(done.stdout)
         assert used == path
+        assert engines[0] == "portable"
+        assert ("avx2" in engines, "avx512" in engines) == (path != "base", path == "avx512")
         answers[path] = digest
     rng = np.random.default_rng(3)
     payload = rng.bytes(400_000)
     lengths = np.array(EDGES + rng.integers(0, 30_000, 60).tolist() + [64] * 40, np.uint32)
     offsets = np.array([rng.integers(0, 400_001 - n) for n in lengths.tolist()], np.uint64)
+    offsets[:20] %= np.uint64(300_000)
     tags = plain.check_tags(payload, offsets, lengths, TagKey(bytes(32), b"d"))
     assert set(answers.values()) == {hashlib.sha256(tags.tobytes()).hexdigest()}
+
+
+def test_the_measured_choice_names_engines_that_are_here() -> None:
+    engines = fast.sha1_engines()
+    assert all(0 < block_nanoseconds < 100_000 for block_nanoseconds in engines.values()), engines
+    few, many, few_max = fast.sha1_choice()
+    assert few in {"portable", "sha-ni"} & set(engines)
+    if many is None:
+        assert few_max == 0
+    else:
+        assert engines[many] < engines[few]
+        assert 0 <= few_max < {"avx2": 8, "avx512": 16}[many]
+
+
+def test_an_engine_that_is_not_here_is_refused_with_those_that_are() -> None:
+    with pytest.raises(BadInput, match=r"'avx1024'.*portable"):
+        fast.sha1_many(b"", np.zeros(0, np.uint64), np.zeros(0, np.uint32), engine="avx1024")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import numpy as n; from nearkin.kernels._fingerprint import sha1_many as s\n"
+            "s(b'', n.zeros(0, n.uint64), n.zeros(0, n.uint32), engine='avx2')",
+        ],
+        env={**os.environ, "NEARKIN_CPU": "base"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "BadInput" in done.stderr
+    assert "leave portable" in done.stderr
 
 
 def test_an_unknown_cpu_path_is_refused_with_the_choices() -> None:

@@ -17,11 +17,27 @@ def cpu_path() -> str:
     The best one the machine has, or the lower one that `NEARKIN_CPU` asked for when this module was imported.
     """
 
-def sha1_many(payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> NDArray[np.uint8]:
+def sha1_engines() -> dict[str, float]:
+    """Return the SHA-1 engines here, of "portable", "sha-ni", "avx2" and "avx512", and nanoseconds a 64-byte block.
+
+    Measured when this module was imported, with all lanes of the engine busy; `NEARKIN_CPU` leaves some out.
+    """
+
+def sha1_choice() -> tuple[str, str | None, int]:
+    """Return which engines that measurement chose: for few chunks, for many, and how many at most are few.
+
+    The second is None where none of several lanes is faster than the first.
+    """
+
+def sha1_many(
+    payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32], *, engine: str | None = None
+) -> NDArray[np.uint8]:
     """Return the SHA-1 of every chunk: uint8, shape (n, 20).
 
-    SHA-1: FIPS 180-4, section 6.1. Sixteen chunks at a time with AVX-512 (Gueron and Krasnov, "Simultaneous hashing of
-    multiple messages", 2012), two with SHA-NI, one in portable C. Raises `BadInput`.
+    SHA-1: FIPS 180-4, section 6.1. Up to sixteen chunks side by side (Gueron and Krasnov, "Simultaneous hashing of
+    multiple messages", 2012): a lane takes the next chunk as soon as its own ends, and the last few chunks go to the
+    engine that is quickest for few (docs/decisions/0013). `engine` demands one of `sha1_engines` for all of them, to
+    test or measure it. Raises `BadInput`.
     """
 
 def check_tags(

@@ -20,8 +20,18 @@ cdef extern from "fingerprint_impl.h" nogil:
         pass
     int nk_cpu_machine()
     void nk_cpu_use(int path)
-    void nk_sha1_many(const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths, const int64_t *order,
-                      size_t pieces, uint8_t *digests)
+    int NK_SHA1_ENGINES
+    ctypedef struct nk_sha1_choice:
+        int narrow
+        int wide
+        int narrow_lanes_max
+        double block_nanoseconds[4]
+    const char *nk_sha1_engine_name(int engine)
+    int nk_sha1_engine_here(int engine)
+    nk_sha1_choice nk_sha1_chosen()
+    nk_sha1_choice nk_sha1_only(int engine)
+    void nk_sha1_many(const nk_sha1_choice *by, const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths,
+                      const int64_t *order, size_t pieces, uint8_t *digests)
     void nk_tag_key_load(nk_tag_key *key, const uint8_t *material)
     void nk_check_tags(const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths, size_t pieces,
                        const nk_tag_key *key, uint64_t *tags)
@@ -104,8 +114,28 @@ cdef class _Pieces:
                 )
 
 
-def sha1_many(payload, offsets, lengths):
+def sha1_engines():
+    return {
+        nk_sha1_engine_name(engine).decode(): nk_sha1_chosen().block_nanoseconds[engine]
+        for engine in range(NK_SHA1_ENGINES)
+        if nk_sha1_engine_here(engine)
+    }
+
+
+def sha1_choice():
+    cdef nk_sha1_choice chosen = nk_sha1_chosen()
+    wide = nk_sha1_engine_name(chosen.wide).decode() if chosen.wide >= 0 else None
+    return nk_sha1_engine_name(chosen.narrow).decode(), wide, chosen.narrow_lanes_max
+
+
+def sha1_many(payload, offsets, lengths, *, engine=None):
     cdef _Pieces pieces = _Pieces(payload, offsets, lengths)
+    cdef nk_sha1_choice by = nk_sha1_chosen()
+    if engine is not None:
+        known = list(sha1_engines())
+        if engine not in known:
+            raise BadInput(f"SHA-1 engine {engine!r}: this processor and NEARKIN_CPU leave {', '.join(known)}")
+        by = nk_sha1_only([nk_sha1_engine_name(i).decode() for i in range(NK_SHA1_ENGINES)].index(engine))
     digests = np.empty((pieces.n, 20), dtype=np.uint8)
     if pieces.n == 0:
         return digests
@@ -117,7 +147,7 @@ def sha1_many(payload, offsets, lengths):
     cdef const int64_t[::1] order_view = order
     cdef uint8_t[:, ::1] digest_view = digests
     with nogil:
-        nk_sha1_many(pieces.payload, pieces.offsets, pieces.lengths_at, &order_view[0], pieces.n, &digest_view[0, 0])
+        nk_sha1_many(&by, pieces.payload, pieces.offsets, pieces.lengths_at, &order_view[0], pieces.n, &digest_view[0, 0])
     return digests
 
 

@@ -4,30 +4,27 @@
  *
  *      queue of pieces -> lane: body blocks -> one or two padding blocks -> digest, next piece
  *
- *            base     1 lane, portable C
- *            avx2     2 lanes of SHA-NI side by side (one alone waits on the latency of its own rounds), else portable C
- *            avx512   16 lanes, one in each 32-bit column of the registers (Gueron and Krasnov, "Simultaneous hashing of
- *                     multiple messages", 2012); the last few pieces go to SHA-NI
+ *            Most lanes busy: all go on side by side (sha1_lanes.h). Few are left: one or two at a time (SHA-NI, or C).
+ *            Which engines, and how few is few, is measured once; no answer depends on it.
  *
  *  check tag docs/decisions/0002-check-tag.md: NH over blocks, a polynomial over the blocks, SipHash-2-4 over the result.
  */
+#define _POSIX_C_SOURCE 200809L
 #include "fingerprint_impl.h"
 
+#include "sha1_engines.h"
 #include "siphash.h"
 
 #include <string.h>
+#include <time.h>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define NK_X86 1
+#if defined(NK_X86)
 #include <cpuid.h>
-#include <immintrin.h>
 #endif
 
 #if !defined(__SIZEOF_INT128__)
 #error "the check tag's polynomial needs unsigned __int128, which every 64-bit gcc and clang has"
 #endif
-
-#define NK_LANES_MAX 16
 
 static int cpu_path = NK_CPU_BASE;
 static int cpu_has_sha_ni = 0;
@@ -45,226 +42,7 @@ int nk_cpu_machine(void) {
     return NK_CPU_BASE;
 }
 
-void nk_cpu_use(int path) { cpu_path = path; }
-
-/* ---------------------------------------------------------------- SHA-1: one block at a time, portable */
-
-static inline uint32_t load32be(const uint8_t *at) {
-    return (uint32_t)at[0] << 24 | (uint32_t)at[1] << 16 | (uint32_t)at[2] << 8 | at[3];
-}
-
-static inline void store32be(uint8_t *at, uint32_t word) {
-    at[0] = (uint8_t)(word >> 24);
-    at[1] = (uint8_t)(word >> 16);
-    at[2] = (uint8_t)(word >> 8);
-    at[3] = (uint8_t)word;
-}
-
-static inline uint32_t rotl32(uint32_t word, int bits) { return (word << bits) | (word >> (32 - bits)); }
-
-#define SHA1_K0 0x5a827999u
-#define SHA1_K1 0x6ed9eba1u
-#define SHA1_K2 0x8f1bbcdcu
-#define SHA1_K3 0xca62c1d6u
-
-#define CHOOSE(x, y, z) ((z) ^ ((x) & ((y) ^ (z))))
-#define PARITY(x, y, z) ((x) ^ (y) ^ (z))
-#define MAJORITY(x, y, z) (((x) & (y)) | ((z) & ((x) | (y))))
-
-/* Round t leaves its five words in place: the roles of a..e turn instead, so nothing is moved. */
-#define SCHEDULED(w, t)                                                                                                          \
-    (w[(t) & 15] = (t) < 16 ? w[(t) & 15] : rotl32(w[((t) + 13) & 15] ^ w[((t) + 8) & 15] ^ w[((t) + 2) & 15] ^ w[(t) & 15], 1))
-#define ROUND(f, k, a, b, c, d, e, t)                                                                                            \
-    do {                                                                                                                         \
-        e += SCHEDULED(w, t) + k + f(b, c, d) + rotl32(a, 5);                                                                    \
-        b = rotl32(b, 30);                                                                                                       \
-    } while (0)
-#define FIVE_ROUNDS(f, k, t)                                                                                                     \
-    ROUND(f, k, a, b, c, d, e, (t));                                                                                             \
-    ROUND(f, k, e, a, b, c, d, (t) + 1);                                                                                         \
-    ROUND(f, k, d, e, a, b, c, (t) + 2);                                                                                         \
-    ROUND(f, k, c, d, e, a, b, (t) + 3);                                                                                         \
-    ROUND(f, k, b, c, d, e, a, (t) + 4)
-#define TWENTY_ROUNDS(f, k, t)                                                                                                   \
-    FIVE_ROUNDS(f, k, (t));                                                                                                      \
-    FIVE_ROUNDS(f, k, (t) + 5);                                                                                                  \
-    FIVE_ROUNDS(f, k, (t) + 10);                                                                                                 \
-    FIVE_ROUNDS(f, k, (t) + 15)
-
-/* gcc 12 gathers the schedule into vectors and spills them: 0.68 GB/s without, 0.50 with. */
-#if defined(__GNUC__) && !defined(__clang__)
-__attribute__((optimize("no-tree-slp-vectorize", "no-tree-vectorize")))
-#endif
-static void sha1_portable(uint32_t state[5], const uint8_t *at, size_t blocks) {
-    for (; blocks; blocks--, at += 64) {
-        uint32_t w[16];
-        uint32_t a = state[0], b = state[1], c = state[2], d = state[3], e = state[4];
-        for (int i = 0; i < 16; i++)
-            w[i] = load32be(at + 4 * i);
-        TWENTY_ROUNDS(CHOOSE, SHA1_K0, 0);
-        TWENTY_ROUNDS(PARITY, SHA1_K1, 20);
-        TWENTY_ROUNDS(MAJORITY, SHA1_K2, 40);
-        TWENTY_ROUNDS(PARITY, SHA1_K3, 60);
-        state[0] += a;
-        state[1] += b;
-        state[2] += c;
-        state[3] += d;
-        state[4] += e;
-    }
-}
-
-#if defined(NK_X86)
-
-/* ---------------------------------------------------------------- SHA-1: two streams of SHA-NI */
-
-/* Four rounds of both streams, quad q of the message (q below 20). The instruction wants the round function q/5 as an
- * immediate, hence macros. `old` is abcd before the previous four rounds: its a, rotated, is the next e. */
-#define NI_SCHEDULE(w, q)                                                                                                        \
-    w[(q) & 3] = _mm_sha1msg2_epu32(                                                                                             \
-        _mm_xor_si128(_mm_sha1msg1_epu32(w[(q) & 3], w[((q) + 1) & 3]), w[((q) + 2) & 3]), w[((q) + 3) & 3])
-#define NI_QUAD(abcd, old, w, q)                                                                                                 \
-    do {                                                                                                                         \
-        if ((q) >= 4)                                                                                                            \
-            NI_SCHEDULE(w, q);                                                                                                   \
-        __m128i e_plus_w = _mm_sha1nexte_epu32(old, w[(q) & 3]);                                                                 \
-        old = abcd;                                                                                                              \
-        abcd = _mm_sha1rnds4_epu32(abcd, e_plus_w, (q) / 5);                                                                     \
-    } while (0)
-#define NI_QUAD_2(q)                                                                                                             \
-    NI_QUAD(abcd0, old0, w0, q);                                                                                                 \
-    NI_QUAD(abcd1, old1, w1, q)
-#define NI_FIVE_QUADS_2(q)                                                                                                       \
-    NI_QUAD_2(q);                                                                                                                \
-    NI_QUAD_2((q) + 1);                                                                                                          \
-    NI_QUAD_2((q) + 2);                                                                                                          \
-    NI_QUAD_2((q) + 3);                                                                                                          \
-    NI_QUAD_2((q) + 4)
-
-__attribute__((target("sha,sse4.1,ssse3"))) static void sha1_ni_two(uint32_t state0[5], const uint8_t *at0, uint32_t state1[5],
-                                                                     const uint8_t *at1, size_t blocks) {
-    const __m128i reverse = _mm_set_epi64x(0x0001020304050607LL, 0x08090a0b0c0d0e0fLL);
-    __m128i abcd0 = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state0), 0x1b);
-    __m128i abcd1 = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state1), 0x1b);
-    __m128i e0 = _mm_set_epi32((int)state0[4], 0, 0, 0);
-    __m128i e1 = _mm_set_epi32((int)state1[4], 0, 0, 0);
-    for (; blocks; blocks--, at0 += 64, at1 += 64) {
-        const __m128i abcd0_before = abcd0, abcd1_before = abcd1;
-        const __m128i e0_before = e0, e1_before = e1;
-        __m128i w0[4], w1[4], old0, old1;
-        for (int i = 0; i < 4; i++) {
-            w0[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(at0 + 16 * i)), reverse);
-            w1[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(at1 + 16 * i)), reverse);
-        }
-        old0 = abcd0;
-        old1 = abcd1;
-        abcd0 = _mm_sha1rnds4_epu32(abcd0, _mm_add_epi32(e0, w0[0]), 0); /* e is whole here, not an a to rotate */
-        abcd1 = _mm_sha1rnds4_epu32(abcd1, _mm_add_epi32(e1, w1[0]), 0);
-        NI_QUAD_2(1);
-        NI_QUAD_2(2);
-        NI_QUAD_2(3);
-        NI_QUAD_2(4);
-        NI_FIVE_QUADS_2(5);
-        NI_FIVE_QUADS_2(10);
-        NI_FIVE_QUADS_2(15);
-        e0 = _mm_sha1nexte_epu32(old0, e0_before);
-        e1 = _mm_sha1nexte_epu32(old1, e1_before);
-        abcd0 = _mm_add_epi32(abcd0, abcd0_before);
-        abcd1 = _mm_add_epi32(abcd1, abcd1_before);
-    }
-    _mm_storeu_si128((__m128i *)state0, _mm_shuffle_epi32(abcd0, 0x1b));
-    _mm_storeu_si128((__m128i *)state1, _mm_shuffle_epi32(abcd1, 0x1b));
-    state0[4] = (uint32_t)_mm_extract_epi32(e0, 3);
-    state1[4] = (uint32_t)_mm_extract_epi32(e1, 3);
-}
-
-/* ---------------------------------------------------------------- SHA-1: sixteen lanes of AVX-512 */
-
-#define V_CHOOSE(x, y, z) _mm512_ternarylogic_epi32(x, y, z, 0xca)
-#define V_PARITY(x, y, z) _mm512_ternarylogic_epi32(x, y, z, 0x96)
-#define V_MAJORITY(x, y, z) _mm512_ternarylogic_epi32(x, y, z, 0xe8)
-#define V_SCHEDULE(t)                                                                                                            \
-    w[(t) & 15] = _mm512_rol_epi32(                                                                                              \
-        _mm512_xor_si512(V_PARITY(w[((t) + 13) & 15], w[((t) + 8) & 15], w[((t) + 2) & 15]), w[(t) & 15]), 1)
-#define V_ROUND(f, a, b, c, d, e, t)                                                                                             \
-    do {                                                                                                                         \
-        if ((t) >= 16)                                                                                                           \
-            V_SCHEDULE(t);                                                                                                       \
-        e = _mm512_add_epi32(_mm512_add_epi32(e, _mm512_add_epi32(w[(t) & 15], k)),                                              \
-                             _mm512_add_epi32(f(b, c, d), _mm512_rol_epi32(a, 5)));                                              \
-        b = _mm512_rol_epi32(b, 30);                                                                                             \
-    } while (0)
-#define V_FIVE_ROUNDS(f, t)                                                                                                      \
-    V_ROUND(f, a, b, c, d, e, (t));                                                                                              \
-    V_ROUND(f, e, a, b, c, d, (t) + 1);                                                                                          \
-    V_ROUND(f, d, e, a, b, c, (t) + 2);                                                                                          \
-    V_ROUND(f, c, d, e, a, b, (t) + 3);                                                                                          \
-    V_ROUND(f, b, c, d, e, a, (t) + 4)
-#define V_TWENTY_ROUNDS(f, t)                                                                                                    \
-    V_FIVE_ROUNDS(f, (t));                                                                                                       \
-    V_FIVE_ROUNDS(f, (t) + 5);                                                                                                   \
-    V_FIVE_ROUNDS(f, (t) + 10);                                                                                                  \
-    V_FIVE_ROUNDS(f, (t) + 15)
-
-#define NK_AVX512 __attribute__((target("avx512f,avx512bw,avx2")))
-
-/* Load 64 bytes of each lane and turn them, so that w[t] holds word t of all sixteen lanes. */
-NK_AVX512 static inline __attribute__((always_inline)) void load_turned(__m512i w[16], const uint8_t *const at[16],
-                                                                        size_t offset_bytes) {
-    const __m512i swap = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL));
-    __m512i u[16];
-    for (int g = 0; g < 16; g += 4) {
-        const __m512i r0 = _mm512_loadu_si512(at[g] + offset_bytes), r1 = _mm512_loadu_si512(at[g + 1] + offset_bytes);
-        const __m512i r2 = _mm512_loadu_si512(at[g + 2] + offset_bytes), r3 = _mm512_loadu_si512(at[g + 3] + offset_bytes);
-        const __m512i low01 = _mm512_unpacklo_epi32(r0, r1), high01 = _mm512_unpackhi_epi32(r0, r1);
-        const __m512i low23 = _mm512_unpacklo_epi32(r2, r3), high23 = _mm512_unpackhi_epi32(r2, r3);
-        u[g] = _mm512_unpacklo_epi64(low01, low23);
-        u[g + 1] = _mm512_unpackhi_epi64(low01, low23);
-        u[g + 2] = _mm512_unpacklo_epi64(high01, high23);
-        u[g + 3] = _mm512_unpackhi_epi64(high01, high23);
-    }
-    for (int j = 0; j < 4; j++) { /* quarter q of u[g + j] is word 4q + j of lanes g..g+3 */
-        const __m512i near0 = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x44), far0 = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xee);
-        const __m512i near8 = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x44);
-        const __m512i far8 = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xee);
-        w[j] = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(near0, near8, 0x88), swap);
-        w[4 + j] = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(near0, near8, 0xdd), swap);
-        w[8 + j] = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(far0, far8, 0x88), swap);
-        w[12 + j] = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(far0, far8, 0xdd), swap);
-    }
-}
-
-/* `state[i][lane]` is word i of that lane's state; every lane takes `blocks` blocks from its own address. */
-NK_AVX512 static void sha1_sixteen(uint32_t state[5][NK_LANES_MAX], const uint8_t *const at[NK_LANES_MAX], size_t blocks) {
-    __m512i s0 = _mm512_loadu_si512(state[0]), s1 = _mm512_loadu_si512(state[1]), s2 = _mm512_loadu_si512(state[2]);
-    __m512i s3 = _mm512_loadu_si512(state[3]), s4 = _mm512_loadu_si512(state[4]);
-    for (size_t block = 0; block < blocks; block++) {
-        __m512i w[16], k;
-        __m512i a = s0, b = s1, c = s2, d = s3, e = s4;
-        load_turned(w, at, 64 * block);
-        k = _mm512_set1_epi32((int)SHA1_K0);
-        V_TWENTY_ROUNDS(V_CHOOSE, 0);
-        k = _mm512_set1_epi32((int)SHA1_K1);
-        V_TWENTY_ROUNDS(V_PARITY, 20);
-        k = _mm512_set1_epi32((int)SHA1_K2);
-        V_TWENTY_ROUNDS(V_MAJORITY, 40);
-        k = _mm512_set1_epi32((int)SHA1_K3);
-        V_TWENTY_ROUNDS(V_PARITY, 60);
-        s0 = _mm512_add_epi32(s0, a);
-        s1 = _mm512_add_epi32(s1, b);
-        s2 = _mm512_add_epi32(s2, c);
-        s3 = _mm512_add_epi32(s3, d);
-        s4 = _mm512_add_epi32(s4, e);
-    }
-    _mm512_storeu_si512(state[0], s0);
-    _mm512_storeu_si512(state[1], s1);
-    _mm512_storeu_si512(state[2], s2);
-    _mm512_storeu_si512(state[3], s3);
-    _mm512_storeu_si512(state[4], s4);
-}
-
-#endif
-
-/* ---------------------------------------------------------------- SHA-1: the scheduler */
+/* ---------------------------------------------------------------- SHA-1: the engines, and which to take */
 
 /* A lane is idle, or hashes one piece: first the piece's whole blocks where they lie, then `padding`. */
 typedef struct {
@@ -276,9 +54,95 @@ typedef struct {
     uint8_t padding[128]; /* last partial block, 0x80, zeros, length in bits */
 } lane;
 
+static const char *const engine_names[NK_SHA1_ENGINES] = {"portable", "sha-ni", "avx2", "avx512"};
+static const int engine_lanes[NK_SHA1_ENGINES] = {1, 2, 8, 16};
 static const uint32_t sha1_start[5] = {0x67452301u, 0xefcdab89u, 0x98badcfeu, 0x10325476u, 0xc3d2e1f0u};
+static nk_sha1_choice choice;
 
-static void lane_take(lane *l, uint32_t state[5][NK_LANES_MAX], int column, const uint8_t *data, uint32_t data_bytes,
+const char *nk_sha1_engine_name(int engine) { return engine_names[engine]; }
+
+int nk_sha1_engine_here(int engine) {
+    return engine == NK_SHA1_PORTABLE || (engine == NK_SHA1_NI && cpu_path >= NK_CPU_AVX2 && cpu_has_sha_ni) ||
+           (engine == NK_SHA1_AVX2 && cpu_path >= NK_CPU_AVX2) || (engine == NK_SHA1_AVX512 && cpu_path >= NK_CPU_AVX512);
+}
+
+/* Hash `blocks` blocks from each address with an engine of one lane or two (x == y: one message). */
+static void run_narrow(int engine, uint32_t state_x[5], const uint8_t *x, uint32_t state_y[5], const uint8_t *y, uint64_t blocks) {
+#if defined(NK_X86)
+    if (engine == NK_SHA1_NI) {
+        sha1_ni_two(state_x, x, state_y, y, blocks);
+        return;
+    }
+#endif
+    (void)engine;
+    sha1_portable(state_x, x, blocks);
+    if (y != x)
+        sha1_portable(state_y, y, blocks);
+}
+
+static void run_wide(int engine, uint32_t state[5][SHA1_LANES_MAX], const uint8_t *const at[SHA1_LANES_MAX], uint64_t blocks) {
+#if defined(NK_X86)
+    if (engine == NK_SHA1_AVX512)
+        sha1_in_lanes_16(state, at, blocks);
+    else
+        sha1_in_lanes_8(state, at, blocks);
+#else
+    (void)engine, (void)state, (void)at, (void)blocks;
+#endif
+}
+
+/* The quickest of `MEASURED_RUNS` runs, for other work on the machine only ever adds to one. Some 15 us a run of all engines;
+ * the first few also wait until the upper halves of the registers have power. */
+#define MEASURED_RUNS 12
+#define MEASURED_BLOCKS 16
+
+static double nanoseconds_a_block(int engine) {
+    uint8_t data[SHA1_LANES_MAX][64 * MEASURED_BLOCKS + 64]; /* lanes not a whole number of pages apart: they would share sets */
+    uint32_t state[5][SHA1_LANES_MAX] = {{0}};
+    const uint8_t *at[SHA1_LANES_MAX];
+    double best = 0;
+    memset(data, 0x5a, sizeof data);
+    for (int i = 0; i < SHA1_LANES_MAX; i++)
+        at[i] = data[i];
+    for (int run = 0; run < MEASURED_RUNS; run++) {
+        struct timespec from, to;
+        clock_gettime(CLOCK_MONOTONIC, &from);
+        if (engine_lanes[engine] > 2)
+            run_wide(engine, state, at, MEASURED_BLOCKS);
+        else /* rows of `state` serve as two states; the portable engine is paid for both */
+            run_narrow(engine, state[0], at[0], state[1], at[1], MEASURED_BLOCKS);
+        clock_gettime(CLOCK_MONOTONIC, &to);
+        const double taken = (double)(to.tv_sec - from.tv_sec) * 1e9 + (double)(to.tv_nsec - from.tv_nsec);
+        if (run == 0 || taken < best)
+            best = taken;
+    }
+    return best / MEASURED_BLOCKS / (engine_lanes[engine] > 2 ? engine_lanes[engine] : 2);
+}
+
+void nk_cpu_use(int path) {
+    cpu_path = path;
+    choice.narrow = nk_sha1_engine_here(NK_SHA1_NI) ? NK_SHA1_NI : NK_SHA1_PORTABLE;
+    choice.wide = -1;
+    choice.narrow_lanes_max = 0;
+    for (int engine = 0; engine < NK_SHA1_ENGINES; engine++) {
+        choice.block_nanoseconds[engine] = nk_sha1_engine_here(engine) ? nanoseconds_a_block(engine) : 0;
+        if (nk_sha1_engine_here(engine) && choice.block_nanoseconds[engine] < choice.block_nanoseconds[choice.narrow]) {
+            if (engine_lanes[engine] <= 2)
+                choice.narrow = engine;
+            else if (choice.wide < 0 || choice.block_nanoseconds[engine] < choice.block_nanoseconds[choice.wide])
+                choice.wide = engine;
+        }
+    }
+    if (choice.wide >= 0) /* a wide step costs the same however few of its lanes are busy */
+        choice.narrow_lanes_max = (int)(engine_lanes[choice.wide] * choice.block_nanoseconds[choice.wide] /
+                                        choice.block_nanoseconds[choice.narrow]);
+}
+
+nk_sha1_choice nk_sha1_chosen(void) { return choice; }
+
+/* ---------------------------------------------------------------- SHA-1: the scheduler */
+
+static void lane_take(lane *l, uint32_t state[5][SHA1_LANES_MAX], int column, const uint8_t *data, uint32_t data_bytes,
                       int64_t piece) {
     for (int i = 0; i < 5; i++)
         state[i][column] = sha1_start[i];
@@ -304,22 +168,13 @@ static void lane_pad(lane *l) {
 }
 
 /* Hash `blocks` blocks in columns x and y (x == y: only that one). */
-static void run_two(lane *lanes, uint32_t state[5][NK_LANES_MAX], int x, int y, uint64_t blocks) {
+static void run_two(int engine, lane *lanes, uint32_t state[5][SHA1_LANES_MAX], int x, int y, uint64_t blocks) {
     uint32_t state_x[5], state_y[5];
     for (int i = 0; i < 5; i++) {
         state_x[i] = state[i][x];
         state_y[i] = state[i][y];
     }
-#if defined(NK_X86)
-    if (cpu_path >= NK_CPU_AVX2 && cpu_has_sha_ni)
-        sha1_ni_two(state_x, lanes[x].at, state_y, lanes[y].at, blocks);
-    else
-#endif
-    {
-        sha1_portable(state_x, lanes[x].at, blocks);
-        if (y != x)
-            sha1_portable(state_y, lanes[y].at, blocks);
-    }
+    run_narrow(engine, state_x, lanes[x].at, state_y, lanes[y].at, blocks);
     for (int i = 0; i < 5; i++) {
         state[i][x] = state_x[i];
         state[i][y] = y == x ? state_x[i] : state_y[i];
@@ -332,33 +187,34 @@ static void run_two(lane *lanes, uint32_t state[5][NK_LANES_MAX], int x, int y, 
     }
 }
 
-static void run_all(lane *lanes, uint32_t state[5][NK_LANES_MAX], int busy_one, uint64_t blocks) {
-#if defined(NK_X86)
-    const uint8_t *at[NK_LANES_MAX];
-    for (int i = 0; i < NK_LANES_MAX; i++) /* an idle lane repeats a busy one; nobody reads its state */
+static void run_all(int engine, lane *lanes, uint32_t state[5][SHA1_LANES_MAX], int busy_one, uint64_t blocks) {
+    const uint8_t *at[SHA1_LANES_MAX];
+    for (int i = 0; i < SHA1_LANES_MAX; i++) /* an idle lane repeats a busy one; nobody reads its state */
         at[i] = lanes[i].piece >= 0 ? lanes[i].at : lanes[busy_one].at;
-    sha1_sixteen(state, at, blocks);
-    for (int i = 0; i < NK_LANES_MAX; i++)
+    run_wide(engine, state, at, blocks);
+    for (int i = 0; i < SHA1_LANES_MAX; i++)
         if (lanes[i].piece >= 0) {
             lanes[i].at += 64 * blocks;
             lanes[i].blocks -= blocks;
         }
-#else
-    (void)lanes, (void)state, (void)busy_one, (void)blocks;
-#endif
 }
 
-void nk_sha1_many(const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths, const int64_t *order,
-                  size_t pieces, uint8_t *digests) {
-    const int lane_count = cpu_path == NK_CPU_AVX512 ? NK_LANES_MAX : cpu_path == NK_CPU_AVX2 && cpu_has_sha_ni ? 2 : 1;
-    /* With this many lanes busy or fewer, narrow code is faster: a busy lane of 16 brings 0.41 GB/s, a pair of
-     * SHA-NI streams 1.9 GB/s, one portable stream 0.68 GB/s. */
-    const int narrow_max = cpu_has_sha_ni ? 5 : 2;
-    lane lanes[NK_LANES_MAX];
-    uint32_t state[5][NK_LANES_MAX];
+nk_sha1_choice nk_sha1_only(int engine) {
+    nk_sha1_choice only = choice;
+    only.wide = engine_lanes[engine] > 2 ? engine : -1;
+    only.narrow = engine_lanes[engine] > 2 ? NK_SHA1_PORTABLE : engine;
+    only.narrow_lanes_max = 0;
+    return only;
+}
+
+void nk_sha1_many(const nk_sha1_choice *by, const uint8_t *payload, const uint64_t *offsets, const uint32_t *lengths,
+                  const int64_t *order, size_t pieces, uint8_t *digests) {
+    const int lane_count = engine_lanes[by->wide >= 0 ? by->wide : by->narrow];
+    lane lanes[SHA1_LANES_MAX];
+    uint32_t state[5][SHA1_LANES_MAX];
     size_t next = 0;
     memset(state, 0, sizeof state);
-    for (int i = 0; i < NK_LANES_MAX; i++) {
+    for (int i = 0; i < SHA1_LANES_MAX; i++) {
         lanes[i].piece = -1;
         lanes[i].blocks = 0;
         lanes[i].at = NULL;
@@ -396,12 +252,12 @@ void nk_sha1_many(const uint8_t *payload, const uint64_t *offsets, const uint32_
         }
         if (!busy)
             return;
-        if (lane_count == NK_LANES_MAX && busy > narrow_max)
-            run_all(lanes, state, longest, blocks);
+        if (by->wide >= 0 && busy > by->narrow_lanes_max)
+            run_all(by->wide, lanes, state, longest, blocks);
         else if (second < 0)
-            run_two(lanes, state, longest, longest, lanes[longest].blocks);
+            run_two(by->narrow, lanes, state, longest, longest, lanes[longest].blocks);
         else
-            run_two(lanes, state, longest, second, lanes[second].blocks);
+            run_two(by->narrow, lanes, state, longest, second, lanes[second].blocks);
     }
 }
 
@@ -445,8 +301,6 @@ static void nh_block_portable(const uint8_t *at, size_t bytes, const nk_tag_key 
 }
 
 #if defined(NK_X86)
-
-#define NK_AVX2 __attribute__((target("avx2")))
 
 NK_AVX2 static inline __attribute__((always_inline)) void nh_avx2(const uint8_t *at, size_t bytes, const uint32_t *key0,
                                                                   const uint32_t *key1, __m256i *sum0, __m256i *sum1) {
