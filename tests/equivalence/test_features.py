@@ -84,10 +84,11 @@ def edge_lengths() -> list[int]:
     positions = {64 * k + d for k in (1, 2, 16, 17) for d in (-1, 0, 1)} | {1024 + 63, 4097, 8200}
     whole = {p + 47 for p in positions}
     many = set(range(578, 2700, 67))  # lanes of every unevenness
-    return sorted(whole | {12 * (p + 47) + p % 12 for p in positions if p < 1100} | {0, 1, 47, 48, 575, 576, 577} | many)
+    subs = {12 * (p + 47) + p % 12 for p in positions if p < 1100}
+    return sorted(whole | subs | {0, 1, 47, 48, 575, 576, 577} | many)
 
 
-# (features, super-features, window): more sub-chunks than lanes, fewer, runs shorter than a turn of 16 rows, long windows
+# (features, super-features, window): more sub-chunks than lanes, fewer; runs shorter than a turn; wide windows
 EDGE_PLANS = ((64, 4, 48), (33, 3, 16), (12, 3, 4), (5, 1, 15), (2, 1, 256), (1, 1, 48))
 
 

@@ -114,11 +114,13 @@ offsets[:20] %= np.uint64(300_000)
 good = [hashlib.sha1(payload[o : o + n]).digest() for o, n in zip(offsets.tolist(), lengths.tolist())]
 for engine in (None, *fast.sha1_engines()):
     for few in (*range(1, 20), len(lengths)):  # every way the lanes fill and drain
-        assert fast.sha1_many(payload, offsets[:few], lengths[:few], engine=engine).tobytes() == b"".join(good[:few]), few
+        found = fast.sha1_many(payload, offsets[:few], lengths[:few], engine=engine).tobytes()
+        assert found == b"".join(good[:few]), (engine, few)
     for length in range(0, 200):  # every lane another length, around one, two and three blocks
         near = np.arange(length, length + 20, dtype=np.uint32)
         found = fast.sha1_many(payload, offsets[:20], near, engine=engine).tobytes()
-        assert found == b"".join(hashlib.sha1(payload[o : o + n]).digest() for o, n in zip(offsets.tolist(), near.tolist()))
+        spans = zip(offsets.tolist(), near.tolist())
+        assert found == b"".join(hashlib.sha1(payload[o : o + n]).digest() for o, n in spans), (engine, length)
 tags = fast.check_tags(payload, offsets, lengths, TagKey(bytes(32), b"d"))
 long = np.zeros(9000, np.uint64), np.full(9000, 100, np.uint32)
 assert fast.sha1_many(payload, *long).tobytes() == hashlib.sha1(payload[:100]).digest() * 9000
