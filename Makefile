@@ -26,7 +26,7 @@ demo: setup ## store three releases of a real package, show the savings, restore
 test: setup ## run every test
 	@bash tools/system-packages test
 	@$(BIN)/python -m nearkin.testing.programs
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 4 --dist loadfile
 
 check: setup ## ruff, ruff format, mypy strict, import-linter
 	@$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import Any
 import pytest
 
 from nearkin.testing.servers import S3, MissingTool, Redis, shared_kafka
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Begun in the background of a shell: what the tests start would inherit that, and never hear a Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
