@@ -12,21 +12,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from nearkin.config import Settings, load
-from nearkin.errors import BadInput, NotFound, Permanent, StoreLocked, StoreUnavailable
+from nearkin.errors import BadInput, NotFound, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.local_index import LocalIndex
-from nearkin.records import Damage, Explanation, PutResult, RebuildReport, Stats, VerifyReport, VersionInfo
+from nearkin.records import Damage, Deletion, Explanation, PutResult, RebuildReport, Stats, VerifyReport, VersionInfo
 from nearkin.restore import Blob
 from nearkin.sources import Progress, Source, check_key, check_metadata, check_prefix, feed
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
+from nearkin.store.deletion import Deletions, user_and_host
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
+from nearkin.store.shown import shown, units
+
+if TYPE_CHECKING:
+    from nearkin.index.catalog import CatalogEntry
 
 __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 
@@ -112,6 +117,7 @@ class Store:
         self._restored = ContainerStore(objects, domain, int(settings.restore.cache_bytes))
         self._manifests = ManifestStore(objects)
         self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._bases, self._manifests)
+        self._deletions = Deletions(self._manifests, lambda marks: self._index.noting().mark_many(marks))
         self._putting = False
 
     def __enter__(self) -> Self:
@@ -219,40 +225,82 @@ class Store:
     ) -> list[VersionInfo]:
         """Return the newest version, or all, of every key that starts with `prefix`, by key.
 
-        A version whose manifest is lost or broken is left out and told to `broken`, by default with a warning in the
-        log; an older one never stands in for it. Raises BadInput, StoreUnavailable.
+        Deleted versions are not among them. One whose manifest is lost or broken is left out and told to `broken`, by
+        default with a warning in the log; an older one never stands in for it. Raises BadInput, StoreUnavailable.
         """
         check_prefix(prefix)
         tenant = self.settings.tenant
-        entries = list(self._index.readable().catalog(tenant, prefix))
-        if not all_versions:
-            newest = {entry.key: entry for entry in entries}
-            entries = list(newest.values())
+        names = self._index.readable().manifest_names(tenant, prefix)
         found = []
-        for entry in entries:
-            name = manifest_name(tenant, entry.key, entry.version)
-            try:
-                found.append(self._manifests.get(tenant, entry.key, entry.version).info)
-            except Permanent as err:
-                problem = f"{name}: missing" if isinstance(err, NotFound) else str(err)
-                (broken or _warn)(Damage(name, problem, ((entry.key, entry.version),)))
+        for unit in units(names, all_versions=all_versions):
+            entry = shown(self._manifests, tenant, unit, all_versions=all_versions)
+            if isinstance(entry, Damage):
+                (broken or _warn)(entry)
+            elif entry is not None:
+                found.append(entry)
         return found
 
-    def catalog(self, tenant: str, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Yield (key, version) of any tenant's versions, by key and version: for servers that answer for many."""
-        return self._index.readable().manifest_names(tenant, prefix)
+    def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
+        """Yield what the index keeps of any tenant's versions, by key and version: for servers that answer for many.
+
+        Deleted versions are among them.
+        """
+        return self._index.readable().catalog(tenant, prefix)
+
+    # --- delete ------------------------------------------------------------------------------------------------------
+
+    def delete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
+        """Delete a version, or all that the key has at this moment; return how many are gone.
+
+        They are gone for every reader when this returns, and stay gone whatever fails; their bytes are freed later, and
+        until `deletion.undelete_seconds` are over `undelete` brings them back. A number is never given again. A version
+        whose put is committed meanwhile stays. Raises NotFound, BadInput, StoreLocked, StoreUnavailable (perhaps some
+        are gone: the same call ends it).
+        """
+        return self._deletions.delete(
+            self.settings.tenant,
+            key,
+            version,
+            undelete_seconds=self.settings.deletion.undelete_seconds,
+            who=user_and_host() if who is None else who,
+            reason=reason,
+        )
+
+    def undelete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
+        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+
+        Raises NotFound (nothing of it is deleted, or its time is over), StoreLocked, StoreUnavailable.
+        """
+        who = user_and_host() if who is None else who
+        return self._deletions.undelete(self.settings.tenant, key, version, who=who, reason=reason)
+
+    def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key.
+
+        One whose mark cannot be read is told to `broken`, by default with a warning in the log.
+        """
+        check_prefix(prefix)
+        tenant = self.settings.tenant
+        marked = {entry.key: None for entry in self._index.readable().catalog(tenant, prefix) if entry.sequence}
+        return list(self._deletions.listed(tenant, marked, broken or _warn))
+
+    @property
+    def deletions(self) -> Deletions:
+        """Return what deletes any tenant's versions: for servers that answer for many."""
+        return self._deletions
 
     def _manifest(self, key: str, version: int | None) -> Manifest:
         check_key(key)
         tenant = self.settings.tenant
         if version is None:
-            version = max(self._manifests.versions(tenant, key), default=0)
-            if not version:
+            newest = self._manifests.newest(tenant, key)
+            if newest is None:
                 raise NotFound(f"key {key!r}: the store has none; `nearkin ls` lists the keys")
-        elif not 1 <= version < 1 << 64:
+            return newest
+        if not 1 <= version < 1 << 64:
             raise BadInput(f"version {version}: versions count from 1")
         try:
-            return self._manifests.get(tenant, key, version)
+            return self._manifests.seen(tenant, key, version)
         except NotFound as err:
             raise NotFound(
                 f"key {key!r} version {version}: the store has none; `nearkin ls --versions` lists them"

@@ -321,6 +321,17 @@ class IngestSettings:
 
 
 @dataclass(frozen=True)
+class DeletionSettings:
+    """What becomes of deleted versions."""
+
+    __pydantic_config__ = _FORBID
+
+    undelete_seconds: Annotated[int, Between(0, 315_360_000)] = 604_800
+    """How long a version that is deleted from now on can be brought back, up to ten years; nothing of it is freed
+    before. A week: a mistake made on a Friday is found on the Monday after the next weekend."""
+
+
+@dataclass(frozen=True)
 class ServiceSettings:
     """What ops turn while services run. Hot."""
 
@@ -411,6 +422,7 @@ class Settings:
     object_store: ObjectStoreSettings = ObjectStoreSettings()
     kafka: KafkaSettings = KafkaSettings()
     ingest: IngestSettings = IngestSettings()
+    deletion: DeletionSettings = DeletionSettings()
     service: ServiceSettings = ServiceSettings()
     gateway: GatewaySettings = GatewaySettings()
     auth: AuthSettings = AuthSettings()

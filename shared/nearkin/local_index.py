@@ -94,6 +94,11 @@ class LocalIndex:
             self.behind = False
         return self._index
 
+    def noting(self) -> LmdbIndex:
+        """Return the index for a note beside whatever put is at work here. Raises as `writable` does."""
+        index = self._index
+        return index if self._writing and index is not None and not index.read_only else self.writable()
+
     def readable(self) -> LmdbIndex:
         """Return the index for reading; one that is not whole is mended first, unless a writer is at work."""
         if self._index is not None and not self._index.current:
@@ -227,6 +232,7 @@ class LocalIndex:
         """Add what a writer had stored, and not yet put into the index, when it died or failed."""
         from nearkin_janitor import rebuild_index
 
+        known = {manifest_name(tenant, entry.key, entry.version): entry.sequence for tenant, entry in index.catalogs()}
         rebuild_index(
             self._containers,
             self._manifests,
@@ -234,7 +240,8 @@ class LocalIndex:
             self._tenants(),
             super_features_of,
             known_containers=set(index.container_ids().tolist()),
-            known_manifests={manifest_name(tenant, entry.key, entry.version) for tenant, entry in index.catalogs()},
+            known_manifests=set(known),
+            known_marks=known,
         )
 
     def _mend(self) -> None:

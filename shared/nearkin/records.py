@@ -204,6 +204,19 @@ class VersionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Deletion:
+    """A version that is deleted and whose bytes are still there."""
+
+    key: str
+    version: int
+    deleted: datetime
+    until: datetime
+    """Up to when it can be undeleted; nothing of it is freed before."""
+    who: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PutResult:
     """What a put answers once the version is committed."""
 
@@ -214,10 +227,14 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Sums over a store. `parts` says where `ledger.stored_bytes` lie, and adds up to them."""
+    """Sums over a store. `parts` says where `ledger.stored_bytes` lie, and adds up to them.
+
+    `ledger` and `seconds` are of all that is stored: of deleted versions too, until they are collected.
+    """
 
     ledger: Ledger
     versions: int
+    """To be seen, as `keys`: deleted ones are counted apart."""
     keys: int
     containers: int
     segments: int
@@ -232,6 +249,10 @@ class Stats:
     base_cache_misses: int
     seconds: float
     """Time spent in all puts that are still there."""
+    deleted_versions: int = 0
+    """Deleted and not yet collected."""
+    deleted_bytes: int = 0
+    """Logical bytes of these, counted in `ledger.logical_bytes` too."""
 
 
 @dataclass(frozen=True, slots=True)

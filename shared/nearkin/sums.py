@@ -30,6 +30,14 @@ class Version(Protocol):
         """How long its put took."""
 
     @property
+    def marks_bytes(self) -> int:
+        """Bytes of its marks."""
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it was deleted."""
+
+    @property
     def ledger(self) -> Ledger:
         """What its put saved."""
 
@@ -60,13 +68,18 @@ def sum_up(
     `object_bytes` of all containers, known to the index or not, and the descriptor; `base_cache` (hits, misses).
     """
     ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, 0, 0
+    deleted_versions = deleted_bytes = 0
     keys: set[tuple[str, str]] = set()
     for tenant, entry in entries:
         ledger += entry.ledger
         seconds += entry.seconds
-        manifest_bytes += entry.manifest_bytes
-        versions += 1
-        keys.add((tenant, entry.key))
+        manifest_bytes += entry.manifest_bytes + entry.marks_bytes
+        if entry.deleted:
+            deleted_versions += 1
+            deleted_bytes += entry.ledger.logical_bytes
+        else:
+            versions += 1
+            keys.add((tenant, entry.key))
     stored = object_bytes + manifest_bytes
     parts = {
         "raw_blocks": sum(c.raw_block_bytes for c in found),
@@ -112,4 +125,6 @@ def sum_up(
         base_cache_hits=base_cache[0],
         base_cache_misses=base_cache[1],
         seconds=seconds,
+        deleted_versions=deleted_versions,
+        deleted_bytes=deleted_bytes,
     )

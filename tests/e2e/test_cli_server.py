@@ -201,3 +201,16 @@ def test_local_commands_load_nothing_of_the_client(tmp_path: Path) -> None:
         env={**os.environ, "NEARKIN_TOKEN": "t", "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
     )
     assert done.stdout.splitlines()[-1] == b"0 []"
+
+
+def test_rm_and_undelete_are_the_same_behind_a_server(gateway: ScriptedGateway) -> None:
+    for content in (b"one", b"two"):
+        answer(gateway, "put", "rm/me", "-", stdin=content)
+    assert answer(gateway, "rm", "rm/me", "--version", "1") == {"key": "rm/me", "version": 1, "deleted": 1}
+    assert [entry["version"] for entry in answer(gateway, "ls", "rm/", "--versions")] == [2]
+    assert served(gateway, "rm", "rm/me").stdout == b"deleted 1 version of rm/me\n"
+    gone = served(gateway, "rm", "rm/me")
+    assert (gone.returncode, gone.stdout, gone.stderr.count(b"\n")) == (1, b"", 1)
+    assert [entry["version"] for entry in answer(gateway, "ls", "--deleted", "rm/")] == [1, 2]
+    assert answer(gateway, "undelete", "rm/me") == {"key": "rm/me", "version": None, "undeleted": 1}
+    assert served(gateway, "get", "rm/me").stdout == b"two"

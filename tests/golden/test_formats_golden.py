@@ -13,6 +13,7 @@ import pytest
 from backports import zstd
 
 from nearkin.formats.manifest import decode_manifest, encode_manifest
+from nearkin.formats.mark import decode_mark, encode_mark
 from nearkin.testing import samples
 
 HERE = Path(__file__).parent
@@ -61,3 +62,10 @@ def test_the_frozen_manifest_is_still_read() -> None:
     assert found.segments.containers.tolist() == made.segments.containers.tolist()
     assert found.segments.ordinals.tolist() == [4, 5, 0, 0, 1, 2, 1]
     assert found.known.tolist() == [True, True, True, False, False, True, True]
+
+
+def test_the_frozen_mark_is_still_read_and_still_made() -> None:
+    frozen = (HERE / "mark_v1.bin").read_bytes()
+    assert decode_mark(frozen, "frozen") == samples.small_mark()
+    assert encode_mark(samples.small_mark()) == frozen
+    assert digest(frozen) == "4d37168b5c332351d7b81024b50adbc4"

@@ -1,4 +1,7 @@
-"""The store beside a dictionary: whatever is done to it in whatever order, every version answers with its bytes."""
+"""The store beside a dictionary: whatever is done to it in whatever order, every version answers with its bytes.
+
+A deleted one answers nothing, until it is undeleted; two tenants share the store and never see each other's.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,27 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as runs
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.config import CHUNKERS, FEATURES
-from nearkin.errors import BadInput
+from nearkin.config import CHUNKERS, FEATURES, with_changes
+from nearkin.errors import BadInput, NotFound
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 from nearkin.testing.stores import SMALL, settings
 
+STORE_FOLDERS_OF_TRUTH = ("containers", "manifests", "nearkin.json")
 KEYS = ("a", "b", "ключ/🔑")
 MAKERS = (random_bytes, text_like, records_like, lambda count, seed: bytes(count))
 SIZES = st.sampled_from([0, 1, 100, 8191, 8192, 30_000, 65_537, 200_000, 921_600, 2_200_000])
+
+
+def stored_bytes(root: Path) -> int:
+    there = [path for path in root.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in there if path.relative_to(root).parts[0] in STORE_FOLDERS_OF_TRUTH)
 
 
 class StoreBesideADictionary(RuleBasedStateMachine):
@@ -30,6 +40,9 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="nearkin-model-"))
         self.model: dict[str, list[bytes]] = {}
+        self.deleted: dict[tuple[str, int], int] = {}
+        """Version -> which call deleted it."""
+        self.calls = self.others = 0
         self.changes: dict[str, dict[str, object]] = {}
         self.store = None
         self.open()
@@ -41,11 +54,24 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         assert self.store.verify().damage == ()
+        for key, number, content in self.live():
+            assert self.store.get(key, number).read() == content
+        for key in {key for key, _ in self.deleted}:
+            while any(name == key for name, _ in self.deleted):
+                self.undelete(key, None)
         for key, versions in self.model.items():
             for number, content in enumerate(versions, 1):
                 assert self.store.get(key, number).read() == content
         self.store.close()
         shutil.rmtree(self.folder)
+
+    def live(self, key: str | None = None) -> list[tuple[str, int, bytes]]:
+        return [
+            (name, number, content)
+            for name in sorted(self.model, key=str.encode)
+            for number, content in enumerate(self.model[name], 1)
+            if key in (None, name) and (name, number) not in self.deleted
+        ]
 
     # --- contents: made, changed a little, joined
 
@@ -101,16 +127,53 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         length=st.integers(0, 1 << 21),
     )
     def read(self, key, which, start, length):
-        versions = self.model.get(key, [])
-        if versions:
-            number = which % len(versions)
-            content = versions[number]
-            start %= len(content) + 1
-            assert (
-                self.store.get(key, number + 1, start=start, stop=start + length).read()
-                == content[start : start + length]
-            )
-            assert self.store.get(key).read() == versions[-1]
+        versions = self.live(key)
+        if not versions:
+            with pytest.raises(NotFound):
+                self.store.get(key)
+            return
+        _, number, content = versions[which % len(versions)]
+        start %= len(content) + 1
+        assert self.store.get(key, number, start=start, stop=start + length).read() == content[start : start + length]
+        assert self.store.get(key).read() == versions[-1][2]
+
+    @rule(key=st.sampled_from(KEYS), which=st.one_of(st.none(), st.integers(1, 8)))
+    def delete(self, key, which):
+        wanted = [(name, number) for name, number, _ in self.live(key) if which in (None, number)]
+        if not wanted:
+            with pytest.raises(NotFound):
+                self.store.delete(key, which)
+            return
+        assert self.store.delete(key, which, reason="model") == len(wanted)
+        self.calls += 1
+        self.deleted |= dict.fromkeys(wanted, self.calls)
+        for name, number in wanted:
+            with pytest.raises(NotFound):
+                self.store.get(name, number)
+
+    @rule(key=st.sampled_from(KEYS), which=st.one_of(st.none(), st.integers(1, 8)))
+    def undelete(self, key, which):
+        hidden = {entry: call for entry, call in self.deleted.items() if entry[0] == key and which in (None, entry[1])}
+        if not hidden:
+            with pytest.raises(NotFound):
+                self.store.undelete(key, which)
+            return
+        back = [entry for entry, call in hidden.items() if call == max(hidden.values())]
+        assert self.store.undelete(key, which) == len(back)
+        for entry in back:
+            del self.deleted[entry]
+
+    @rule(content=contents, delete=st.booleans())
+    def another_tenant(self, content, delete):
+        self.store.close()
+        other = with_changes(settings(SMALL, self.changes), {"tenant": "other"})
+        with open_store(self.folder / "s", settings=other) as store:
+            assert store.put("a", content).info.version == self.others + 1
+            self.others += 1
+            assert store.get("a").read() == content
+            if delete:
+                assert store.delete("a", self.others) == 1
+        self.open()
 
     # --- what operators do, and what happens to them
 
@@ -149,21 +212,26 @@ class StoreBesideADictionary(RuleBasedStateMachine):
     def verify(self):
         report = self.store.verify()
         assert report.damage == ()
-        assert report.versions == sum(map(len, self.model.values()))
+        assert report.versions == sum(map(len, self.model.values())) + self.others
 
     @invariant()
     def lists_what_there_is(self):
         if self.store is not None:
             listed = [(info.key, info.version, info.size_bytes) for info in self.store.versions(all_versions=True)]
-            assert listed == [
-                (key, number, len(content))
-                for key in sorted(self.model, key=str.encode)
-                for number, content in enumerate(self.model[key], 1)
-            ]
-            stats = self.store.stats()
-            assert stats.ledger.logical_bytes == sum(
-                len(content) for versions in self.model.values() for content in versions
+            assert listed == [(key, number, len(content)) for key, number, content in self.live()]
+            assert [(entry.key, entry.version) for entry in self.store.deleted()] == sorted(
+                self.deleted, key=lambda entry: (entry[0].encode(), entry[1])
             )
+            newest = {key: number for key, number, _ in self.live()}
+            assert {info.key: info.version for info in self.store.versions()} == newest
+            stats = self.store.stats()
+            if not self.others:
+                every = [len(content) for versions in self.model.values() for content in versions]
+                assert stats.ledger.logical_bytes == sum(every)
+                assert (stats.versions, stats.keys) == (len(listed), len(newest))
+                assert stats.deleted_versions == len(self.deleted)
+                assert stats.deleted_bytes == sum(len(self.model[key][n - 1]) for key, n in self.deleted)
+                assert stats.ledger.stored_bytes == stored_bytes(self.folder / "s")
             assert sum(stats.parts.values()) == stats.ledger.stored_bytes
             assert min(stats.parts.values()) >= 0
             assert max(stats.depths, default=0) <= 4

@@ -318,3 +318,10 @@ def test_the_redis_password_is_taken_from_the_environment_and_never_shown(monkey
     assert origins["redis.url"].value == "redis://***@h:6379/0"
     assert "s3same" not in repr(settings)
     assert "op@n" not in repr(settings)
+
+
+def test_how_long_deletions_can_be_undone_is_bounded(tmp_path: Path) -> None:
+    assert load()[0].deletion.undelete_seconds == 7 * 86_400
+    assert load(toml(tmp_path, "[deletion]\nundelete_seconds = 0"))[0].deletion.undelete_seconds == 0
+    with pytest.raises(ConfigError, match=r'deletion\.undelete_seconds "-1": .*0 to 315360000'):
+        load(None, {"deletion": {"undelete_seconds": -1}})

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
-from nearkin_gateway import admin, blobs, uploads
+from nearkin_gateway import admin, blobs, deleting, uploads
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
 from nearkin_gateway.state import Gateway
@@ -60,6 +60,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway = gateway
     app.include_router(blobs.router)
+    app.include_router(deleting.router)
     app.include_router(admin.router)
     app.include_router(uploads.router)
     install(app)

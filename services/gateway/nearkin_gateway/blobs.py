@@ -16,18 +16,26 @@ from nearkin.errors import NotFound
 from nearkin.formats.answers import info_json
 from nearkin.records import VersionInfo
 from nearkin_gateway import models
-from nearkin_gateway.access import Deleter, Reader, Writer
+from nearkin_gateway.access import Reader, Writer
 from nearkin_gateway.bodies import check_declared, chunks, frames
 from nearkin_gateway.catalogue import LISTED_MAX, Listed
 from nearkin_gateway.digests import announced_sha256, metadata_headers, metadata_of, repr_digest, wants_sha256
-from nearkin_gateway.intake import check_failed, check_open, check_same, one_at_a_time, replayed, take
+from nearkin_gateway.intake import (
+    check_failed,
+    check_idempotency_key,
+    check_open,
+    check_same,
+    one_at_a_time,
+    replayed,
+    take,
+)
 from nearkin_gateway.keys import BlobKey, Key, blob_url
-from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.listing import damaged_json
+from nearkin_gateway.problems import responses
 from nearkin_gateway.ranges import check_put, etag, last_modified, not_modified, wanted_range
 from nearkin_gateway.responses import BlobResponse
 from nearkin_gateway.state import Gateway, gateway_of
 
-IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 VERSION_MAX = (1 << 63) - 1
 router = APIRouter(tags=["blobs"])
@@ -82,8 +90,8 @@ async def put_blob(
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:`, checked (RFC 9530).")] = None,
     x_content_sha256: Annotated[str | None, Header(description="64 hex digits, checked.")] = None,
     want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
-    if_match: Annotated[str | None, Header(description="Only over this newest version.")] = None,
-    if_none_match: Annotated[str | None, Header(description="`*`: only as the first version.")] = None,
+    if_match: Annotated[str | None, Header(description="Only over this newest version, as the upload begins.")] = None,
+    if_none_match: Annotated[str | None, Header(description="`*`: only where there is no version.")] = None,
 ) -> Response:
     """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded."""
     gateway = gateway_of(request)
@@ -91,13 +99,7 @@ async def put_blob(
     check_open(gateway, caller.tenant)
     check_declared(request, bytes_max)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
-    origin = None
-    if idempotency_key is not None:
-        if not 1 <= len(idempotency_key) <= IDEMPOTENCY_KEY_CHARACTERS_MAX:
-            raise Problem(
-                400, "bad-idempotency-key", f"Idempotency-Key: want 1 to {IDEMPOTENCY_KEY_CHARACTERS_MAX} characters"
-            )
-        origin = gateway.tickets.origin(caller.tenant, key, idempotency_key)
+    origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     if if_match is not None or if_none_match is not None:
         check_put(request.headers, await _newest(gateway, caller.tenant, key))
     with ExitStack() as held:
@@ -178,13 +180,7 @@ async def list_blobs(
 
 
 def _damaged(listed: Listed) -> dict[str, object]:
-    return {
-        "damaged": [
-            {"key": key, "version": version, "problem": damage.problem}
-            for damage in listed.damaged
-            for key, version in damage.versions
-        ]
-    }
+    return {"damaged": damaged_json(listed.damaged)}
 
 
 _RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -219,17 +215,6 @@ async def get_blob(
 async def head_blob(request: Request, key: BlobKey, caller: Reader, version: VersionQuery = None) -> Response:
     """Return what GET would, without the bytes."""
     return await _read(request, key, caller.tenant, version)
-
-
-@router.delete(
-    "/v1/blobs/{key:path}",
-    status_code=501,
-    responses=responses(400, 401, 403, 405, 414, 429, 431, 501),
-    operation_id="deleteBlob",
-)
-async def delete_blob(key: BlobKey, caller: Deleter) -> Response:
-    """Not there yet: a version is kept until retention can remove it together with what it alone holds."""
-    raise Problem(501, "not-implemented", "versions cannot be deleted yet; nothing was changed")
 
 
 async def _read(request: Request, key: str, tenant: str, version: int | None) -> Response:

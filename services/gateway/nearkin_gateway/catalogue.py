@@ -10,23 +10,27 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, islice
+from functools import partial
+from itertools import islice
 from typing import Protocol
 
 from nearkin.config import Settings
-from nearkin.errors import BadInput, NotFound, Permanent
+from nearkin.errors import BadInput, NotFound
 from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.records import Damage, Explanation, Stats, VersionInfo
+from nearkin.records import Damage, Deletion, Explanation, Stats, VersionInfo
 from nearkin.restore import Blob
 from nearkin.sources import check_key
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore, object_name
+from nearkin.store.deletion import Deletions
+from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
+from nearkin.store.shown import infos_of, shown, units
 
 TENANTS_OPEN_MAX = 8
 """Tenants whose containers are cached; each has 48 MiB of directories and its share of restore.cache_bytes."""
@@ -36,6 +40,11 @@ STATS_SECONDS = 2.0
 EXPLAINED_CHUNKS_MAX = 200_000
 """About 1.6 GB of a blob, and 60 MB of JSON with its segments."""
 LISTED_MAX = 1000
+READERS = 8
+"""Manifests of all pages are read so many at a time: an S3 server answers each in some 2 ms."""
+READ_AHEAD = 64
+EXAMINED_MAX = 10_000
+"""Keys, or versions, that one page looks at, should they be deleted: some 5 s of an S3 server."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -54,6 +63,9 @@ class Listing(Protocol):
         Only keys that sort after `after_key`, and where a version is given that key's later ones too.
         """
 
+    def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
+        """Yield the keys that may have a deleted version, by key."""
+
     def stats(self, tenant: str) -> Stats:
         """Return the sums."""
 
@@ -64,6 +76,17 @@ class Listed:
 
     found: list[VersionInfo]
     damaged: list[Damage]
+
+    def __len__(self) -> int:
+        return len(self.found) + len(self.damaged)
+
+    def add(self, entry: VersionInfo | Damage) -> None:
+        """Add what a listing shows."""
+        if isinstance(entry, Damage):
+            _log.error("%s: %s", entry.object_name, entry.problem)
+            self.damaged.append(entry)
+        else:
+            self.found.append(entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +109,19 @@ class Catalogue:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._stats: OrderedDict[str, tuple[float, Stats]] = OrderedDict()
         self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(READERS, "nearkin-catalogue")
         self._cache_bytes = max(BLOCK_CACHE_BYTES_MIN, int(settings.restore.cache_bytes) // 4)
 
     def manifest(self, tenant: str, key: str, version: int | None = None) -> Manifest:
         """Return a version's manifest, the newest by default. Raises NotFound, Corrupt, StoreUnavailable."""
         check_key(key)
         if version is None:
-            version = max(self._manifests.versions(tenant, key), default=0)
-            if not version:
+            newest = self._manifests.newest(tenant, key)
+            if newest is None:
                 raise NotFound(f"key {key!r}: there is none")
+            return newest
         try:
-            return self._manifests.get(tenant, key, version)
+            return self._manifests.seen(tenant, key, version)
         except NotFound as err:
             raise NotFound(f"key {key!r} version {version}: there is none") from err
 
@@ -108,11 +133,14 @@ class Catalogue:
     def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[Listed, int | None]:
         """Return versions of a key above `after`, oldest first, and the `after` for more. Raises NotFound."""
         check_key(key)
-        numbers = self._manifests.versions(tenant, key)
+        histories = self._manifests.histories(tenant, key)
+        numbers = [number for number in sorted(histories) if self._manifests.shows(tenant, key, histories[number])]
         if not numbers:
             raise NotFound(f"key {key!r}: there is none")
         wanted = [number for number in numbers if number > after]
-        found = self._infos(tenant, [(key, number) for number in wanted[:limit]])
+        found = Listed([], [])
+        for entry in infos_of(self._manifests, tenant, key, wanted[:limit]):
+            found.add(entry)
         return found, wanted[limit - 1] if len(wanted) > limit else None
 
     def listed(
@@ -120,32 +148,55 @@ class Catalogue:
     ) -> tuple[Listed, str | None]:
         """Return up to `limit` versions by key, the newest of each key or all, and what to say for more.
 
+        A page ends early after EXAMINED_MAX keys or versions, most of them deleted.
         `after` is a key, or a key, NUL and a version, which is what is said for more of all versions.
         """
-        after_key, _, number = after.partition("\0")
-        after_version = int(number) if number.isascii() and number.isdigit() else None
-        entries = iter(self._listing.versions(tenant, prefix, after_key, after_version))
-        if not all_versions:
-            entries = (max(same) for _, same in groupby(entries, key=lambda entry: entry[0]))
-        wanted = list(islice(entries, limit + 1))
-        found = self._infos(tenant, wanted[:limit])
-        if len(wanted) <= limit:
-            return found, None
-        key, version = wanted[limit - 1]
-        return found, f"{key}\0{version}" if all_versions else key
+        after_key, after_version = _after(after)
+        wanted = units(self._listing.versions(tenant, prefix, after_key, after_version), all_versions=all_versions)
+        found, last, examined = Listed([], []), after, 0
+        read = partial(shown, self._manifests, tenant, all_versions=all_versions)
+        while some := list(islice(wanted, min(limit + 1, READ_AHEAD))):
+            for unit, entry in zip(some, self._readers.map(read, some), strict=True):
+                if entry is not None:
+                    if len(found) == limit:
+                        return found, last
+                    found.add(entry)
+                key, versions = unit
+                last = f"{key}\0{versions[-1]}" if all_versions else key
+            examined += len(some)
+            if examined >= EXAMINED_MAX:
+                return found, last
+        return found, None
 
-    def _infos(self, tenant: str, versions: Sequence[tuple[str, int]]) -> Listed:
-        """Return what is known of versions; one that is lost or broken is named apart."""
-        found: list[VersionInfo] = []
+    def deleted(
+        self, deletions: Deletions, tenant: str, prefix: str, after: str, limit: int
+    ) -> tuple[list[Deletion], list[Damage], str | None]:
+        """Return up to `limit` deleted versions by key, those that cannot be read, and what to say for more.
+
+        A page ends early after EXAMINED_MAX keys.
+        """
+        after_key, after_version = _after(after)
+        found: list[Deletion] = []
         damaged: list[Damage] = []
-        for key, version in versions:
-            name = object_name(tenant, key, version)
-            try:
-                found.append(self._manifests.get(tenant, key, version).info)
-            except Permanent as err:
-                _log.error("%s: %s", name, err)
-                damaged.append(Damage(name, str(err), ((key, version),)))
-        return Listed(found, damaged)
+        examined = 0
+        for key in self._listing.marked_keys(tenant, prefix):
+            if key < after_key or (key == after_key and after_version is None):
+                continue
+            for entry in deletions.listed(tenant, [key], damaged.append):
+                if key == after_key and after_version is not None and entry.version <= after_version:
+                    continue
+                if len(found) == limit:
+                    return found, damaged, f"{found[-1].key}\0{found[-1].version}"
+                found.append(entry)
+            examined += 1
+            if examined >= EXAMINED_MAX:
+                return found, damaged, key
+        return found, damaged, None
+
+    def forget_stats(self, tenant: str) -> None:
+        """Make the next sums anew: this gateway has just changed them. Another one's are STATS_SECONDS old at most."""
+        with self._lock:
+            self._stats.pop(tenant, None)
 
     def explain(self, tenant: str, key: str, version: int | None) -> Explanation:
         """Return how each chunk of a version is kept. Raises NotFound, Corrupt, BadInput where it has too many."""
@@ -193,3 +244,9 @@ class Catalogue:
                     self._tenants.popitem(last=False)
             self._tenants.move_to_end(name)
             return found
+
+
+def _after(after: str) -> tuple[str, int | None]:
+    """Return the key, and the version if there is one, of what was said for more."""
+    key, _, number = after.partition("\0")
+    return key, int(number) if number.isascii() and number.isdigit() else None

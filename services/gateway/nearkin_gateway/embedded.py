@@ -73,6 +73,7 @@ def embedded_gateway(settings: Settings) -> Gateway:
         outcomes=outcomes,
         tickets=Tickets(secret),
         catalogue=Catalogue(objects, found, settings, StoreListing(store)),
+        deletions=store.deletions,
         resumable=Resumable(objects, settings.gateway.resumable_max),
     )
 
@@ -233,7 +234,12 @@ class StoreListing:
         self, tenant: str, prefix: str, after_key: str, after_version: int | None
     ) -> Iterator[tuple[str, int]]:
         """Yield (key, version) by key and version, after what was given."""
-        return after(self._store.catalog(tenant, prefix), after_key, after_version)
+        names = ((entry.key, entry.version) for entry in self._store.catalog(tenant, prefix))
+        return after(names, after_key, after_version)
+
+    def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
+        """Yield the keys that have a version with marks, by key."""
+        return iter(dict.fromkeys(entry.key for entry in self._store.catalog(tenant, prefix) if entry.sequence))
 
     def stats(self, tenant: str) -> Stats:
         """Return the sums of the store; it keeps them for its own tenant alone."""

@@ -26,21 +26,38 @@ from nearkin_gateway.state import Gateway
 HASHED_APART_BYTES = 256 * 1024
 """Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
 ABORT_SECONDS = 10.0
+IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
 
 
-def check_open(gateway: Gateway, tenant: str) -> None:
-    """Refuse uploads where none are taken. Raises Problem."""
+def check_writable(gateway: Gateway) -> None:
+    """Refuse changes where none are taken. Raises Problem."""
     retry = {"Retry-After": str(RETRY_SECONDS)}
     if gateway.stopping:
         raise Problem(503, "stopping", "this gateway is stopping; try another one", headers=retry)
     if gateway.settings.service.read_only:
-        raise Problem(503, "read-only", "service.read_only is set: blobs are read, none are taken", headers=retry)
+        raise Problem(503, "read-only", "service.read_only is set: blobs are read, nothing is changed", headers=retry)
+
+
+def check_open(gateway: Gateway, tenant: str) -> None:
+    """Refuse uploads where none are taken. Raises Problem."""
+    check_writable(gateway)
     if not gateway.ingest.accepts(tenant):
         raise Problem(
             403,
             "foreign-tenant",
             f"this gateway runs embedded and stores for tenant {gateway.settings.tenant!r} alone, not for {tenant!r}",
         )
+
+
+def check_idempotency_key(gateway: Gateway, tenant: str, key: str, given: str | None) -> bytes | None:
+    """Return what all requests with this `Idempotency-Key` for a key share, if there is one. Raises Problem."""
+    if given is None:
+        return None
+    if not 1 <= len(given) <= IDEMPOTENCY_KEY_CHARACTERS_MAX:
+        raise Problem(
+            400, "bad-idempotency-key", f"Idempotency-Key: want 1 to {IDEMPOTENCY_KEY_CHARACTERS_MAX} characters"
+        )
+    return gateway.tickets.origin(tenant, key, given)
 
 
 @contextmanager

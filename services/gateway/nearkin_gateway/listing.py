@@ -7,15 +7,16 @@ index being made  -> the manifests themselves, each read once and remembered: th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.redis import RedisIndex
-from nearkin.records import Stats
+from nearkin.records import Damage, Stats
 from nearkin.store import descriptor
-from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin.store.objects import ObjectStore
 from nearkin.sums import sum_up
 
@@ -51,6 +52,13 @@ class PipelineListing:
             return self._index.manifest_names(tenant, prefix)
         return self._index.names_after(tenant, prefix, after_key, after_version)
 
+    def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
+        """Yield the keys that have a version with marks, by key. Raises StoreUnavailable."""
+        if self.whole:
+            marked = (entry.key for entry in self._index.catalog(tenant, prefix) if entry.sequence)
+            return (key for key, _ in groupby(marked))
+        return iter(self._unindexed_marked(tenant, prefix))
+
     def stats(self, tenant: str) -> Stats:
         """Return a tenant's sums as the index has them; less than all while it is not `whole`."""
         index = self._index.for_domain(Fingerprinter(self._secret, tenant, self._bits).domain)
@@ -77,6 +85,25 @@ class PipelineListing:
                     self._read[name] = (manifest.tenant, manifest.key, manifest.version)
             found = [self._read[name] for name in names]
         return sorted((key, version) for owner, key, version in found if owner == tenant and key.startswith(prefix))
+
+    def _unindexed_marked(self, tenant: str, prefix: str) -> list[str]:
+        """Return them from the marks themselves, the first of each version."""
+        _, marks = self._manifests.names_and_marks()
+        first = {marked_version(name)[0]: name for name, _ in reversed(marks)}
+        if len(first) > UNINDEXED_MAX:
+            raise StoreUnavailable(f"the index is being made anew, and {len(first)} deletions are too many without it")
+        with ThreadPoolExecutor(READERS, "nearkin-listing") as threads:
+            found = list(threads.map(self._manifests.read_mark, first.values()))
+        return sorted({mark.key for mark in found if mark.tenant == tenant and mark.key.startswith(prefix)})
+
+
+def damaged_json(damaged: Iterable[Damage]) -> list[dict[str, object]]:
+    """Return what could not be read as JSON has it."""
+    return [
+        {"key": key, "version": version, "object_name": damage.object_name, "problem": damage.problem}
+        for damage in damaged
+        for key, version in damage.versions
+    ]
 
 
 def after(entries: Iterator[tuple[str, int]], key: str, version: int | None) -> Iterator[tuple[str, int]]:

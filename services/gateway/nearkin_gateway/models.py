@@ -51,6 +51,7 @@ class Damaged(BaseModel):
 
     key: str
     version: int
+    object_name: str
     problem: str
 
 
@@ -70,6 +71,25 @@ class VersionPage(BaseModel):
     damaged: list[Damaged] = Field(description="Versions that belong here and cannot be read.")
 
 
+class Deleted(BaseModel):
+    """A deleted version whose bytes are still there."""
+
+    key: str
+    version: int
+    deleted: datetime
+    until: datetime = Field(description="Up to then it can be undeleted.")
+    who: str = Field(description="The token's id, or the address.")
+    reason: str
+
+
+class DeletedPage(BaseModel):
+    """Some deleted versions, by key."""
+
+    deleted: list[Deleted]
+    next: str | None = Field(description="`after` for the next page; null: there is none.")
+    damaged: list[Damaged] = Field(description="Versions whose deletion cannot be read; they stay deleted.")
+
+
 class Stats(BaseModel):
     """Sums over what is stored; further fields as `nearkin stats --json` has them."""
 
@@ -80,6 +100,8 @@ class Stats(BaseModel):
     reduction_ratio: float
     versions: int
     keys: int
+    deleted_versions: int = Field(description="Deleted, their bytes not yet freed.")
+    deleted_bytes: int = Field(description="Logical bytes of these, part of `logical_bytes`.")
     whole: bool = Field(description="False while the index is made anew: then the sums are of a part.")
 
 

@@ -17,6 +17,8 @@ from nearkin.index.redis import RedisIndex
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.store import descriptor
+from nearkin.store.deletion import Deletions
+from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
 from nearkin.store.opening import open_store_of
 from nearkin_gateway.catalogue import Catalogue
@@ -76,6 +78,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         outcomes=outcomes,
         tickets=Tickets(bytes.fromhex(found.secret)),
         catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
+        deletions=Deletions(ManifestStore(objects), index.mark_many),
         resumable=Resumable(objects, settings.gateway.resumable_max),
         workers=watch,
     )

@@ -34,6 +34,12 @@ def check_put(headers: Headers, newest: VersionInfo | None) -> None:
         raise Problem(412, "precondition-failed", f"If-None-Match {none_match:.100}: there is such a version")
 
 
+def check_match(match: str, info: VersionInfo) -> None:
+    """Refuse a deletion whose `If-Match` is another than the newest version that would go. Raises Problem 412."""
+    if not _listed(match, etag(info), weak=False):
+        raise Problem(412, "precondition-failed", f"If-Match {match:.100}: version {info.version} is {info.digest}")
+
+
 def not_modified(headers: Headers, info: VersionInfo) -> bool:
     """Return whether 304 is the answer to a read. Raises Problem 412."""
     match, none_match = headers.get("if-match"), headers.get("if-none-match")

@@ -9,6 +9,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from nearkin.config import GatewaySettings, Settings
+from nearkin.store.deletion import Deletions
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ingest
@@ -38,6 +39,7 @@ class Gateway:
     outcomes: Outcomes
     tickets: Tickets
     catalogue: Catalogue
+    deletions: Deletions
     resumable: Resumable
     workers: Workers | None = None
     stopping: bool = False

@@ -7,26 +7,28 @@ segments cannot be named and are not claimed; its chunks and bases are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims
-from nearkin.errors import Permanent
+from nearkin.errors import Corrupt, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.container import Directory
-from nearkin.index.protocols import Index
+from nearkin.index.protocols import Index, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, ZERO, ContainerId, Locations, RebuildReport
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.tenants import Tenants
 
 READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and sketched so many bytes at a time."""
+NO_MARKS: Mapping[str, int] = MappingProxyType({})
 COMMIT_VERSIONS = 256
 """Versions go into the catalog so many a transaction."""
 
@@ -51,14 +53,17 @@ def rebuild_index(
     progress: Progress | None = None,
     known_containers: Collection[int] = (),
     known_manifests: Collection[str] = (),
+    known_marks: Mapping[str, int] = NO_MARKS,
 ) -> RebuildReport:
     """Fill `index` with all but what it is known to hold: an empty one, or one whose writer died between two steps.
 
+    `known_marks` are the highest by their manifest's name.
     What cannot be read is left out and named; nothing is written to the object store.
     """
     started = time.perf_counter()
     ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
-    names = sorted(entry for entry in manifests.names() if entry[0] not in known_manifests)
+    listed, marks = manifests.names_and_marks()
+    names = [entry for entry in listed if entry[0] not in known_manifests]
     skipped: list[str] = []
     sound = {int(container) for container in known_containers}
     chunks = segments = 0
@@ -88,7 +93,34 @@ def rebuild_index(
         index.commit_many(found[start : start + COMMIT_VERSIONS])
         if progress is not None:
             progress(len(ids) + min(start + COMMIT_VERSIONS, len(found)), len(ids) + len(names))
+    index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
     return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
+
+
+def _marked(
+    manifests: ManifestStore, marks: list[tuple[str, int]], known: Mapping[str, int], skipped: list[str]
+) -> Iterator[Marked]:
+    """Yield what an index notes of marks, from their names and the highest mark of each version."""
+    highest: dict[str, tuple[int, int, str]] = {}
+    for name, size_bytes in marks:
+        try:
+            manifest, sequence = marked_version(name)
+        except Corrupt:
+            skipped.append(name)
+            continue
+        before, marks_bytes, highest_name = highest.get(manifest, (0, 0, name))
+        if sequence > before:
+            highest_name = name
+        highest[manifest] = max(sequence, before), marks_bytes + size_bytes, highest_name
+    for manifest, (sequence, marks_bytes, name) in highest.items():
+        if known.get(manifest, 0) >= sequence:
+            continue
+        try:
+            mark = manifests.read_mark(name)
+        except Permanent:
+            skipped.append(name)
+        else:
+            yield Marked(mark.tenant, mark.key, mark.version, sequence, marks_bytes)
 
 
 def _leans_on(containers: ContainerStore, container: int) -> list[int]:

@@ -19,7 +19,7 @@ from nearkin.formats.manifest import Manifest
 from nearkin.records import ZERO, ContainerId, Damage, Locations, VerifyReport
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
@@ -74,17 +74,20 @@ class Verifier:
         tenants = Tenants(fingerprinter, known, manifests)
         self._soundness = Soundness(containers, tenants, fingerprinter(tenant))
         self._findings = _Findings()
+        self._seen: dict[str, VersionName] = {}
+        """Versions whose manifests were read, by the name of these."""
 
     def run(self, sample: float | None = None, progress: Progress | None = None) -> VerifyReport:
         """Read containers (a share of them with `sample`), then every manifest. Raises only StoreUnavailable."""
         started = time.perf_counter()
         # Manifests first: all that one of them names is durable by then, so a put meanwhile never looks like damage.
-        names = sorted(name for name, _ in self._manifests.names())
+        listed_manifests, listed_marks = self._manifests.names_and_marks()
+        names, marks = [name for name, _ in listed_manifests], [name for name, _ in listed_marks]
         ids = sorted(container for container, _ in self._containers.ids())
         listed, chosen = set(names), set(ids)
         if sample is not None:
             chosen = set(random.sample(ids, max(1, round(len(ids) * sample)))) if ids else set()
-        total = len(ids) + len(names)
+        total = len(ids) + len(names) + len(marks)
         for done, container in enumerate(leaning_last(ids, self._soundness.leans_on)):
             self._soundness.check(ContainerId(container), deep=container in chosen)
             if progress is not None:
@@ -97,6 +100,10 @@ class Verifier:
             self._manifest(name)
             if progress is not None:
                 progress(len(ids) + done + 1, total)
+        for done, name in enumerate(marks):
+            self._mark(name)
+            if progress is not None:
+                progress(len(ids) + len(names) + done + 1, total)
         for name, problem in self._soundness.problems.items():
             self._findings.found(name, problem)
         return VerifyReport(
@@ -124,8 +131,19 @@ class Verifier:
         except Permanent as err:
             self._findings.found(name, str(err), *([self._remembered[name]] if name in self._remembered else []))
             return
+        self._seen[name] = manifest.tenant, manifest.key, manifest.version
         for culprit, problem in self._touching(manifest).items():
             self._findings.found(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
+
+    def _mark(self, name: str) -> None:
+        """Read a mark; which version it is of follows from its name, should it not say so itself."""
+        of = ""
+        try:
+            of, _ = marked_version(name)
+            self._manifests.read_mark(name)
+        except Permanent as err:
+            whose = self._seen.get(of) or self._remembered.get(of)
+            self._findings.found(name, str(err), *([whose] if whose is not None else []))
 
     def _touching(self, manifest: Manifest) -> dict[str, str]:
         """Return what breaks this version: object name -> problem."""

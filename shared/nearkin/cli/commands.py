@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -130,34 +130,79 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
 @nearkin.command()
 @click.argument("prefix", metavar="[PREFIX]", default="")
 @click.option("--versions", is_flag=True, help="Every version instead of the newest of each key.")
+@click.option(
+    "--deleted", is_flag=True, help="The versions that are deleted and can be brought back, or not yet freed."
+)
 @shared_options
-def ls(prefix: str, versions: bool) -> None:
+def ls(prefix: str, versions: bool, deleted: bool) -> None:
     """List keys that start with PREFIX.
 
     A line is: created (UTC), size, version, key. Versions that cannot be read are told on stderr: exit code 1.
+    With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
 
     nearkin ls
     nearkin ls db/ --versions
+    nearkin ls --deleted
     nearkin --json ls | jq '.[].key'
     """
     from nearkin.cli.arguments import check_prefix
-    from nearkin.cli.output import print_json, say, unreadable, version_line
-    from nearkin.formats.answers import info_json
+    from nearkin.cli.output import deletion_line, print_json, say, unreadable, version_line
+    from nearkin.formats.answers import deletion_json, info_json
 
     session = current_session()
     check_prefix(prefix)
+    if versions and deleted:
+        raise BadInput("ls: --versions lists what is there, --deleted what is not: give one of them")
     broken: list[Damage] = []
-    # A gateway answers for what it cannot read itself, with an error.
-    told: dict[str, Any] = {"broken": broken.append} if session.folder() is not None else {}
     with session.open() as store:
-        found = store.versions(prefix, all_versions=versions, **told)
+        if deleted:
+            gone = store.deleted(prefix, broken=broken.append)
+            lines, values = map(deletion_line, gone), [deletion_json(entry) for entry in gone]
+        else:
+            found = store.versions(prefix, all_versions=versions, broken=broken.append)
+            lines, values = map(version_line, found), [info_json(info) for info in found]
     if session.as_json:
-        print_json([info_json(info) for info in found])
+        print_json(values)
     else:
-        for info in found:
-            say(version_line(info))
+        for line in lines:
+            say(line)
     if broken:
         raise Corrupt(unreadable(broken))
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
+@click.option("--reason", metavar="TEXT", default="", help="Kept with the deletion; ls --deleted shows it.")
+@shared_options
+def rm(key: str, version: int | None, reason: str) -> None:
+    """Delete KEY with all its versions, or one of them.
+
+    They are gone at once, for every reader; `nearkin undelete` brings them back until deletion.undelete_seconds
+    are over (a week, if not set otherwise). Space is freed later.
+
+    nearkin rm db/dump
+    nearkin rm db/dump --version 2 --reason "wrong host"
+    """
+    from nearkin.cli.deleting import change
+
+    change("delete", "deleted", key, version, reason)
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
+@click.option("--reason", metavar="TEXT", default="", help="Kept with what was done.")
+@shared_options
+def undelete(key: str, version: int | None, reason: str) -> None:
+    """Bring back what the latest rm of KEY took, or one version.
+
+    nearkin ls --deleted
+    nearkin undelete db/dump
+    """
+    from nearkin.cli.deleting import change
+
+    change("undelete", "undeleted", key, version, reason)
 
 
 @nearkin.command()

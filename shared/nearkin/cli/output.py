@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nearkin.records import (
         Damage,
+        Deletion,
         Explanation,
         Ledger,
         RebuildReport,
@@ -100,6 +101,16 @@ def version_line(info: VersionInfo) -> str:
     return f"{created}  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
 
 
+def deletion_line(deletion: Deletion) -> str:
+    """Return a deleted version as one line of `ls --deleted`; what has no width comes last."""
+    deleted, until = (
+        moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for moment in (deletion.deleted, deletion.until)
+    )
+    who = printable(deletion.who) or "-"
+    reason = f"  # {printable(deletion.reason)}" if deletion.reason else ""
+    return f"{deleted}  until {until}  v{deletion.version:<4}  {who}  {printable(deletion.key)}{reason}"
+
+
 def unreadable(broken: Sequence[Damage]) -> str:
     """Return one line that names the versions a listing had to leave out: the first few, and how many more."""
     names = [f"{key!r} version {version}" for damage in broken for key, version in damage.versions]
@@ -113,6 +124,8 @@ def print_stats(stats: Stats) -> None:
     from rich.table import Table
 
     held = f"{counted(stats.versions, 'version')} of {counted(stats.keys, 'key')}"
+    if stats.deleted_versions:
+        held += f" (and {counted(stats.deleted_versions, 'version')} deleted, {human_bytes(stats.deleted_bytes)})"
     print_ledger(stats.ledger, stats.seconds, f"{held} in {counted(stats.containers, 'container')}")
     parts = Table(box=SIMPLE, pad_edge=False)
     parts.add_column("where the stored bytes lie")

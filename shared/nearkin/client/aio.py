@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -28,7 +28,7 @@ from nearkin.client.exchange import (
 from nearkin.client.remote import PUTS_IN_FLIGHT_MAX
 from nearkin.client.transfer import AsyncSource, Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
-from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+from nearkin.records import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import Progress, write_pieces
 
 
@@ -106,9 +106,34 @@ class AsyncRemoteStore:
         """Return how each chunk of a version is kept. Raises NotFound."""
         return await self._hold(conversations.explain(key, version))
 
-    async def versions(self, prefix: str = "", *, all_versions: bool = False) -> list[VersionInfo]:
-        """Return the newest version, or all, of every key that starts with `prefix`, by key."""
-        return await self._hold(conversations.versions(prefix, all_versions))
+    async def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return the newest version, or all, of every key that starts with `prefix`, by key.
+
+        One that cannot be read is left out and told to `broken`, by default with a warning in the log.
+        """
+        return await self._hold(conversations.versions(prefix, all_versions, broken))
+
+    # --- delete ------------------------------------------------------------------------------------------------------
+
+    async def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
+        """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
+
+        Sent again where the connection fails; it is done once all the same. Raises NotFound, Denied, StoreUnavailable.
+        """
+        return await self._hold(conversations.delete(key, version, reason))
+
+    async def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
+        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+
+        Raises NotFound (nothing of it is deleted, or its time is over), Denied, StoreUnavailable.
+        """
+        return await self._hold(conversations.undelete(key, version, reason))
+
+    async def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""
+        return await self._hold(conversations.deleted(prefix, broken))
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ put     PUT ?wait= -> 201: committed
 from __future__ import annotations
 
 import json
+import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,8 +18,13 @@ from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
 from nearkin.client.transfer import Upload
 from nearkin.errors import BadInput, Corrupt, StoreUnavailable
 from nearkin.formats import answers
-from nearkin.records import Explanation, PutResult, Stats, VersionInfo
+from nearkin.records import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import check_key, check_metadata, check_prefix
+
+_log = logging.getLogger("nearkin.client")
+
+Broken = Callable[[Damage], None] | None
+"""Hears of what a listing leaves out since it cannot be read."""
 
 PAGE_ENTRIES = 1000
 LISTED_MAX = 1_000_000
@@ -134,50 +141,84 @@ def info(key: str, version: int | None) -> Conversation[VersionInfo]:
     return _read(answer, lambda: answers.info_from(answer.json()))
 
 
-def versions(prefix: str, all_versions: bool) -> Conversation[list[VersionInfo]]:
+def versions(prefix: str, all_versions: bool, broken: Broken) -> Conversation[list[VersionInfo]]:
     """Ask for the newest version, or all, of every key that starts with `prefix`, page by page."""
     check_prefix(prefix)
-    newest = yield from _pages("/v1/blobs", {"prefix": prefix} if prefix else {}, "blobs")
-    if not all_versions:
-        return newest
-    found: list[VersionInfo] = []
-    for entry in newest:
-        # A key with one version is all there: nobody is asked for it again.
-        found += (
-            [entry] if entry.version == 1 else (yield from _pages(f"{blob_path(entry.key)}/versions", {}, "versions"))
-        )
-        if len(found) > LISTED_MAX:
-            raise _too_many(prefix)
-    return found
+    params = {"prefix": prefix} if prefix else {}
+    if all_versions:
+        params["versions"] = "all"
+    return (yield from _pages("/v1/blobs", params, "blobs", answers.info_from, broken))
 
 
-def _pages(path: str, params: Mapping[str, str], name: str) -> Conversation[list[VersionInfo]]:
-    found: list[VersionInfo] = []
+def deleted(prefix: str, broken: Broken) -> Conversation[list[Deletion]]:
+    """Ask for what is deleted and not collected, page by page."""
+    check_prefix(prefix)
+    params = {"prefix": prefix} if prefix else {}
+    return (yield from _pages("/v1/deleted", params, "deleted", answers.deletion_from, broken))
+
+
+def delete(key: str, version: int | None, reason: str) -> Conversation[int]:
+    """Delete a version, or all of a key; sent again after a break it is done once."""
+    return (yield from _change("DELETE", blob_path(key), key, version, reason))
+
+
+def undelete(key: str, version: int | None, reason: str) -> Conversation[int]:
+    """Bring back a version, or what the latest deletion of the key took."""
+    return (yield from _change("POST", blob_path(key, "/v1/undelete"), key, version, reason))
+
+
+def _change(method: str, path: str, key: str, version: int | None, reason: str) -> Conversation[int]:
+    check_key(key)
+    check_version(version)
+    params = ({} if version is None else {"version": str(version)}) | ({"reason": reason} if reason else {})
+    answer = yield Call(method, path, params, {"Idempotency-Key": secrets.token_hex(16)}, patience_seconds=60.0)
+    count = answer.headers.get("x-nearkin-versions", "")
+    if not (count.isascii() and count.isdecimal()):
+        raise answer.foreign(f"X-Nearkin-Versions {count!r:.50}")
+    return int(count)
+
+
+def _pages(
+    path: str,
+    params: Mapping[str, str],
+    name: str,
+    reader: Callable[[object], T],
+    broken: Broken,
+) -> Conversation[list[T]]:
+    found: list[T] = []
     after: str | None = None
     while True:
         more = {"limit": str(PAGE_ENTRIES)} | ({"after": after} if after is not None else {})
         answer = yield Call("GET", path, {**params, **more})
-        page, following = _page(answer, name)
+        page, damaged, following = _page(answer, name, reader)
         found += page
+        for damage in damaged:
+            (broken or _warn)(damage)
         if following is None:
             return found
         if len(found) >= LISTED_MAX:
             raise _too_many(params.get("prefix", ""))
-        if following == after or not page:
+        if following == after:
             raise answer.foreign("a page that leads to itself")
         after = following
 
 
-def _page(answer: Answer, name: str) -> tuple[list[VersionInfo], str | None]:
+def _page(answer: Answer, name: str, reader: Callable[[object], T]) -> tuple[list[T], list[Damage], str | None]:
     told = answer.json()
 
-    def read() -> tuple[list[VersionInfo], str | None]:
+    def read() -> tuple[list[T], list[Damage], str | None]:
         if not isinstance(told, dict) or not isinstance(told.get(name), list):
             raise ValueError(f"no list of {name}")  # noqa: TRY004 - it is the text that is wrong
         following = told.get("next")
-        return [answers.info_from(entry) for entry in told[name]], None if following is None else str(following)
+        damaged = [answers.damage_from(entry) for entry in told.get("damaged") or []]
+        return [reader(entry) for entry in told[name]], damaged, None if following is None else str(following)
 
     return _read(answer, read)
+
+
+def _warn(damage: Damage) -> None:
+    for key, version in damage.versions:
+        _log.warning("%r version %d cannot be read: %s", key, version, damage.problem)
 
 
 def _too_many(prefix: str) -> BadInput:

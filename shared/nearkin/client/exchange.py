@@ -110,8 +110,10 @@ class Call:
 
     @property
     def again(self) -> bool:
-        """Return whether it may be sent once more: reading changes nothing, an upload has its idempotency key."""
-        return self.upload.repeatable if self.upload is not None else self.method == "GET"
+        """Return whether it may be sent once more: reading changes nothing, and what changes has an idempotency key."""
+        if self.upload is not None:
+            return self.upload.repeatable
+        return self.method == "GET" or "Idempotency-Key" in self.headers
 
     def timeout(self) -> httpx.Timeout:
         """Return how long each step may take."""

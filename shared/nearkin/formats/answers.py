@@ -1,7 +1,8 @@
 """Records as JSON, both ways. Invariant: one JSON form a record, whoever says it: a command, the gateway, a client.
 
-    info_json  <-> info_from        put_json     <-> put_from
-    stats_json <-> stats_from       explain_json <-> explanation_from
+    info_json  <-> info_from        put_json      <-> put_from
+    stats_json <-> stats_from       explain_json  <-> explanation_from
+                                    deletion_json <-> deletion_from
 
 Scripts rely on the names, so a name is never taken away; a reader passes over names it does not know. What does not
 parse raises ValueError: who reads knows where it came from.
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:  # `nearkin ls` must not wait for numpy
     from nearkin.records import (
         ChunkExplained,
+        Damage,
+        Deletion,
         Explanation,
         Ledger,
         PutResult,
@@ -39,7 +42,7 @@ def info_json(info: VersionInfo) -> dict[str, object]:
         "key": info.key,
         "version": info.version,
         "size_bytes": info.size_bytes,
-        "created": info.created.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "created": _timestamp(info.created),
         "digest": info.digest,
         "sha256": info.sha256,
         "segments": info.segments,
@@ -54,17 +57,53 @@ def info_from(value: object) -> VersionInfo:
 
     told = _object(value, "a version")
     sha256 = told.get("sha256")
-    created = datetime.fromisoformat(_get(told, "created", str))
     return VersionInfo(
         key=_get(told, "key", str),
         version=_count(told, "version"),
         size_bytes=_count(told, "size_bytes"),
-        created=created if created.tzinfo is not None else created.replace(tzinfo=UTC),
+        created=_moment(told, "created"),
         digest=_get(told, "digest", str),
         sha256=None if sha256 is None else _get(told, "sha256", str),
         segments=_count(told, "segments"),
         chunks=_count(told, "chunks"),
         metadata=_texts(told, "metadata"),
+    )
+
+
+def deletion_json(deletion: Deletion) -> dict[str, object]:
+    """Return a deleted version as JSON has it."""
+    return {
+        "key": deletion.key,
+        "version": deletion.version,
+        "deleted": _timestamp(deletion.deleted),
+        "until": _timestamp(deletion.until),
+        "who": deletion.who,
+        "reason": deletion.reason,
+    }
+
+
+def deletion_from(value: object) -> Deletion:
+    """Return the deleted version that `deletion_json` said. Raises ValueError."""
+    from nearkin.records import Deletion
+
+    told = _object(value, "a deleted version")
+    return Deletion(
+        key=_get(told, "key", str),
+        version=_count(told, "version"),
+        deleted=_moment(told, "deleted"),
+        until=_moment(told, "until"),
+        who=_get(told, "who", str),
+        reason=_get(told, "reason", str),
+    )
+
+
+def damage_from(value: object) -> Damage:
+    """Return the damage of one version that a listing of the gateway names. Raises ValueError."""
+    from nearkin.records import Damage
+
+    told = _object(value, "a damaged version")
+    return Damage(
+        _get(told, "object_name", str), _get(told, "problem", str), ((_get(told, "key", str), _count(told, "version")),)
     )
 
 
@@ -120,6 +159,8 @@ def stats_json(stats: Stats) -> dict[str, object]:
     return {
         **ledger_json(stats.ledger, stats.seconds),
         "versions": stats.versions,
+        "deleted_versions": stats.deleted_versions,
+        "deleted_bytes": stats.deleted_bytes,
         "keys": stats.keys,
         "containers": stats.containers,
         "segments": stats.segments,
@@ -150,6 +191,8 @@ def stats_from(value: object) -> Stats:
         base_cache_hits=_count(told, "base_cache_hits"),
         base_cache_misses=_count(told, "base_cache_misses"),
         seconds=_number(told, "seconds"),
+        deleted_versions=_count(told, "deleted_versions"),
+        deleted_bytes=_count(told, "deleted_bytes"),
     )
 
 
@@ -279,6 +322,15 @@ def _count(told: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not 0 <= value < 1 << 64:
         raise ValueError(f"{name} {value!r}: want a number from 0 to 2^64 - 1")
     return value
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _moment(told: Mapping[str, Any], name: str) -> datetime:
+    moment = datetime.fromisoformat(_get(told, name, str))
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _number(told: Mapping[str, Any], name: str) -> float:

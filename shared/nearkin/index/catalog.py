@@ -20,6 +20,14 @@ class CatalogEntry:
     manifest_bytes: int
     seconds: float
     ledger: Ledger
+    sequence: int = 0
+    """Of the highest mark that was announced: odd where the version was to be deleted. The marks themselves decide."""
+    marks_bytes: int = 0
+
+    @property
+    def deleted(self) -> bool:
+        """Return whether it counts as deleted."""
+        return self.sequence % 2 == 1
 
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:

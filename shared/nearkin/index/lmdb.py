@@ -6,6 +6,7 @@ segments    segment id 20               -> container 8, ordinal 4
 counts      container 8, ordinal 4      -> how many versions hold that segment, 4
 containers  container 8 (big-endian)    -> ContainerSummary as JSON
 versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as JSON
+meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nearkin.errors import FormatTooNew, StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, release
-from nearkin.index.protocols import ContainerSummary
+from nearkin.index.protocols import ContainerSummary, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 
 VERSION = 2
@@ -37,6 +38,9 @@ TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", 
 _LOCATION = Struct("<QI")
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
+_MARKED = Struct("<IQ")
+_MARK_HEAD = b"mark"
+_NO_MARKS = _MARKED.pack(0, 0)
 _LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 FORGET_ENTRIES = 1 << 16
 _KEY_HEAD_BYTES = 400
@@ -152,7 +156,7 @@ class LmdbIndex:
             for manifest, manifest_bytes in versions:
                 key = _version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-                said = json.dumps({"tenant": manifest.tenant, **asdict(entry)}).encode()
+                said = json.dumps({"tenant": manifest.tenant, **_kept(entry)}).encode()
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
                 rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
@@ -163,6 +167,15 @@ class LmdbIndex:
                 cursor = txn.cursor(self._counts)
                 before = dict(cursor.getmulti(held))
                 cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])
+
+    def mark_many(self, marks: Sequence[Marked]) -> None:
+        """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
+        with self._writing() as txn:
+            for mark in marks:
+                name = _MARK_HEAD + _version_key(mark.tenant, mark.key, mark.version)
+                held, _ = _MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
+                if mark.sequence > held:
+                    txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""
@@ -191,6 +204,7 @@ class LmdbIndex:
     def _said(self, head: bytes) -> list[tuple[str, CatalogEntry]]:
         found = []
         with self._reading() as txn:
+            marks = dict(_marks(txn, self._meta, head))
             cursor = txn.cursor(self._versions)
             if cursor.set_range(head) if head else cursor.first():
                 for key, value in cursor:
@@ -198,7 +212,9 @@ class LmdbIndex:
                         break
                     fields = json.loads(value)
                     tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
-                    found.append((tenant, CatalogEntry(**fields, ledger=ledger)))
+                    sequence, marks_bytes = _MARKED.unpack(marks.get(key, _NO_MARKS))
+                    entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
+                    found.append((tenant, entry))
         return found
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
@@ -235,11 +251,12 @@ class LmdbIndex:
     def entries(self) -> dict[str, dict[bytes, bytes]]:
         """Return every entry of every table: for comparing two indexes in tests and in `verify`."""
         with self._reading() as txn:
-            return {
+            tables = {
                 name: {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
                 for name in TABLES
                 if name != "meta"
             }
+            return {**tables, "marks": dict(_marks(txn, self._meta, b""))}
 
     @property
     def complete(self) -> bool:
@@ -285,6 +302,22 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
     return StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again")
+
+
+def _kept(entry: CatalogEntry) -> dict[str, Any]:
+    fields = asdict(entry)
+    del fields["sequence"], fields["marks_bytes"]  # kept apart: a mark may be noted before its version is
+    return fields
+
+
+def _marks(txn: Any, meta: Any, head: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (key in `versions`, packed marks) of all keys that start with `head`."""
+    cursor = txn.cursor(meta)
+    if cursor.set_range(_MARK_HEAD + head):
+        for key, value in cursor:
+            if not key.startswith(_MARK_HEAD + head):
+                return
+            yield key[len(_MARK_HEAD) :], value
 
 
 def _drop(txn: Any, db: Any, unwanted: Mapping[int, U32 | None]) -> None:

@@ -37,6 +37,17 @@ class ContainerSummary:
     """Segments by sketch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """That a version has marks: which is the highest, and the bytes of all."""
+
+    tenant: str
+    key: str
+    version: int
+    sequence: int
+    marks_bytes: int
+
+
 class FingerprintIndex(Protocol):
     """Chunk name -> where the chunk lies."""
 
@@ -65,7 +76,7 @@ class Catalog(Protocol):
         """Return the version numbers of a key, ascending."""
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
-        """Yield the versions of all keys that start with `prefix`, by key and version."""
+        """Yield the versions of all keys that start with `prefix`, by key and version; deleted ones too."""
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
@@ -82,6 +93,9 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
         """Do that for many versions at once, each with its manifest's bytes."""
+
+    def mark_many(self, marks: Sequence[Marked]) -> None:
+        """Note the marks of versions, before they are written. The highest stands; repeating changes nothing."""
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each container whose entries are all there, in stream order."""

@@ -1,14 +1,39 @@
-"""Manifests in an object store. Invariant: a version exists exactly when its manifest does (I2)."""
+"""Manifests and marks in an object store. Invariant: a version exists exactly when its manifest does (I2), and is to be
+seen unless its highest mark says that it was deleted.
+
+    manifests/ab/abcd.../0000000000000001.nkm          version 1
+    manifests/ab/abcd.../0000000000000001.0001.nkt     deleted
+    manifests/ab/abcd.../0000000000000001.0002.nkt     undeleted: it is there again
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from nearkin.errors import Corrupt
+from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
+from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.store.objects import ObjectStore
+
+MARK_SUFFIX = ".nkt"
+_NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.nkt)")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the names in a key's folder say of one version."""
+
+    version: int
+    committed: bool = False
+    """Whether its manifest is there."""
+    sequence: int = 0
+    """Of its highest mark, 0 for none."""
+    marks_bytes: int = 0
+    """Of all its marks."""
 
 
 def key_digest(tenant: str, key: str) -> str:
@@ -18,15 +43,35 @@ def key_digest(tenant: str, key: str) -> str:
 
 def object_name(tenant: str, key: str, version: int) -> str:
     """Return the object name of one version's manifest."""
+    return f"{_folder(tenant, key)}/{version:016x}.nkm"
+
+
+def mark_name(tenant: str, key: str, version: int, sequence: int) -> str:
+    """Return the object name of one mark of a version."""
+    return f"{_folder(tenant, key)}/{version:016x}.{sequence:04x}{MARK_SUFFIX}"
+
+
+def marked_version(name: str) -> tuple[str, int]:
+    """Return (object name of the manifest, sequence) of a mark's name. Raises Corrupt."""
+    folder, _, last = name.rpartition("/")
+    matched = _NAME.fullmatch(last)
+    if matched is None or matched[2] is None:
+        raise Corrupt(f"{name}: not a mark's name; move it out of the store")
+    return f"{folder}/{matched[1]}.nkm", int(matched[2], 16)
+
+
+def _folder(tenant: str, key: str) -> str:
     digest = key_digest(tenant, key)
-    return f"manifests/{digest[:2]}/{digest}/{version:016x}.nkm"
+    return f"manifests/{digest[:2]}/{digest}"
 
 
 class ManifestStore:
-    """Manifests by (tenant, key, version)."""
+    """Manifests and marks by (tenant, key, version)."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
+
+    # --- what was committed, whatever became of it -------------------------------------------------------------------
 
     def put(self, manifest: Manifest) -> int:
         """Commit a version; return the manifest's bytes. Raises AlreadyExists (another put took this number)."""
@@ -35,7 +80,7 @@ class ManifestStore:
         return len(data)
 
     def get(self, tenant: str, key: str, version: int) -> Manifest:
-        """Return one version's manifest. Raises NotFound, Corrupt or StoreUnavailable."""
+        """Return one version's manifest, of a deleted one too. Raises NotFound, Corrupt or StoreUnavailable."""
         name = object_name(tenant, key, version)
         manifest = decode_manifest(self._objects.get(name), name)
         if (manifest.tenant, manifest.key, manifest.version) != (tenant, key, version):
@@ -47,19 +92,34 @@ class ManifestStore:
         return self._objects.size_bytes(object_name(manifest.tenant, manifest.key, manifest.version))
 
     def versions(self, tenant: str, key: str) -> list[int]:
-        """Return the numbers of a key's versions, ascending, from the object store itself."""
-        folder = object_name(tenant, key, 0).rpartition("/")[0]
-        found = []
-        for name, _ in self._objects.names(folder):
-            try:
-                found.append(int(name.rpartition("/")[2].removesuffix(".nkm"), 16))
-            except ValueError as err:
-                raise Corrupt(f"{name}: not a manifest's name; move it out of the store") from err
-        return sorted(found)
+        """Return the numbers that a key's versions have taken, ascending: of deleted ones too. For who commits."""
+        return sorted(self.histories(tenant, key))
+
+    def histories(self, tenant: str, key: str) -> dict[int, History]:
+        """Return what became of each version of a key, from one listing of its folder. Raises Corrupt."""
+        found: dict[int, History] = {}
+        for name, size_bytes in self._objects.names(_folder(tenant, key)):
+            matched = _NAME.fullmatch(name.rpartition("/")[2])
+            if matched is None:
+                raise Corrupt(f"{name}: not a manifest's name; move it out of the store")
+            version = int(matched[1], 16)
+            history = found.get(version, History(version))
+            if matched[2] is None:
+                found[version] = replace(history, committed=True)
+            else:
+                highest = max(history.sequence, int(matched[2], 16))
+                found[version] = replace(history, sequence=highest, marks_bytes=history.marks_bytes + size_bytes)
+        return found
 
     def names(self) -> Iterator[tuple[str, int]]:
         """Yield (object name, bytes) of every manifest, in no order."""
-        return self._objects.names("manifests")
+        return ((name, size) for name, size in self._objects.names("manifests") if not name.endswith(MARK_SUFFIX))
+
+    def names_and_marks(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """Return (object name, bytes) of every manifest, and of every mark, sorted."""
+        listed = sorted(self._objects.names("manifests"))
+        marks = [entry for entry in listed if entry[0].endswith(MARK_SUFFIX)]
+        return [entry for entry in listed if not entry[0].endswith(MARK_SUFFIX)], marks
 
     def read(self, name: str) -> Manifest:
         """Return the manifest that lies under an object name. Raises NotFound, Corrupt or StoreUnavailable."""
@@ -67,3 +127,58 @@ class ManifestStore:
         if object_name(manifest.tenant, manifest.key, manifest.version) != name:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
+
+    # --- what is to be seen ------------------------------------------------------------------------------------------
+
+    def newest(self, tenant: str, key: str) -> Manifest | None:
+        """Return the newest version that is to be seen, None where there is none. Raises Corrupt, StoreUnavailable."""
+        histories = self.histories(tenant, key)
+        if histories and histories[max(histories)].sequence % 2:
+            # A folder's listing may hold a mark and miss a version that was committed before it: it is in the next one.
+            histories = self.histories(tenant, key)
+        for version in sorted(histories, reverse=True):
+            if self.shows(tenant, key, histories[version]):
+                return self.get(tenant, key, version)
+        return None
+
+    def seen(self, tenant: str, key: str, version: int) -> Manifest:
+        """Return a version that is to be seen. Raises NotFound, Corrupt, StoreUnavailable."""
+        if not self.is_seen(tenant, key, version):
+            raise NotFound(f"key {key!r} version {version}: deleted")
+        return self.get(tenant, key, version)
+
+    def is_seen(self, tenant: str, key: str, version: int) -> bool:
+        """Return whether no mark hides a version: one small read where it never had one, which most never have."""
+        try:
+            self._objects.get(mark_name(tenant, key, version, 1))
+        except NotFound:
+            return True
+        history = self.histories(tenant, key).get(version)
+        return history is not None and self.shows(tenant, key, history)
+
+    def shows(self, tenant: str, key: str, history: History) -> bool:
+        """Return whether a version with this history is to be seen. Raises Corrupt where its mark cannot be read."""
+        if not history.committed or history.sequence % 2:
+            return False
+        if not history.sequence:
+            return True
+        return self.mark(tenant, key, history.version, history.sequence).kind is Kind.UNDELETED
+
+    # --- marks -------------------------------------------------------------------------------------------------------
+
+    def put_mark(self, mark: Mark) -> int:
+        """Write the next mark of a version; return its bytes. Raises AlreadyExists (another change came first)."""
+        data = encode_mark(mark)
+        self._objects.put_new(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), data)
+        return len(data)
+
+    def mark(self, tenant: str, key: str, version: int, sequence: int) -> Mark:
+        """Return a mark. Raises NotFound, Corrupt, StoreUnavailable."""
+        return self.read_mark(mark_name(tenant, key, version, sequence))
+
+    def read_mark(self, name: str) -> Mark:
+        """Return the mark that lies under an object name. Raises NotFound, Corrupt, StoreUnavailable."""
+        mark = decode_mark(self._objects.get(name), name)
+        if mark_name(mark.tenant, mark.key, mark.version, mark.sequence) != name:
+            raise Corrupt(f"{name}: is mark {mark.sequence} of {mark.key!r} version {mark.version}")
+        return mark

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from nearkin.api import Store, open_store
 from nearkin.errors import BadInput, NearkinError, NotFound
 from nearkin.formats import answers
-from nearkin.records import PutResult, VersionInfo
+from nearkin.records import Deletion, PutResult, VersionInfo
 
 TOKEN = "scripted-token"
 FAULTS = (
@@ -137,6 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PATCH(self) -> None:
         self._serve()
 
+    def do_POST(self) -> None:
+        self._serve()
+
+    def do_DELETE(self) -> None:
+        self._serve()
+
     def _serve(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.gateway.seen.append((self.command, self.path, headers))
@@ -180,7 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
             case ["PUT", "v1", "blobs", key]:
                 self._put(key, headers, body, fault)
             case ["GET", "v1", "blobs"]:
-                self._page("blobs", store.versions(query.get("prefix", "")), query)
+                every = query.get("versions") == "all"
+                self._page("blobs", store.versions(query.get("prefix", ""), all_versions=every), query)
             case ["GET", "v1", "blobs", key]:
                 self._get(store.info(key, version), headers, fault)
             case ["GET", "v1", "blobs", key, "versions"]:
@@ -199,6 +206,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self.gateway.settings |= json.loads(body)
                 self._json(200, {"revision": 2, "settings": self.gateway.settings})
             case _:
+                self._route_deletion(headers, parts, query, fault)
+
+    def _route_deletion(self, headers: dict[str, str], parts: list[str], query: dict[str, str], fault: str) -> None:
+        store = self.gateway.read()
+        version = int(query["version"]) if "version" in query else None
+        match [self.command, *parts]:
+            case ["GET", "v1", "deleted"]:
+                self._page("deleted", store.deleted(query.get("prefix", "")), query)
+            case ["DELETE", "v1", "blobs", key]:
+                more = {"undelete_seconds": 60, "reason": query.get("reason", "")}
+                self._change(store.deletions.delete, key, version, headers, fault, **more)
+            case ["POST", "v1", "undelete", key]:
+                self._change(store.deletions.undelete, key, version, headers, fault)
+            case _:
                 self._problem(404, "not-found", "no such resource")
 
     def _put(self, key: str, headers: dict[str, str], body: bytes, fault: str) -> None:
@@ -215,6 +236,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._json(201, answers.put_json(result))
 
+    def _change(
+        self, what: Callable[..., int], key: str, version: int | None, headers: dict[str, str], fault: str, **more: Any
+    ) -> None:
+        """Delete or undelete; a repeat with the same idempotency key is answered as the first call was."""
+        count = what("default", key, version, request=bytes.fromhex(headers["idempotency-key"]), **more)
+        if fault == "lost-reply":
+            self.close_connection = True
+            self.connection.close()
+        else:
+            self._answer(204, b"", {"X-Nearkin-Versions": str(count)})
+
     def _status(self, number: str) -> None:
         left, result = self.gateway.accepted[number]
         self.gateway.accepted[number] = (max(0, left - 1), result)
@@ -226,11 +258,14 @@ class _Handler(BaseHTTPRequestHandler):
             told["ledger"] = answers.ledger_json(result.ledger, result.seconds)
         self._json(200, told)
 
-    def _page(self, name: str, found: list[VersionInfo], query: dict[str, str]) -> None:
+    def _page(self, name: str, found: list[VersionInfo] | list[Deletion], query: dict[str, str]) -> None:
         start, count = int(query.get("after", "0")), min(int(query["limit"]), 3)  # so that a test's few take pages
         following = str(start + count) if start + count < len(found) else None
-        page = [answers.info_json(info) for info in found[start : start + count]]
-        self._json(200, {name: page, "next": following})
+        page = [
+            answers.deletion_json(entry) if isinstance(entry, Deletion) else answers.info_json(entry)
+            for entry in found[start : start + count]
+        ]
+        self._json(200, {name: page, "next": following, "damaged": []})
 
     def _get(self, info: VersionInfo, headers: dict[str, str], fault: str) -> None:
         start, status = 0, 200

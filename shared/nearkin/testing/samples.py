@@ -15,6 +15,7 @@ from nearkin.formats import columns
 from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, SegmentTable
 from nearkin.formats.manifest import Manifest
+from nearkin.formats.mark import Kind, Mark
 from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Ledger, Locations
 
 CONTAINER = ContainerId(0x0000_0193_5D4C_0001)
@@ -95,6 +96,22 @@ def empty_container() -> bytes:
     segments = SegmentTable(np.zeros(1, np.uint32), none8, Locations.empty())
     blocks: list[EncodedBlock] = []
     return fmt.encode_container(CONTAINER, DOMAIN, 1, (), blocks, chunks, segments)[0]
+
+
+def small_mark() -> Mark:
+    """Return a deletion."""
+    return Mark(
+        tenant="default",
+        key="backups/täglich.tar",
+        version=3,
+        sequence=1,
+        kind=Kind.DELETED,
+        at_us=1_764_000_000_123_456,
+        until_us=1_764_604_800_123_456,
+        request=bytes(range(16)),
+        who="kim@db-1",
+        reason="wrong höst",
+    )
 
 
 def small_manifest() -> Manifest:

@@ -73,6 +73,7 @@ ROUTES = [
     ("GET", "/v1/blobs/shared/name/versions", "read"), ("GET", "/v1/info/shared/name", "read"),
     ("GET", "/v1/explain/shared/name", "read"), ("GET", "/v1/stats", "read"), ("GET", "/v1/status/x", "read"),
     ("PUT", "/v1/blobs/new", "write"), ("POST", "/v1/blobs/new", "write"), ("DELETE", "/v1/blobs/new", "delete"),
+    ("POST", "/v1/undelete/new", "delete"), ("GET", "/v1/deleted", "read"),
     ("POST", "/v1/uploads", "write"), ("HEAD", "/v1/uploads/x", "write"), ("GET", "/v1/uploads/x", "write"),
     ("PATCH", "/v1/uploads/x", "write"), ("DELETE", "/v1/uploads/x", "write"),
     ("GET", "/v1/config", "admin"), ("PATCH", "/v1/config", "admin"), ("GET", "/v1/workers", "admin"),

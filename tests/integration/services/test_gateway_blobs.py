@@ -324,12 +324,6 @@ def test_a_status_that_was_never_given_out_is_404(client: httpx.Client) -> None:
     assert client.get("/v1/status/nonsense").status_code == 404
 
 
-def test_delete_says_that_it_does_nothing(client: httpx.Client) -> None:
-    client.put("/v1/blobs/stays", content=b"x")
-    assert client.delete("/v1/blobs/stays").status_code == 501
-    assert client.get("/v1/blobs/stays").content == b"x"
-
-
 def test_stats_and_explanations_are_those_of_the_store(client: httpx.Client) -> None:
     client.put("/v1/blobs/explained", content=noise(200_000, seed=21))
     stats = client.get("/v1/stats").json()

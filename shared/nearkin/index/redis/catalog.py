@@ -2,12 +2,13 @@
 
 member of a tenant's versions   key, each NUL followed by 255; NUL NUL; version 8 big-endian; rest
 rest                            1, manifest's bytes 8, seconds as a double 8, ledger 12 x 8
+field of a tenant's marks       the member's start -> "highest mark, bytes of all" in decimal
 summary of a container          12 numbers; depths: count 1, then 4 each; sketches: (length 1, name, count 4) each
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from hashlib import blake2b
 from struct import Struct
 from struct import error as StructError  # noqa: N812
@@ -64,6 +65,17 @@ def parse_member(member: bytes) -> CatalogEntry:
     return CatalogEntry(
         key, int.from_bytes(member[end + 2 : end + 10], "big"), manifest_bytes, seconds, Ledger(*ledger)
     )
+
+
+def with_marks(entry: CatalogEntry, noted: bytes | None) -> CatalogEntry:
+    """Return the entry with what was noted of its marks, "HIGHEST BYTES". Raises Corrupt."""
+    if noted is None:
+        return entry
+    try:
+        sequence, marks_bytes = map(int, noted.split())
+    except ValueError as err:
+        raise Corrupt(f"index: the marks of {entry.key!r} do not parse ({noted[:40]!r}): run rebuild-index") from err
+    return replace(entry, sequence=sequence, marks_bytes=marks_bytes)
 
 
 def pack_summary(summary: ContainerSummary) -> bytes:

@@ -21,7 +21,7 @@ from nearkin.config import RedisSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
-from nearkin.index.protocols import ContainerSummary
+from nearkin.index.protocols import ContainerSummary, Marked
 from nearkin.index.redis import catalog, rows
 from nearkin.index.redis.epoch import EPOCH_TRIES_MAX, VERSIONS_LETTER, Epoch, EpochGone, Epochs
 from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, U16, Keys, Table
@@ -158,6 +158,20 @@ class RedisIndex:
         if None in self.server.run(adding):  # 3
             raise EpochGone
 
+    def mark_many(self, marks: Sequence[Marked]) -> None:
+        """Note the marks of versions, VERSIONS_A_COMMIT in a round trip; the highest stands."""
+        for at in range(0, len(marks), VERSIONS_A_COMMIT):
+            self._in_epoch(partial(self._marked, marks=marks[at : at + VERSIONS_A_COMMIT]))
+
+    def _marked(self, epoch: Epoch, marks: Sequence[Marked]) -> None:
+        calls = []
+        for mark in marks:
+            partition, versions = self._home(epoch, mark.tenant)
+            start = catalog.member_start(mark.key, mark.version)
+            calls.append(Server.call("mark", [partition, _marks_of(versions)], start, mark.sequence, mark.marks_bytes))
+        if None in self.server.run(calls):
+            raise EpochGone
+
     def _home(self, epoch: Epoch, tenant: str) -> list[str]:
         """Return the keys of the partition that holds a tenant's versions, and of the versions themselves."""
         tag = catalog.tenant_tag(tenant)
@@ -189,25 +203,32 @@ class RedisIndex:
         below = b"+" if end is None else b"(" + end
         above = b"[" + start
         while True:
-            page = self._in_epoch(partial(self._page, tenant=tenant, above=above, below=below))
-            yield from map(catalog.parse_member, page)
+            page, marks = self._in_epoch(partial(self._page, tenant=tenant, above=above, below=below))
+            yield from map(catalog.with_marks, map(catalog.parse_member, page), marks)
             if len(page) < MEMBERS_A_PAGE:
                 return
             above = b"(" + page[-1]
 
-    def _page(self, epoch: Epoch, tenant: str, above: bytes, below: bytes) -> list[bytes]:
+    def _page(
+        self, epoch: Epoch, tenant: str, above: bytes, below: bytes
+    ) -> tuple[list[bytes], Sequence[bytes | None]]:
+        """Return members, and what is noted of the marks of each: asked for only where any version has some."""
         partition, versions = self._home(epoch, tenant)
+        marks = _marks_of(versions)
         asked: list[Command] = [
             ("GET", self.epochs.key),
             ("ZRANGEBYLEX", versions, above, below, "LIMIT", 0, MEMBERS_A_PAGE),
             ("EXISTS", partition),
+            ("EXISTS", marks),
         ]
-        value, page, there = self.server.run(asked)
+        value, page, there, any_marks = self.server.run(asked)
         self.epochs.seen(epoch, value)
         if not there:
             raise EpochGone
         found: list[bytes] = page
-        return found
+        if not found or not any_marks:
+            return found, [None] * len(found)
+        return found, self.server.one(("HMGET", marks, *(member[: member.find(b"\0\0") + 10] for member in found)))
 
     # --- the index as a whole ----------------------------------------------------------------------------------------
 
@@ -297,6 +318,11 @@ def _calls(
             part = data[at * width : min(at + KEYS_A_SCRIPT, stop) * width]
             calls.append(Server.call(script, [key], part, table.key_bytes, table.width, table.bucket_entries, *more))
     return order, calls
+
+
+def _marks_of(versions: str) -> str:
+    """Return the key of a tenant's marks, in the slot of its versions."""
+    return f"{versions}:marks"
 
 
 def _inserts(epoch: Epoch, table: Table, keys: Keys, numbers: U64) -> list[Command]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from nearkin.claims import ContainerClaims
 from nearkin.errors import NearkinError, Retryable
 from nearkin.formats.manifest import Manifest
-from nearkin.index.protocols import Index
+from nearkin.index.protocols import Index, Marked
 from nearkin.index.redis.epoch import Epoch
 from nearkin.index.redis.index import RedisIndex
 from nearkin.index.redis.server import Server
@@ -66,6 +66,11 @@ class RebuildTarget:
         """Commit. Raises RebuildOver."""
         self._go_on()
         self._index.commit_many(versions)
+
+    def mark_many(self, marks: Sequence[Marked]) -> None:
+        """Note marks. Raises RebuildOver."""
+        self._go_on()
+        self._index.mark_many(marks)
 
     def close(self) -> None:
         """Leave the index open: it is not this rebuild's."""

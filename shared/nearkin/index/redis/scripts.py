@@ -243,6 +243,14 @@ return redis.call('ZADD', KEYS[2], 0, ARGV[1] .. ARGV[2])
 """
 """KEYS partition, versions; ARGV start and rest of a member: add it unless the version is there; or nil."""
 
+MARK = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local held = redis.call('HGET', KEYS[2], ARGV[1])
+if held and tonumber(string.match(held, '^%d+')) >= tonumber(ARGV[2]) then return 0 end
+return redis.call('HSET', KEYS[2], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
+"""
+"""KEYS partition, marks; ARGV start of a member, highest mark, bytes of all: kept unless a higher one is; or nil."""
+
 TAKE = """
 if redis.call('GET', KEYS[1]) then return false end
 local holder = redis.call('INCR', KEYS[2]) .. ':' .. ARGV[1]
@@ -281,6 +289,7 @@ SOURCES = {
     "whole": WHOLE,
     "committed": COMMITTED,
     "commit": COMMIT,
+    "mark": MARK,
     "take": TAKE,
     "renew": RENEW,
     "release": RELEASE,

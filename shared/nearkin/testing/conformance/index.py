@@ -17,7 +17,7 @@ from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
-from nearkin.index.protocols import Index
+from nearkin.index.protocols import Index, Marked
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 from nearkin.testing import samples
 
@@ -308,6 +308,26 @@ class IndexContract:
         index.commit(manifest("k", 2, [], "two"), 100)
         assert index.versions_of("one", "k") == [1]
         assert list(index.manifest_names("two", "")) == [("k", 2)]
+
+    def test_the_marks_of_versions_are_told_with_them(self, index: Index) -> None:
+        """The highest stands, whatever comes later or twice, and whether it was noted before its version or after."""
+        index.mark_many([Marked("default", "k", 2, 1, 90)])
+        index.commit_many([(manifest("k", version, []), 100) for version in (1, 2, 3)])
+        index.commit(manifest("k", 3, [], "other"), 100)
+        index.mark_many([Marked("default", "k", 3, 2, 180), Marked("default", "k", 2, 3, 270)])
+        for _ in range(2):
+            index.mark_many([Marked("default", "k", 3, 1, 90), Marked("default", "k", 2, 3, 270)])
+        index.mark_many([])
+        found = [(e.version, e.sequence, e.marks_bytes, e.deleted) for e in index.catalog("default", "k")]
+        assert found == [(1, 0, 0, False), (2, 3, 270, True), (3, 2, 180, False)]
+        assert [(e.version, e.sequence) for e in index.catalog("other")] == [(3, 0)]
+        assert index.versions_of("default", "k") == [1, 2, 3]
+
+    def test_marks_are_told_on_every_page(self, index: Index) -> None:
+        """Some versions of many."""
+        index.commit_many([(manifest("k", version, []), 1) for version in range(1, 2501)])
+        index.mark_many([Marked("default", "k", version, 1, 90) for version in range(100, 2501, 100)])
+        assert [e.version for e in index.catalog("default") if e.deleted] == list(range(100, 2501, 100))
 
     def test_segments_are_counted_once_a_version(self, index: Index) -> None:
         """However often a version names one."""

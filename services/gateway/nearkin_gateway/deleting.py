@@ -1,0 +1,123 @@
+"""Deleting and bringing back. Invariant: 204 is said when the version is gone for every reader of every gateway.
+
+The marks in the object store are what readers look at (nearkin.store.deletion): no cache has to be told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from nearkin.formats.answers import deletion_json
+from nearkin_gateway import models
+from nearkin_gateway.access import Caller, Deleter, Reader
+from nearkin_gateway.catalogue import LISTED_MAX
+from nearkin_gateway.intake import check_idempotency_key, check_writable
+from nearkin_gateway.keys import BlobKey, Key
+from nearkin_gateway.listing import damaged_json
+from nearkin_gateway.problems import responses
+from nearkin_gateway.ranges import check_match
+from nearkin_gateway.state import Gateway, gateway_of
+
+VERSION_MAX = (1 << 63) - 1
+router = APIRouter(tags=["deletion"])
+
+OneVersion = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version alone.")]
+Reason = Annotated[str, Query(max_length=1024, description="Kept with the deletion: at most 1024 bytes.")]
+IdempotencyKey = Annotated[
+    str | None, Header(description="A repeat with the same one is answered as the first call was.")
+]
+_COUNT = {"X-Nearkin-Versions": {"description": "How many versions.", "schema": {"type": "integer"}}}
+_PROBLEMS = responses(400, 401, 403, 404, 405, 414, 422, 429, 431, 500, 503)
+_DONE: dict[int | str, dict[str, Any]] = {204: {"description": "Done, durably.", "headers": _COUNT}, **_PROBLEMS}
+
+
+@router.delete(
+    "/v1/blobs/{key:path}",
+    status_code=204,
+    response_class=Response,
+    responses={**_DONE, **responses(412)},
+    operation_id="deleteBlob",
+)
+async def delete_blob(
+    request: Request,
+    key: BlobKey,
+    caller: Deleter,
+    version: OneVersion = None,
+    reason: Reason = "",
+    if_match: Annotated[
+        str | None, Header(description="Only if this is the entity tag of the version, or of the key's newest.")
+    ] = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Delete a key with all versions that it has at this moment, or one of them. `undelete` brings them back.
+
+    A version that is put meanwhile stays: none is deleted that the `If-Match` did not see. Their numbers are not given
+    again. The bytes are freed later, and not before the time to undelete is over.
+    """
+    gateway = gateway_of(request)
+    check_writable(gateway)
+    origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
+    count = await asyncio.to_thread(
+        gateway.deletions.delete,
+        caller.tenant,
+        key,
+        version,
+        undelete_seconds=gateway.settings.deletion.undelete_seconds,
+        who=caller.name,
+        reason=reason,
+        request=origin,
+        condition=None if if_match is None else lambda info: check_match(if_match, info),
+    )
+    return _done(gateway, caller, count)
+
+
+@router.post(
+    "/v1/undelete/{key:path}",
+    status_code=204,
+    response_class=Response,
+    responses=_DONE,
+    operation_id="undeleteBlob",
+)
+async def undelete_blob(
+    request: Request,
+    key: Key,
+    caller: Deleter,
+    version: OneVersion = None,
+    reason: Reason = "",
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Bring back a deleted version, or all that the latest deletion of the key took; 404 once their time is over."""
+    gateway = gateway_of(request)
+    check_writable(gateway)
+    origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
+    count = await asyncio.to_thread(
+        gateway.deletions.undelete, caller.tenant, key, version, who=caller.name, reason=reason, request=origin
+    )
+    return _done(gateway, caller, count)
+
+
+@router.get("/v1/deleted", responses=_PROBLEMS, response_model=models.DeletedPage, operation_id="listDeleted")
+async def list_deleted(
+    request: Request,
+    caller: Reader,
+    prefix: Annotated[str, Query(max_length=1024)] = "",
+    after: Annotated[str, Query(max_length=1050, description="The `next` of a page.")] = "",
+    limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
+) -> Response:
+    """List the versions that are deleted and whose bytes are still there, by key."""
+    gateway = gateway_of(request)
+    found, damaged, following = await asyncio.to_thread(
+        gateway.catalogue.deleted, gateway.deletions, caller.tenant, prefix, after, limit
+    )
+    return JSONResponse(
+        {"deleted": [deletion_json(entry) for entry in found], "next": following, "damaged": damaged_json(damaged)}
+    )
+
+
+def _done(gateway: Gateway, caller: Caller, count: int) -> Response:
+    gateway.catalogue.forget_stats(caller.tenant)
+    return Response(status_code=204, headers={"X-Nearkin-Versions": str(count)})

@@ -1,0 +1,134 @@
+"""Mark. Invariant: the highest mark of a version says whether it is there; marks are written once and never changed.
+
+    0      4     6      8         16         20        28   36      44        60
+    | NKT1 | ver | kind | version | sequence | lengths | at | until | request | tenant | key | who | reason | check 8 |
+
+Sequence 1 deletes, 2 undeletes, 3 deletes again: an odd one is a deletion, an even one ends it. docs/formats/mark.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+
+from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.formats import columns
+from nearkin.formats.manifest import CREATED_US_MAX
+from nearkin.limits import KEY_BYTES_MAX, TENANT_BYTES_MAX
+
+VERSION = 1
+FIXED = Struct("<4sHHQIHHHHqq16s")
+assert FIXED.size == 60  # docs/formats/mark.md
+SEQUENCE_MAX = 1000
+"""500 times deleted and brought back: whoever lists a key reads that many names of each of its versions at most."""
+WHO_BYTES_MAX = 256
+REASON_BYTES_MAX = 1024
+NO_REQUEST = bytes(16)
+
+
+class Kind(IntEnum):
+    """What a mark says."""
+
+    DELETED = 1
+    UNDELETED = 2
+    COLLECTED = 3
+    """Its bytes are being freed: it never comes back. The number stays taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A change of a version's life after its commit."""
+
+    tenant: str
+    key: str
+    version: int
+    sequence: int
+    kind: Kind
+    at_us: int
+    """Microseconds since 1970, UTC, by the writer's clock."""
+    until_us: int
+    """Up to when a deletion can be undone: nothing of the version is freed before. 0 for the other kinds."""
+    request: bytes = NO_REQUEST
+    """16 bytes that all marks of one call share, and that its repetitions share too."""
+    who: str = ""
+    reason: str = ""
+
+
+def encode_mark(mark: Mark) -> bytes:
+    """Return the mark's bytes. Raises BadInput for what `decode_mark` would not read again."""
+    try:
+        texts = [text.encode() for text in (mark.tenant, mark.key, mark.who, mark.reason)]
+    except UnicodeEncodeError as err:
+        raise BadInput(f"key, who or reason {err.object!r:.100}: not valid UTF-8 (position {err.start})") from err
+    tenant, key, who, reason = texts
+    problem = _problem(mark.sequence, mark.kind, mark.at_us, mark.until_us, [len(text) for text in texts])
+    if problem is not None:
+        raise BadInput(f"{mark.key!r} version {mark.version}: {problem}")
+    fixed = FIXED.pack(
+        b"NKT1",
+        VERSION,
+        mark.kind,
+        mark.version,
+        mark.sequence,
+        len(tenant),
+        len(key),
+        len(who),
+        len(reason),
+        mark.at_us,
+        mark.until_us,
+        mark.request,
+    )
+    body = fixed + tenant + key + who + reason
+    return body + columns.check_bytes(body)
+
+
+def decode_mark(data: bytes | memoryview, what: str) -> Mark:
+    """Return the mark. Raises Corrupt, or FormatTooNew naming both versions."""
+    whole = memoryview(data)
+    if len(whole) < FIXED.size + columns.CHECK_BYTES:
+        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a mark")
+    magic = bytes(whole[:4])
+    if magic != b"NKT1":
+        raise Corrupt(f"{what}: not a mark (starts with {magic!r})")
+    view = whole[: -columns.CHECK_BYTES]
+    if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
+        raise Corrupt(f"{what}: checksum does not agree")
+    fields = FIXED.unpack_from(view)
+    _, layout, kind, version, sequence, *lengths = fields[:9]
+    at_us, until_us, request = fields[9:]
+    if layout > VERSION or (layout == VERSION and kind > max(Kind)):
+        raise FormatTooNew(f"{what}: mark format {layout}, kind {kind}; this Nearkin reads up to {VERSION}: upgrade")
+    if layout < VERSION:
+        raise Corrupt(f"{what}: mark format {layout}, which no release of Nearkin wrote")
+    problem = _problem(sequence, kind, at_us, until_us, lengths)
+    if problem is not None:
+        raise Corrupt(f"{what}: {problem}")
+    if FIXED.size + sum(lengths) != len(view):
+        raise Corrupt(f"{what}: {len(view) - FIXED.size - sum(lengths)} bytes left over")
+    texts, position = [], FIXED.size
+    for length in lengths:
+        try:
+            texts.append(str(view[position : position + length], "utf-8"))
+        except UnicodeDecodeError as err:
+            raise Corrupt(f"{what}: does not parse: {err}") from err
+        position += length
+    tenant, key, who, reason = texts
+    return Mark(tenant, key, version, sequence, Kind(kind), at_us, until_us, request, who, reason)
+
+
+def _problem(sequence: int, kind: int, at_us: int, until_us: int, lengths: list[int]) -> str | None:
+    """Return what leaves its bound, if anything does: asked before writing and after reading."""
+    if not 1 <= sequence <= SEQUENCE_MAX:
+        return f"mark {sequence}: want 1 to {SEQUENCE_MAX}; put the content as a new version instead"
+    if (kind == Kind.DELETED) != (sequence % 2 == 1) or kind < min(Kind):
+        return f"mark {sequence} of kind {kind}: odd ones delete, even ones undelete or collect"
+    if not 0 <= at_us <= CREATED_US_MAX or not 0 <= until_us <= CREATED_US_MAX:
+        return f"marked {at_us} us after 1970, until {until_us}: want times from 1970 to 9999"
+    if kind != Kind.DELETED and until_us:
+        return f"mark {sequence} of kind {kind} until {until_us}: only a deletion has an end"
+    bounds = (TENANT_BYTES_MAX, KEY_BYTES_MAX, WHO_BYTES_MAX, REASON_BYTES_MAX)
+    for name, found, most in zip(("tenant", "key", "who", "reason"), lengths, bounds, strict=True):
+        if found > most:
+            return f"{name} of {found} bytes: want at most {most}"
+    return None

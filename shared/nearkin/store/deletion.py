@@ -1,0 +1,233 @@
+"""Deletion. Invariant: a version goes and comes back by the exclusive create of its next mark; nothing is freed here.
+
+    1 note in the index   2 marks of all but the newest version   3 the newest version's mark
+
+Dying after 1 the index knows of a mark that is not there, and whoever lists looks; after 2 the key still answers with
+its newest version, never with an older one, and the same call again ends it. Of two calls that read the same state one
+is refused the mark and looks again (docs/formats/mark.md).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, Retryable
+from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.index.protocols import Marked
+from nearkin.records import Damage, Deletion, VersionInfo
+from nearkin.sources import check_key
+from nearkin.store.manifests import History, ManifestStore, mark_name
+from nearkin.store.objects import AlreadyExists
+
+MARK_THREADS = 8
+"""Syncs of the marks of one call wait side by side."""
+RACES_MAX = 100
+REQUEST_BYTES = 16
+WHO_CHARACTERS_MAX = 64
+"""256 bytes of UTF-8 at most."""
+
+Note = Callable[[Sequence[Marked]], None]
+"""Tells the index, before the marks are written."""
+Condition = Callable[[VersionInfo], None]
+"""Is given the newest of the versions that would be deleted; what it raises ends the call, and nothing is deleted."""
+
+
+class Deletions:
+    """Deletes and undeletes versions of any tenant. Safe between threads and processes."""
+
+    def __init__(
+        self,
+        manifests: ManifestStore,
+        note: Note,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._manifests = manifests
+        self._note = note
+        self._clock = clock
+
+    def delete(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None = None,
+        *,
+        undelete_seconds: float,
+        who: str = "",
+        reason: str = "",
+        request: bytes | None = None,
+        condition: Condition | None = None,
+    ) -> int:
+        """Hide a version, or all versions that the key has at this moment; return how many.
+
+        A call with the 16 bytes `request` of an earlier one that has deleted answers what that one did. Raises NotFound
+        (nothing is there to delete), BadInput, Corrupt, StoreUnavailable (perhaps some are deleted: call again).
+        """
+        _check(key, version)
+        made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
+        for _ in range(RACES_MAX):
+            histories = self._histories(tenant, key, version)
+            wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
+            if not wanted:
+                earlier = 0 if request is None else self._done(tenant, key, histories, request, Kind.DELETED)
+                if earlier:
+                    return earlier
+                raise NotFound(f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted")
+            if condition is not None:
+                condition(self._manifests.get(tenant, key, wanted[-1].version).info)
+            now_us = int(self._clock() * 1e6)
+            until_us = now_us + int(undelete_seconds * 1e6)
+            marks = [
+                Mark(
+                    tenant, key, history.version, history.sequence + 1, Kind.DELETED, now_us, until_us, made_by,
+                    who, reason,
+                )
+                for history in wanted
+            ]  # fmt: skip
+            written = self._write(wanted, marks)
+            if written:
+                return written
+        raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+
+    def undelete(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None = None,
+        *,
+        who: str = "",
+        reason: str = "",
+        request: bytes | None = None,
+    ) -> int:
+        """Bring back a version, or all that the latest deletion of the key has hidden; return how many.
+
+        Raises NotFound (nothing is deleted, or its time to come back is over), BadInput, Corrupt, StoreUnavailable.
+        """
+        _check(key, version)
+        made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
+        for _ in range(RACES_MAX):
+            histories = self._histories(tenant, key, version)
+            hidden = self._deleted(tenant, key, histories)
+            if not hidden:
+                earlier = 0 if request is None else self._done(tenant, key, histories, request, Kind.UNDELETED)
+                if earlier:
+                    return earlier
+                raise NotFound(f"{_named(key, version)}: not deleted, or never there")
+            latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
+            same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
+            now_us = int(self._clock() * 1e6)
+            if now_us > latest.until_us:
+                raise NotFound(
+                    f"{_named(key, version)}: deleted at {_time(latest.at_us):%Y-%m-%dT%H:%M:%SZ}; it could be "
+                    f"brought back until {_time(latest.until_us):%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
+                )
+            marks = [
+                Mark(tenant, key, found.version, found.sequence + 1, Kind.UNDELETED, now_us, 0, made_by, who, reason)
+                for _, found in same
+            ]
+            written = self._write([history for history, _ in same], marks)
+            if written:
+                return written
+        raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+
+    def listed(
+        self, tenant: str, keys: Iterable[str], broken: Callable[[Damage], None] | None = None
+    ) -> Iterator[Deletion]:
+        """Yield what is deleted of these keys and not collected, by key as given and version.
+
+        A mark that cannot be read is told to `broken`, or raised as Corrupt.
+        """
+        for key in keys:
+            histories = self._histories(tenant, key, None)
+            for history in histories:
+                if not history.committed or not history.sequence % 2:
+                    continue
+                try:
+                    mark = self._manifests.mark(tenant, key, history.version, history.sequence)
+                except Permanent as err:
+                    if broken is None:
+                        raise
+                    name = mark_name(tenant, key, history.version, history.sequence)
+                    broken(Damage(name, str(err), ((key, history.version),)))
+                else:
+                    yield Deletion(key, mark.version, _time(mark.at_us), _time(mark.until_us), mark.who, mark.reason)
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
+
+    def _histories(self, tenant: str, key: str, version: int | None) -> list[History]:
+        """Return the histories of a key's versions, or of one, by version."""
+        found = self._manifests.histories(tenant, key)
+        return [found[number] for number in sorted(found) if version in (None, number)]
+
+    def _deleted(self, tenant: str, key: str, histories: Iterable[History]) -> list[tuple[History, Mark]]:
+        """Return what can be undeleted, each with its mark."""
+        odd = [history for history in histories if history.committed and history.sequence % 2]
+        return [(found, self._manifests.mark(tenant, key, found.version, found.sequence)) for found in odd]
+
+    def _done(self, tenant: str, key: str, histories: Iterable[History], request: bytes, kind: Kind) -> int:
+        """Return how many versions stand as an earlier call with this `request` left them."""
+        count = 0
+        for history in histories:
+            if not history.committed or not history.sequence:
+                continue
+            try:
+                mark = self._manifests.mark(tenant, key, history.version, history.sequence)
+            except Corrupt:
+                continue
+            count += mark.kind is kind and mark.request == request
+        return count
+
+    def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
+        """Write the marks of a key's versions, by version; return how many were not taken by another call."""
+        self._note(
+            [
+                Marked(
+                    mark.tenant,
+                    mark.key,
+                    mark.version,
+                    mark.sequence,
+                    history.marks_bytes + len(encode_mark(mark)),
+                )
+                for history, mark in zip(before, marks, strict=True)
+            ]
+        )  # 1
+        # The newest one is the last to go and the first to come back: an older one never stands in for it.
+        *older, newest = marks
+        count = self._written(newest) if newest.kind is Kind.UNDELETED else 0
+        if older:
+            with ThreadPoolExecutor(MARK_THREADS if len(older) > 1 else 1) as threads:
+                count += sum(threads.map(self._written, older))  # 2
+        return count + (self._written(newest) if newest.kind is Kind.DELETED else 0)  # 3
+
+    def _written(self, mark: Mark) -> bool:
+        try:
+            self._manifests.put_mark(mark)
+        except AlreadyExists:
+            return False
+        return True
+
+
+def user_and_host() -> str:
+    """Return who runs this process, for `who`; no user database is asked."""
+    user = os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:WHO_CHARACTERS_MAX]
+
+
+def _check(key: str, version: int | None) -> None:
+    check_key(key)
+    if version is not None and not 1 <= version < 1 << 64:
+        raise BadInput(f"version {version}: versions count from 1")
+
+
+def _named(key: str, version: int | None) -> str:
+    return f"key {key!r}" if version is None else f"key {key!r} version {version}"
+
+
+def _time(us: int) -> datetime:
+    return datetime.fromtimestamp(us / 1e6, UTC)

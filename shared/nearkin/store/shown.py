@@ -1,0 +1,75 @@
+"""What a listing shows. Invariant: the marks beside the manifests decide, whatever an index says or still says.
+
+index: (key, versions) -> newest not hidden? -> its manifest       lost or broken -> Damage       hidden -> nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from nearkin.errors import NotFound, Permanent
+from nearkin.records import Damage, VersionInfo
+from nearkin.store.manifests import ManifestStore, object_name
+
+Unit = tuple[str, tuple[int, ...]]
+"""A key and versions of it, ascending: one line of a listing is made of it, or none."""
+
+
+def units(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[Unit]:
+    """Yield the units of a listing from (key, version) by key and version."""
+    if all_versions:
+        return ((key, (version,)) for key, version in names)
+    return ((key, tuple(version for _, version in same)) for key, same in groupby(names, key=lambda entry: entry[0]))
+
+
+def shown(manifests: ManifestStore, tenant: str, unit: Unit, *, all_versions: bool) -> VersionInfo | Damage | None:
+    """Return the newest version of a unit that is to be seen, None where all are deleted.
+
+    Without `all_versions` the key's folder is asked where the unit's newest is deleted. One whose manifest is lost or
+    broken is a Damage: an older one never stands in for it. Raises StoreUnavailable.
+    """
+    key, versions = unit
+    newest = versions[-1]
+    found = _read(manifests, tenant, key, newest, None)
+    if found is not None or all_versions:
+        return found
+    try:
+        histories = manifests.histories(tenant, key)
+    except Permanent as err:  # a stray file in the key's folder
+        return _damage(tenant, key, newest, str(err))
+    for version in sorted(histories, reverse=True):
+        found = _read(manifests, tenant, key, version, histories[version].sequence)
+        if found is not None:
+            return found
+    return None
+
+
+def _read(
+    manifests: ManifestStore, tenant: str, key: str, version: int, sequence: int | None
+) -> VersionInfo | Damage | None:
+    """Return a version as a listing has it; `sequence` of its highest mark where that is known, odd: hidden."""
+    if sequence is not None and sequence % 2:
+        return None
+    try:
+        if sequence == 0 or manifests.is_seen(tenant, key, version):
+            return manifests.get(tenant, key, version).info
+    except NotFound:
+        return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
+    except Permanent as err:
+        return _damage(tenant, key, version, str(err))
+    return None
+
+
+def _damage(tenant: str, key: str, version: int, problem: str) -> Damage:
+    return Damage(object_name(tenant, key, version), problem, ((key, version),))
+
+
+def infos_of(
+    manifests: ManifestStore, tenant: str, key: str, versions: Sequence[int]
+) -> Iterator[VersionInfo | Damage]:
+    """Yield versions of one key that are to be seen, as given."""
+    for version in versions:
+        found = _read(manifests, tenant, key, version, None)
+        if found is not None:
+            yield found

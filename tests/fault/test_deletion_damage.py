@@ -1,0 +1,197 @@
+"""Deletion in a local store: killed between any two steps, beside damage, and after the index is lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.config import with_changes
+from nearkin.errors import Corrupt, NotFound, StoreLocked
+from nearkin.store.manifests import mark_name
+from nearkin.testing.stores import SMALL, process, settings
+
+CHOSEN = settings(SMALL, {})
+VERSIONS = 4
+
+DIES = """
+import os, sys
+from nearkin import open_store
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.store import objects
+from nearkin.store.manifests import ManifestStore
+from nearkin.testing.stores import SMALL, settings
+
+step, times = sys.argv[2], int(sys.argv[3])
+kind, name = {
+    "noted": (LmdbIndex, "mark_many"),
+    "marked": (ManifestStore, "put_mark"),
+    "linked": (objects.os, "link"),
+}[step]
+real, done = getattr(kind, name), []
+
+def dying(*arguments, **more):
+    result = real(*arguments, **more)
+    done.append(1)
+    if len(done) == times:
+        os._exit(9)
+    return result
+
+setattr(kind, name, dying)
+with open_store(sys.argv[1], settings=settings(SMALL, {})) as store:
+    getattr(store, sys.argv[4])("k")
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+        for version in range(1, VERSIONS + 1):
+            store.put("k", content(version))
+        store.put("other", b"stays")
+    return tmp_path / "store"
+
+
+def content(version: int) -> bytes:
+    return random.Random(version).randbytes(5000)
+
+
+def listed(store: Store) -> list[int]:
+    return [info.version for info in store.versions("k", all_versions=True)]
+
+
+@pytest.mark.parametrize(
+    ("step", "times"), [("noted", 1), ("linked", 1), *(("marked", times) for times in range(1, VERSIONS + 1))]
+)
+@pytest.mark.parametrize("what", ["delete", "undelete"])
+def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: str, step: str, times: int) -> None:
+    if what == "undelete":
+        with open_store(root, settings=CHOSEN) as store:
+            store.delete("k")
+    died = process(DIES, root, step, str(times), what)
+    died.communicate(timeout=30)
+    assert died.returncode == 9
+    with open_store(root, settings=CHOSEN) as store:
+        found = listed(store)
+        for version in range(1, VERSIONS + 1):
+            if version in found:
+                assert store.get("k", version).read() == content(version)
+            else:
+                with pytest.raises(NotFound):
+                    store.get("k", version)
+        gone = [entry.version for entry in store.deleted()]
+        assert sorted(found + gone) == list(range(1, VERSIONS + 1))
+        # The newest is the last to go and the first to come back: no older one is ever taken for it.
+        if found:
+            assert VERSIONS in found
+            assert store.get("k").read() == content(VERSIONS)
+            assert [info.version for info in store.versions("k")] == [VERSIONS]
+        again = store.delete if what == "delete" else store.undelete
+        while (gone if what == "undelete" else found) != []:
+            assert again("k") > 0
+            found, gone = listed(store), [entry.version for entry in store.deleted()]
+        assert (what == "delete") == (found == [])
+        assert store.put("k", b"next").info.version == VERSIONS + 1
+        assert store.verify().damage == ()
+        stats = store.stats()
+        assert stats.deleted_versions == len(gone)
+        assert sum(stats.parts.values()) == stats.ledger.stored_bytes
+
+
+def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
+    with open_store(root, settings=CHOSEN) as store:
+        store.delete("k", 2)
+        store.delete("k", 3)
+        store.undelete("k", 3)
+        before = store._index.writable().entries()
+        assert store.rebuild_index().skipped == ()
+        assert store._index.writable().entries() == before
+        assert len(before["marks"]) == 2
+    shutil.rmtree(root / "index")
+    with open_store(root, settings=CHOSEN) as store:
+        assert listed(store) == [1, 3, 4]
+        assert [entry.version for entry in store.deleted()] == [2]
+        assert store.stats().deleted_versions == 1
+        assert store.undelete("k") == 1
+        assert store.get("k", 2).read() == content(2)
+
+
+def test_a_broken_mark_is_named_with_its_version_and_hides_it_still(root: Path) -> None:
+    name = mark_name("default", "k", 2, 1)
+    with open_store(root, settings=CHOSEN) as store:
+        store.delete("k", 2)
+    path = root / name
+    data = path.read_bytes()
+    for at in (0, 30, len(data) - 1):
+        path.chmod(0o600)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with open_store(root, settings=CHOSEN) as store:
+            (damage,) = store.verify().damage
+            assert (damage.object_name, damage.versions) == (name, (("k", 2),))
+            assert listed(store) == [1, 3, 4]
+            with pytest.raises(Corrupt):
+                store.undelete("k", 2)
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.rebuild_index().skipped == (name,)
+        assert listed(store) == [1, 3, 4]
+        assert store.delete("k", 3) == 1
+
+
+def test_a_stray_file_beside_the_manifests_is_named(root: Path) -> None:
+    stray = (root / mark_name("default", "k", 2, 1)).with_suffix(".bak")
+    stray.write_bytes(b"")
+    with open_store(root, settings=CHOSEN) as store:
+        with pytest.raises(Corrupt, match=stray.name):
+            store.delete("k")
+        assert [damage.object_name for damage in store.verify().damage] == [str(stray.relative_to(root))]
+
+
+def test_a_store_that_another_process_writes_refuses_deletions(root: Path) -> None:
+    with open_store(root, settings=CHOSEN) as writer, open_store(root, settings=CHOSEN) as store:
+        writer.put("w", b"w")
+        with pytest.raises(StoreLocked):
+            store.delete("k")
+        assert listed(store) == list(range(1, VERSIONS + 1))
+        assert writer.delete("k") == VERSIONS
+        assert listed(store) == []  # readers see it at once, whatever they have open
+
+
+def test_a_deletion_in_the_middle_of_a_put_is_done(root: Path) -> None:
+    def items() -> object:
+        yield "a", b"first"
+        assert store.delete("k") == VERSIONS
+        yield "k", b"after"
+        with pytest.raises(NotFound):
+            store.get("k")
+
+    with open_store(root, settings=CHOSEN) as store:
+        assert [result.info.version for result in store.put_many(items())] == [1, VERSIONS + 1]
+        assert listed(store) == [VERSIONS + 1]
+        assert store.stats().deleted_versions == VERSIONS
+
+
+def test_tenants_delete_their_own(root: Path) -> None:
+    other = with_changes(CHOSEN, {"tenant": "other"})
+    with open_store(root, settings=other) as store:
+        with pytest.raises(NotFound):
+            store.delete("k")
+        store.put("k", b"theirs")
+        assert store.delete("k") == 1
+        assert [entry.key for entry in store.deleted()] == ["k"]
+    with open_store(root, settings=CHOSEN) as store:
+        assert listed(store) == list(range(1, VERSIONS + 1))
+        assert store.deleted() == []
+
+
+def test_deleted_data_still_serve_as_duplicates_and_bases(root: Path) -> None:
+    with open_store(root, settings=CHOSEN) as store:
+        big = random.Random(9).randbytes(400_000)
+        store.put("big", big)
+        store.delete("big")
+        again = store.put("big", big)
+        assert again.ledger.duplicate_chunks == again.ledger.chunks
+        assert store.get("big").read() == big
