@@ -44,9 +44,10 @@ down: setup ## end what `make up` started; its data stay in .cluster/
 status: setup ## say what of it runs, and what has ended by itself
 	@$(BIN)/python -m nearkin.testing.cluster status
 
-bench: setup ## put and get against restic, borg and kopia, then the paper's table and figure
-	@$(BIN)/python bench/store.py --corpus botocore
-	@$(BIN)/python bench/resemblance.py --corpus botocore,rdb,vm
+bench: setup ## nearkin bench: kernels, pairs of similar chunks, whole stores against restic, borg, kopia and zstd
+	@$(BIN)/nearkin bench kernels
+	@$(BIN)/nearkin bench pairs --corpus botocore,rdb,vm
+	@$(BIN)/nearkin bench store --corpus botocore
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

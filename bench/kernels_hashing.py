@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
-from measure import SHA1_BLOCK_BYTES, pin
-
 from nearkin.errors import BadInput, NearkinError, choose
 from nearkin.kernels import _features, _fingerprint
 from nearkin.kernels.chunking import fastcdc_cut
 from nearkin.kernels.fingerprint import TagKey
+from nearkin.lab.measuring import SHA1_BLOCK_BYTES, choose_core, pinned
 from nearkin.testing.corpora import CORPORA, text_like
 
 SEGMENT_BYTES_MAX = 900 * 1024
@@ -178,10 +177,10 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.rounds < 3:
         parser.error("--rounds: needs 3 or more for a median and quartiles")
-    pin(chosen.core)
     try:
-        segments = segments_of(corpus_bytes(chosen.corpus))
-        peer_gbps, rows = measured(segments, chosen.against, chosen.rounds)
+        with pinned(choose_core(chosen.core)):
+            segments = segments_of(corpus_bytes(chosen.corpus))
+            peer_gbps, rows = measured(segments, chosen.against, chosen.rounds)
     except NearkinError as error:
         print(error, file=sys.stderr)
         return 1

@@ -44,6 +44,7 @@ COMMANDS = (
     "serve",
     "token",
     "dlq",
+    "bench",
     "version",
 )
 LEDGER = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nearkin.cli.bench import bench
 from nearkin.cli.dead import dlq
 from nearkin.cli.serving import serve, token
 from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
@@ -367,3 +368,4 @@ def version() -> None:
 nearkin.add_command(serve)
 nearkin.add_command(token)
 nearkin.add_command(dlq)
+nearkin.add_command(bench)

@@ -15,6 +15,9 @@ BytesTaken = Callable[[int], None]
 Counted = Callable[[int, int], None]
 """Told how many are done, and of how many."""
 
+StepTold = Callable[[int, int, str], None]
+"""Told how many are done, of how many, and what is being done."""
+
 
 @contextmanager
 def bytes_bar(label: str, total_bytes: int | None, *, shown: bool) -> Iterator[BytesTaken | None]:
@@ -42,6 +45,20 @@ def count_bar(label: str, *, shown: bool) -> Iterator[Counted | None]:
     with _bars(TextColumn("{task.description}", markup=False), *columns) as bars:
         bar = bars.add_task(label, total=None)
         yield lambda done, total: bars.update(bar, completed=done, total=total)
+
+
+@contextmanager
+def steps_bar(label: str, *, shown: bool) -> Iterator[StepTold | None]:
+    """Draw a bar over counted steps, each with a text; yields None where nothing is drawn."""
+    if not shown or not _is_terminal():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with _bars(TextColumn("{task.description}", markup=False), *columns) as bars:
+        bar = bars.add_task(label, total=None)
+        yield lambda done, total, text: bars.update(bar, completed=done, total=total, description=f"{label}: {text}")
 
 
 def _bars(*columns: ProgressColumn) -> Progress:

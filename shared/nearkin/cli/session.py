@@ -150,25 +150,34 @@ def _remember(context: click.Context, option: click.Parameter, value: object) ->
     return value
 
 
+_SETTLE: dict[str, Any] = {"callback": _remember, "expose_value": False, "is_eager": True}
+
+
+def json_option(command: _Command) -> _Command:
+    """Let --json stand after a command that works on no store."""
+    return click.option("--json", is_flag=True, help="Print one JSON value; errors as JSON too.", **_SETTLE)(command)
+
+
 def shared_options(command: _Command) -> _Command:
     """Let --store, --server, --config and --json stand on either side of the command."""
-    settle: dict[str, Any] = {"callback": _remember, "expose_value": False, "is_eager": True}
     for option in (
-        click.option("--json", is_flag=True, help="Print one JSON value; errors as JSON too.", **settle),
+        json_option,
         click.option(
             "--config",
             metavar="FILE",
             type=click.Path(path_type=Path),
             help="TOML file with settings; NEARKIN_* variables win over it.",
-            **settle,
+            **_SETTLE,
         ),
         click.option(
             "--server",
             metavar="URL",
             help="Use the store behind this gateway [NEARKIN_SERVER, NEARKIN_TOKEN].",
-            **settle,
+            **_SETTLE,
         ),
-        click.option("--store", metavar="FOLDER", help="Folder or file:// URL of the store [NEARKIN_STORE].", **settle),
+        click.option(
+            "--store", metavar="FOLDER", help="Folder or file:// URL of the store [NEARKIN_STORE].", **_SETTLE
+        ),
     ):
         command = option(command)
     return command

@@ -1,6 +1,6 @@
-"""Nearkin in one process, as a service embeds it: `bench/peers.py` starts this and names one version after another.
+"""Nearkin in one process, as a service embeds it: `nearkin.lab.ours` starts this and names one version after another.
 
-stdin    put PATH | get VERSION TARGET           stdout    {"peak_bytes": ...} when that is done
+arguments: STORE [CONFIG]. stdin: put PATH | get VERSION TARGET. stdout: {"peak_bytes": ...} when that is done
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import nearkin
 
 def main() -> None:
     """Serve until stdin ends."""
-    with nearkin.open_store(Path(sys.argv[1])) as store:
+    folder, *config = sys.argv[1:]
+    settings, _ = nearkin.load(config[0] if config else None)
+    with nearkin.open_store(Path(folder), settings=settings) as store:
         for line in sys.stdin:
             word, *rest = line.rstrip("\n").split("\t")
             if word == "put":

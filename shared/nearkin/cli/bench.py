@@ -1,0 +1,244 @@
+"""`nearkin bench`. Invariant: whatever can be refused is refused before anything is fetched, made or measured."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from nearkin.cli.session import AsWrittenGroup, current_session, json_option
+from nearkin.errors import BadInput
+
+if TYPE_CHECKING:
+    from nearkin.lab.record import Record
+
+RUNS_MAX = 99
+PAIRS_MAX = 20_000
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@click.group(cls=AsWrittenGroup)
+def bench() -> None:
+    """Measure Nearkin next to its peers, on one core, in one run.
+
+    nearkin bench store                              # put and get ten versions: against restic, borg, kopia, zstd
+    nearkin bench store --corpus /backups/db --runs 3
+    nearkin bench pairs --corpus mutated             # feature algorithms and delta codecs
+    nearkin bench kernels                            # single functions, by OpenSSL's SHA-1
+
+    Each writes a table (Markdown), a record (JSON) and a chart (SVG, PNG) to the folder of --out.
+
+    Corpora, made or fetched once and kept ($NEARKIN_CACHE): botocore, rdb (needs a Redis server), vm (vm-debian as
+    root with debootstrap, else vm-synthetic), mutated (needs nothing). A folder is a corpus too: a file a version, in
+    order of name.
+    """
+
+
+class _Asked(NamedTuple):
+    """The options that every room has."""
+
+    corpora: tuple[str, ...]
+    versions: int | None
+    peers: list[str]
+    runs: int
+    warmups: int
+    core: int | None
+    work: Path | None
+    out: Path
+    charts: tuple[str, ...]
+
+
+def _room_options(runs: int, warmups: int, peers: str) -> Callable[[_Command], _Command]:
+    """Add the options that every room has; the room's own defaults are shown in its help."""
+    folder = click.Path(path_type=Path)
+    options = (
+        click.option(
+            "-c",
+            "--corpus",
+            "corpora",
+            metavar="NAME|DIR",
+            multiple=True,
+            default=("botocore",),
+            help="What to measure over; repeatable, or NAME,NAME [botocore].",
+        ),
+        click.option(
+            "--versions", metavar="N", type=click.IntRange(1, 1000), help="Take only the first N versions of each."
+        ),
+        click.option("--peers", metavar="NAME,...", help=f"Which peers, or none [{peers}]."),
+        click.option(
+            "--runs",
+            metavar="N",
+            type=click.IntRange(1, RUNS_MAX),
+            default=runs,
+            help=f"Repetitions; medians and spread are shown [{runs}].",
+        ),
+        click.option(
+            "--warmups",
+            metavar="N",
+            type=click.IntRange(0, RUNS_MAX),
+            default=warmups,
+            help=f"Repetitions before these that do not count [{warmups}].",
+        ),
+        click.option(
+            "--core", metavar="N", type=click.IntRange(0, 4095), help="The core that all of it runs on [the last]."
+        ),
+        click.option("--work", metavar="DIR", type=folder, help="Measure on this folder's file system [temporary]."),
+        click.option(
+            "-o",
+            "--out",
+            metavar="DIR",
+            type=folder,
+            default=Path("bench-results"),
+            help="Where table, record and chart go; those of an earlier run are replaced [bench-results].",
+        ),
+        click.option(
+            "--chart",
+            "charts",
+            type=click.Choice(["svg", "png", "none"]),
+            multiple=True,
+            help="Which charts; repeatable [both, where matplotlib is installed].",
+        ),
+        json_option,
+    )
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _asked(peers: str | None, default: str, **given: Any) -> _Asked:
+    words = (default if peers is None else peers).split(",")
+    return _Asked(peers=[] if words == ["none"] else [word for word in words if word], **given)
+
+
+_STORE_PEERS = "restic,borg,kopia,zstd-long"
+
+
+@bench.command("store")
+@_room_options(3, 0, _STORE_PEERS)
+def store_(peers: str | None, **given: Any) -> None:
+    """Put and get whole versions, next to other stores.
+
+    nearkin bench store --corpus botocore --versions 3 --runs 1
+    nearkin bench store --corpus botocore,rdb,vm --runs 3
+    nearkin bench store --peers nearkin-embedded,borg-fine,zstd-long
+    NEARKIN_DELTA__MAX_DEPTH=4 nearkin bench store --peers none
+
+    Peers: restic, borg, kopia, zstd-long (`zstd -3` and `-9 --long=31` over the whole history); or one setting of a
+    peer, such as borg-fine. Nearkin runs as a command (nearkin) and as one process (nearkin-embedded), unless one is
+    named, also with a profile: nearkin@finesse-paper. What is not installed is left out: the table says how to get it.
+
+    Puts are durable, and every version is read back and compared. A whole run of botocore takes about half an hour.
+    """
+    from nearkin.lab import store_room
+    from nearkin.lab.peers import choose_peers
+
+    asked = _asked(peers, _STORE_PEERS, **given)
+    chosen = choose_peers(asked.peers)
+    if (config := current_session().config) is not None:
+        from nearkin.lab.ours import Nearkin, with_config
+
+        current_session().load()  # refused here, not in the first put
+        chosen = [with_config(peer, config) if issubclass(peer, Nearkin) else peer for peer in chosen]
+
+    def measure(corpora: list[Any], **more: Any) -> Record:
+        return store_room.run(corpora, chosen, work=asked.work, **more)
+
+    _run("store", asked, None, measure)
+
+
+_PAIR_PEERS = "xdelta3-command,zstd-patch-from"
+
+
+@bench.command()
+@click.option(
+    "--pairs",
+    "pairs_max",
+    metavar="N",
+    type=click.IntRange(1, PAIRS_MAX),
+    default=300,
+    help="Pairs that the codecs are compared over; a command starts one process each [300].",
+)
+@_room_options(3, 1, _PAIR_PEERS)
+def pairs(peers: str | None, pairs_max: int, **given: Any) -> None:
+    """Find similar chunks, and encode them against one another.
+
+    nearkin bench pairs --corpus botocore,rdb,vm
+    nearkin bench pairs --corpus /backups/db --pairs 1000 --peers none
+
+    How well each feature algorithm finds pairs and how fast it is (the Finesse paper's Table 3 and Figure 4), then what
+    each delta codec makes of a sample of these pairs. Peers: xdelta3-command, zstd-patch-from.
+    """
+    from nearkin.lab import pairs_room
+
+    asked = _asked(peers, _PAIR_PEERS, **given)
+    codecs = pairs_room.choose_codecs(asked.peers)
+
+    def measure(corpora: list[Any], **more: Any) -> Record:
+        return pairs_room.run(corpora, codecs, pairs_max=pairs_max, work=asked.work, **more)
+
+    _run("pairs", asked, 5, measure)
+
+
+_KERNEL_PEERS = "all"
+
+
+@bench.command()
+@_room_options(7, 1, _KERNEL_PEERS)
+def kernels(peers: str | None, **given: Any) -> None:
+    """Run single functions: chunkers, hashes, features, delta codecs.
+
+    nearkin bench kernels --corpus mutated
+    NEARKIN_CPU=avx2 nearkin bench kernels       # as on a machine without AVX-512
+
+    Each round has one pass of every kernel over 64 MiB, next to one stream of OpenSSL's SHA-1 over 8 KiB blocks.
+    Peers: openssl, hashlib, zstd-prefix and what else is listed when a name is not known.
+    """
+    from nearkin.lab import kernels_room
+
+    asked = _asked(peers, _KERNEL_PEERS, **given)
+    chosen = kernels_room.choose_kernels(list(kernels_room.PEERS) if asked.peers == ["all"] else asked.peers)
+
+    def measure(corpora: list[Any], **more: Any) -> Record:
+        return kernels_room.run(corpora, chosen, **more)
+
+    _run("kernels", asked, 3, measure)
+
+
+def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callable[..., Record]) -> None:
+    """Check what was asked, get the corpora, measure, write, and print the table or the record."""
+    from nearkin.cli.output import notice, print_json, say
+    from nearkin.cli.progress import steps_bar
+    from nearkin.lab import report
+    from nearkin.lab.corpora import check_names, find_corpora
+    from nearkin.lab.measuring import choose_core
+
+    session = current_session()
+    if session.store is not None or session.server is not None:
+        raise BadInput("bench makes stores of its own, below --work: leave out --store and --server")
+    core = choose_core(asked.core)
+    kinds, cannot_draw = report.chart_kinds(asked.charts)
+    check_names(asked.corpora)
+    report.check_folder(asked.out)
+    if asked.work is not None:
+        report.check_folder(asked.work, "--work")
+    if cannot_draw and not session.as_json:
+        notice(cannot_draw)
+    corpora = find_corpora(asked.corpora, asked.versions, versions_at_most)
+    command = shlex.join(["nearkin", *sys.argv[1:]])
+    with steps_bar(f"bench {room}", shown=not session.as_json) as steps:
+        record = measure(corpora, core=core, runs=asked.runs, warmups=asked.warmups, command=command, steps=steps)
+    written = report.write(record, asked.out, kinds)
+    if session.as_json:
+        print_json(record.as_json())
+        return
+    say(report.markdown(record))
+    notice(f"written: {', '.join(map(str, written))}")

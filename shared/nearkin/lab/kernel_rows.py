@@ -1,0 +1,310 @@
+"""The kernels that are measured. Invariant: a row has a name of its own, and says how many bytes one pass handles.
+
+A new row is one function:
+
+    @kernel("crc32", group="hashes", settings="zlib")
+    def _crc32(material: Material) -> Prepared:
+        return timed(lambda: zlib.crc32(material.data), len(material.data))
+
+`prepare` runs once, outside the clock. `once` is one pass and returns its seconds, so that a program that brings a
+clock of its own can be a row as well. A peer that is not installed raises MissingPeer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from backports.zstd import ZstdDict, compress
+
+from nearkin.errors import BadInput
+from nearkin.kernels import chunking, estimate, features, fingerprint, xdelta3
+from nearkin.lab.measuring import CommandFailed
+from nearkin.lab.peer import MissingPeer
+from nearkin.lab.record import Corpus
+from nearkin.lab.resemblance import (
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    CHUNK_BYTES_TARGET,
+    Bytes,
+    Chunks,
+    Cut,
+    Pairs,
+    Sketch,
+    find_pairs,
+    fresh_chunks,
+    starts_of,
+)
+
+SAMPLE_BYTES_MAX = 64 << 20
+"""Of a corpus, taken evenly from its versions: what one pass of most kernels handles."""
+REDUCTION_BYTES_MAX = 2 << 30
+"""Of a corpus: what chunkers are compared over by how much dedup finds."""
+
+CHUNKING, HASHES, FEATURES, DELTAS = "chunking", "hashes", "features", "deltas"
+
+
+class Material:
+    """What the rows work on, made from one corpus."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.data = _sample(corpus.paths)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """The sample, cut by fastcdc: 2 to 64 KiB, 8 KiB target."""
+        sizes = (CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX)
+        lengths = chunking.fastcdc_cut(self.data, *sizes, True)
+        return Chunks(self.data, starts_of(lengths), lengths)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Similar chunks that `finesse` finds among the fresh chunks of up to `SAMPLE_BYTES_MAX` of the corpus.
+
+        Raises BadInput where there are none.
+        """
+        sizes = np.cumsum([path.stat().st_size for path in self.corpus.paths])
+        taken = max(2, int(np.searchsorted(sizes, 4 * SAMPLE_BYTES_MAX)))  # similar chunks lie in different versions
+        pairs = find_pairs(fresh_chunks(self.corpus.paths[:taken], chunking.fastcdc_cut), "finesse")
+        if not len(pairs):
+            raise BadInput("no two similar chunks in it; take more versions")
+        return pairs
+
+    def dedup(self, cut: Cut) -> tuple[float, float]:
+        """Return logical bytes by bytes of different chunks, and the mean chunk, bytes, as `cut` cuts the corpus."""
+        seen: set[bytes] = set()
+        fresh_bytes = total_bytes = count = 0
+        for path in self.corpus.paths:
+            if total_bytes >= REDUCTION_BYTES_MAX:
+                break
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                data = np.frombuffer(mapped, dtype=np.uint8)[: REDUCTION_BYTES_MAX - total_bytes]
+                lengths = cut(data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
+                names = fingerprint.sha1_many(data, starts_of(lengths), lengths).tobytes()
+                total_bytes += len(data)
+                count += len(lengths)
+                for number, length in enumerate(lengths.tolist()):
+                    name = names[20 * number : 20 * number + 20]
+                    if name not in seen:
+                        seen.add(name)
+                        fresh_bytes += length
+                del data  # a mapping with a view on it does not close
+        return total_bytes / fresh_bytes, total_bytes / count
+
+
+def _sample(paths: Sequence[Path]) -> Bytes:
+    each = max(1, SAMPLE_BYTES_MAX // len(paths))
+    parts = []
+    for path in paths:
+        with path.open("rb") as file:
+            parts.append(np.frombuffer(file.read(each), dtype=np.uint8))
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A row that is ready: `once()` is one pass over `bytes_handled` bytes, in seconds."""
+
+    once: Callable[[], float]
+    bytes_handled: int
+    reduction: float | None = None
+    """Of chunkers: what dedup makes of the corpus."""
+    mean_chunk_bytes: float | None = None
+    version: str = "in this process"
+
+
+def timed(call: Callable[[], object], bytes_handled: int, **more: float | None) -> Prepared:
+    """Return a row whose pass is `call()`, timed here; `more` as in `Prepared`."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    return Prepared(once, bytes_handled, more.get("reduction"), more.get("mean_chunk_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One row, before it is prepared."""
+
+    name: str
+    group: str
+    settings: str
+    prepare: Callable[[Material], Prepared]
+    ours: bool
+    install: str
+
+
+KERNELS: dict[str, Kernel] = {}
+"""Every row by name, in the order of the table."""
+
+
+def kernel(
+    name: str, *, group: str, settings: str = "", ours: bool = True, install: str = ""
+) -> Callable[[Callable[[Material], Prepared]], Callable[[Material], Prepared]]:
+    """Register a row. A peer (`ours` False) runs when it is named, and says in `install` how to get it."""
+
+    def register(prepare: Callable[[Material], Prepared]) -> Callable[[Material], Prepared]:
+        assert name not in KERNELS, name
+        KERNELS[name] = Kernel(name, group, settings, prepare, ours, install)
+        return prepare
+
+    return register
+
+
+# ------------------------------------------------------------------ chunking
+
+
+def add_chunker(name: str, cut: Cut) -> None:
+    """Register a chunker: its speed, and what dedup makes of the corpus that it cuts."""
+
+    def prepare(material: Material) -> Prepared:
+        ratio, mean_bytes = material.dedup(cut)
+        sizes = (CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX)
+        call = lambda: cut(material.data, *sizes, True)  # noqa: E731
+        return timed(call, len(material.data), reduction=ratio, mean_chunk_bytes=mean_bytes)
+
+    kernel(name, group=CHUNKING, settings="2, 8, 64 KiB")(prepare)
+
+
+add_chunker("fastcdc", chunking.fastcdc_cut)
+add_chunker("rabin", chunking.rabin_cut)
+add_chunker("inck", chunking.inck_cut)
+
+
+# ------------------------------------------------------------------ hashes
+
+
+@kernel("sha1", group=HASHES, settings="all chunks of a segment in one call")
+def _sha1(material: Material) -> Prepared:
+    chunks = material.chunks
+    return timed(lambda: fingerprint.sha1_many(chunks.payload, chunks.offsets, chunks.lengths), chunks.total_bytes)
+
+
+@kernel("sha1 + tags", group=HASHES, settings="fingerprints, check tags and names: all that dedup needs")
+def _sha1_tags(material: Material) -> Prepared:
+    chunks = material.chunks
+    key = fingerprint.TagKey(bytes(range(fingerprint.SECRET_BYTES)), b"bench")
+
+    def call() -> None:
+        fingerprints = fingerprint.sha1_many(chunks.payload, chunks.offsets, chunks.lengths)
+        tags = fingerprint.check_tags(chunks.payload, chunks.offsets, chunks.lengths, key)
+        fingerprint.names(fingerprints, tags, chunks.lengths)
+
+    return timed(call, chunks.total_bytes)
+
+
+@kernel("hashlib", group=HASHES, settings="OpenSSL's SHA-1, a call a chunk", ours=False)
+def _sha1_hashlib(material: Material) -> Prepared:
+    chunks = material.chunks
+    view = memoryview(chunks.payload)
+    starts = chunks.offsets.tolist()
+    places = [view[start : start + length] for start, length in zip(starts, chunks.lengths.tolist(), strict=True)]
+
+    def call() -> None:
+        for place in places:
+            hashlib.sha1(place, usedforsecurity=False).digest()
+
+    return timed(call, chunks.total_bytes)
+
+
+_OPENSSL_SECONDS = 1
+
+
+@kernel(
+    "openssl",
+    group=HASHES,
+    settings="openssl speed -evp sha1, blocks of 8 KiB",
+    ours=False,
+    install="Debian and Ubuntu: apt install openssl; macOS: brew install openssl",
+)
+def _openssl(material: Material) -> Prepared:
+    program = shutil.which("openssl")
+    if program is None:
+        raise MissingPeer("openssl is not installed")
+    words = ("speed", "-elapsed", "-seconds", str(_OPENSSL_SECONDS), "-bytes", "8192", "-evp", "sha1")
+    handled = len(material.data)
+
+    def once() -> float:
+        done = subprocess.run([program, *words], capture_output=True, text=True, check=False, env=dict(os.environ))
+        match = re.search(r"^sha1\s+([0-9.]+)k", done.stdout, re.MULTILINE | re.IGNORECASE)
+        if done.returncode != 0 or match is None:
+            raise CommandFailed(f"openssl {' '.join(words)}: exit {done.returncode}, no speed in its answer")
+        return handled / (float(match[1]) * 1000)  # it prints thousands of bytes a second
+
+    version = subprocess.run([program, "version"], capture_output=True, text=True, check=False).stdout.strip()
+    return Prepared(once, handled, version=version)
+
+
+# ------------------------------------------------------------------ features
+
+
+def _add_features(name: str, sketch: Sketch) -> None:
+    def prepare(material: Material) -> Prepared:
+        chunks = material.chunks
+        return timed(lambda: sketch(chunks.payload, chunks.offsets, chunks.lengths), chunks.total_bytes)
+
+    kernel(name, group=FEATURES, settings="12 features, 3 super-features")(prepare)
+
+
+_add_features("finesse", features.finesse)
+_add_features("odess", features.odess)
+_add_features("ntransform", features.ntransform)
+_add_features("finesse, scalar", features.finesse_scalar)
+_add_features("ntransform, scalar", features.ntransform_scalar)
+
+
+@kernel("size estimate", group=FEATURES, settings="how far a chunk will compress, guessed")
+def _estimate(material: Material) -> Prepared:
+    chunks = material.chunks
+    call = estimate.compressed_bytes_estimate
+    return timed(lambda: call(chunks.payload, chunks.offsets, chunks.lengths), chunks.total_bytes)
+
+
+# ------------------------------------------------------------------ delta codecs
+
+
+@kernel("xdelta3 encode", group=DELTAS, settings="level 1, all pairs in one call")
+def _xdelta3_encode(material: Material) -> Prepared:
+    targets, bases = material.pairs.targets, material.pairs.bases
+    places = (targets.payload, targets.offsets, targets.lengths, bases.payload, bases.offsets, bases.lengths)
+    return timed(lambda: xdelta3.encode_many(*places, level=1), targets.total_bytes)
+
+
+@kernel("xdelta3 decode", group=DELTAS, settings="all pairs in one call")
+def _xdelta3_decode(material: Material) -> Prepared:
+    targets, bases = material.pairs.targets, material.pairs.bases
+    places = (targets.payload, targets.offsets, targets.lengths, bases.payload, bases.offsets, bases.lengths)
+    deltas, lengths = xdelta3.encode_many(*places, level=1)
+    kept = np.flatnonzero(lengths)
+    some, theirs, sizes = targets.take(kept), bases.take(kept), lengths[kept]
+    offsets = starts_of(sizes)
+    return timed(
+        lambda: xdelta3.decode_many(
+            deltas, offsets, sizes, theirs.payload, theirs.offsets, theirs.lengths, some.lengths
+        ),
+        some.total_bytes,
+    )
+
+
+@kernel("zstd-prefix", group=DELTAS, settings="level 3, the base as prefix, a call a pair", ours=False)
+def _zstd_prefix(material: Material) -> Prepared:
+    places = list(zip(material.pairs.targets.slices(), material.pairs.bases.slices(), strict=True))
+
+    def call() -> None:
+        for target, base in places:
+            compress(target, level=3, zstd_dict=ZstdDict(base, is_raw=True).as_prefix)
+
+    return timed(call, material.pairs.targets.total_bytes)

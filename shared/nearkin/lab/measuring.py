@@ -1,0 +1,171 @@
+"""Measuring. Invariant: every command is timed the same way, and its bytes are on disk before the clock stops.
+
+The process that measures commands stays small and reads no corpus into memory: the peak memory that the kernel reports
+for a child is never below that of the process it was forked from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from nearkin.errors import BadInput, Permanent
+
+SHA1_BLOCK_BYTES = 8192  # the target of a chunk
+COPY_BYTES = 1 << 20
+_SHA1_SECONDS = 0.2
+_SHA1_BLOCKS_A_ROUND = 500
+
+Steps = Callable[[int, int, str], None]
+"""Told how many steps are done, of how many, and what is being done now."""
+
+
+class CommandFailed(Permanent):
+    """A measured command did not end with 0, or what it gave back is not what it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one command took: wall seconds (`sync_seconds` of them for the file system) and peak memory, bytes."""
+
+    seconds: float
+    sync_seconds: float
+    peak_bytes: int
+
+
+def choose_core(core: int | None) -> int | None:
+    """Return the core to measure on: `core`, or the last one this process may use; None where none can be chosen.
+
+    Raises BadInput for a core that this process may not use, and for any on a system that cannot pin.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        if core is not None:
+            raise BadInput(f"--core {core}: this system cannot keep a process on one core; leave it out")
+        return None
+    allowed = sorted(os.sched_getaffinity(0))
+    if core is None:
+        return allowed[-1]
+    if core not in allowed:
+        raise BadInput(f"--core {core}: choose one of {', '.join(map(str, allowed))}")
+    return core
+
+
+@contextmanager
+def pinned(core: int | None) -> Iterator[None]:
+    """Keep this process, and all it starts, on one core while the block runs."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: Path | Sequence[Path] = (),
+    stdout: Path | None = None,
+    sync: Path | None = None,
+) -> Cost:
+    """Run a command and return its cost.
+
+    stdin: a file, or several that `cat` joins: its time is part of the command's.
+    sync: a folder; what is dirty on its file system is written out before the clock stops.
+    Raises CommandFailed with the last line it wrote to stderr.
+    """
+    with ExitStack() as files:
+        errors = files.enter_context(open(os.devnull if sync is None else sync / "stderr.txt", "w+b"))
+        target = files.enter_context(open(stdout or os.devnull, "wb"))
+        started = time.perf_counter()
+        source: IO[bytes] = files.enter_context(open(stdin if isinstance(stdin, Path) else os.devnull, "rb"))
+        if not isinstance(stdin, Path) and stdin:
+            joined = files.enter_context(subprocess.Popen(["cat", "--", *map(str, stdin)], stdout=subprocess.PIPE))
+            assert joined.stdout is not None
+            source = joined.stdout
+        process = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors, env=dict(environment))
+        source.close()  # else `cat` never learns that its reader has gone
+        _, peak_bytes = reaped(process)
+        ended = time.perf_counter()
+        if process.returncode != 0:
+            errors.seek(0)
+            raise CommandFailed(_ending(command, process.returncode, errors.read()))
+    if sync is not None:
+        write_out(sync)
+    synced = time.perf_counter()
+    return Cost(synced - started, synced - ended, peak_bytes)
+
+
+def reaped(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Wait for a process; return its exit code and peak memory, bytes. It is killed if the wait is interrupted."""
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)  # reaped here: Popen must not wait for it again
+    return process.returncode, usage.ru_maxrss * 1024
+
+
+def _ending(command: Sequence[str], code: int, said: bytes) -> str:
+    lines = said.decode(errors="replace").strip().splitlines()
+    return f"{' '.join(command)}: exit {code}: {lines[-1] if lines else 'it said nothing'}"
+
+
+def write_out(folder: Path) -> None:
+    """Have what is dirty on a folder's file system written out."""
+    subprocess.run(["sync", "--file-system", str(folder)], check=True)
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the lengths of all files below `folder`, summed (as `du --apparent-size` counts them, folders aside)."""
+    return sum(
+        os.stat(os.path.join(parent, name), follow_symlinks=False).st_size
+        for parent, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Compare two files, byte for byte."""
+    with one.open("rb") as first, other.open("rb") as second:
+        while True:
+            block = first.read(COPY_BYTES)
+            if block != second.read(COPY_BYTES):
+                return False
+            if not block:
+                return True
+
+
+def read_through(paths: Sequence[Path]) -> int:
+    """Read files once, so that none is measured with a cold cache, and return their lengths, summed."""
+    total_bytes = 0
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(COPY_BYTES):
+                total_bytes += len(block)
+    return total_bytes
+
+
+def sha1_mbps() -> float:
+    """Return the speed of one SHA-1 stream over 8 KiB blocks, MB/s: OpenSSL through `hashlib`, call cost included."""
+    block = bytes(SHA1_BLOCK_BYTES)
+    blocks = 0
+    started = time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < _SHA1_SECONDS:
+        for _ in range(_SHA1_BLOCKS_A_ROUND):
+            hashlib.sha1(block, usedforsecurity=False).digest()
+        blocks += _SHA1_BLOCKS_A_ROUND
+    return blocks * SHA1_BLOCK_BYTES / elapsed / 1e6

@@ -1,0 +1,191 @@
+"""The lab's parts: figures, names of peers and corpora, pairs, rows of kernels, corpora that are made."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin.errors import BadInput, ConfigError, Retryable
+from nearkin.lab import corpora, kernel_rows, peers, resemblance
+from nearkin.lab.measuring import CommandFailed, choose_core, pinned, run
+from nearkin.lab.pairs_room import sample_pairs
+from nearkin.lab.record import Corpus, Spread, cell, spread
+from nearkin.testing import debian
+from nearkin.testing.corpora import MissingTool
+from nearkin.testing.mutations import mutated_files
+
+# ------------------------------------------------------------------ figures
+
+
+def test_a_figure_shows_its_median_and_half_its_range() -> None:
+    assert Spread((90.0, 100.0, 120.0)).text() == "100 ±15 %"
+    assert Spread((4.0,)).text(2) == "4.00"
+    assert Spread((0.0, 0.0)).text() == "0"
+
+
+def test_a_figure_that_a_tool_cannot_have_is_none_and_not_zero() -> None:
+    assert spread([None, None]) is None
+    assert cell(spread([None])) == "-"
+    assert spread([1, None, 3]) == Spread((1.0, 3.0))
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def test_a_pinned_block_runs_on_one_core_and_gives_the_others_back() -> None:
+    before = os.sched_getaffinity(0)
+    with pinned(choose_core(None)):
+        assert os.sched_getaffinity(0) == {max(before)}
+    assert os.sched_getaffinity(0) == before
+
+
+def test_several_files_are_joined_on_the_way_in(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one ")
+    (tmp_path / "b").write_bytes(b"two")
+    cost = run(["cat"], os.environ, stdin=[tmp_path / "a", tmp_path / "b"], stdout=tmp_path / "c", sync=tmp_path)
+    assert (tmp_path / "c").read_bytes() == b"one two"
+    assert 0 < cost.sync_seconds < cost.seconds
+    assert cost.peak_bytes > 0
+
+
+def test_a_command_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="exit 3: no room"):
+        run(["sh", "-c", "echo start; echo no room >&2; exit 3"], os.environ, sync=tmp_path)
+
+
+# ------------------------------------------------------------------ peers
+
+
+def test_nearkin_comes_along_unless_it_is_named() -> None:
+    assert [peer.name for peer in peers.choose_peers(["borg-fine"])] == ["nearkin", "nearkin-embedded", "borg-fine"]
+    assert [peer.name for peer in peers.choose_peers(["zstd-long", "nearkin"])] == [
+        "nearkin",
+        "zstd-long",
+        "zstd-long-9",
+    ]
+
+
+def test_a_profile_makes_a_row_with_its_environment(tmp_path: Path) -> None:
+    (peer,) = peers.choose_peers(["nearkin-embedded@finesse-paper"])
+    assert (peer.name, peer.settings) == ("nearkin-embedded@finesse-paper", "profile finesse-paper, one process")
+    assert peer(tmp_path).environment["NEARKIN_PROFILE"] == "finesse-paper"
+    with pytest.raises(ConfigError, match="finesse-paper"):
+        peers.choose_peers(["nearkin@nothing"])
+
+
+def test_every_peer_says_how_to_get_it_and_no_two_have_one_name() -> None:
+    found = [peer for settings in peers.PEERS.values() for peer in settings]
+    assert len({peer.name for peer in found}) == len(found)
+    assert all("install" in peer.install for peer in found)
+
+
+# ------------------------------------------------------------------ corpora
+
+
+def test_a_known_name_is_never_a_folder_that_happens_to_be_there(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mutated").mkdir()
+    (tmp_path / "own,name").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert corpora.check_names(["mutated,rdb", "own,name", "./mutated"]) == ["mutated", "rdb", "own,name", "./mutated"]
+    with pytest.raises(BadInput, match="holds no file"):
+        corpora.find_corpora(["./mutated"], None)
+
+
+def test_a_folders_files_are_its_versions_in_order_of_name(tmp_path: Path) -> None:
+    for name in ("b", "c", "a"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty").touch()
+    (tmp_path / "below").mkdir()
+    (corpus,) = corpora.find_corpora([str(tmp_path)], None)
+    assert [path.name for path in corpus.paths] == ["a", "b", "c"]
+    assert corpus.logical_bytes == 3
+    (corpus,) = corpora.find_corpora([str(tmp_path)], 2)
+    assert len(corpus.paths) == 2
+
+
+def test_a_corpus_is_made_by_another_process(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path))
+    (corpus,) = corpora.find_corpora(["mutated"], 1)
+    assert (corpus.name, [path.name for path in corpus.paths]) == ("mutated", ["0000.bin"])
+    assert corpus.paths[0].is_relative_to(tmp_path)
+
+
+def test_a_corpus_that_cannot_be_made_says_why_and_what_else_there_is(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(Retryable, match=r"mutated: .*--corpus mutated"):
+        corpora.find_corpora(["mutated"], 1)
+
+
+def test_mutated_versions_are_the_same_every_time_and_differ_a_little(tmp_path: Path) -> None:
+    first = mutated_files(3, tmp_path / "one", mebibytes=1, edits=3)
+    again = mutated_files(3, tmp_path / "two", mebibytes=1, edits=3)
+    contents = [path.read_bytes() for path in first]
+    assert contents == [path.read_bytes() for path in again]
+    assert len(set(contents)) == 3
+    assert all(abs(len(content) - (1 << 20)) <= 3 * 64 * 2 for content in contents)
+    assert mutated_files(4, tmp_path / "one", mebibytes=1, edits=3)[:3] == first
+    assert [path.read_bytes() for path in first] == contents
+
+
+def test_a_debian_image_needs_root_and_says_what_does_not(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(MissingTool, match=r"only root.*vm-synthetic"):
+        debian.debian_images(1, tmp_path)
+    with pytest.raises(BadInput, match="count 4"):
+        debian.debian_images(4, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ pairs
+
+
+def test_first_fit_takes_the_first_chunk_that_has_no_base_itself() -> None:
+    sketches = np.array([[1, 9, 5], [1, 2, 3], [7, 2, 5], [0, 0, 0], [0, 0, 0], [8, 2, 6]], dtype=np.uint64)
+    # 1 shares with 0; 2 shares with 1, which has a base, and with 0; 5 shares with 1 and 2 alone, both have one
+    assert resemblance.first_fit(sketches).tolist() == [-1, 0, 0, -1, -1, -1]
+
+
+def test_a_sample_of_pairs_is_spread_evenly_and_names_no_pair_twice() -> None:
+    payload = np.arange(100, dtype=np.uint8)
+    offsets = np.arange(0, 100, 10, dtype=np.uint64)
+    chunks = resemblance.Chunks(payload, offsets, np.full(10, 10, dtype=np.uint32))
+    numbers = np.arange(1, 10)
+    pairs = resemblance.Pairs(chunks.take(numbers), chunks.take(np.zeros(9, dtype=np.int64)))
+    sample = sample_pairs({"one": pairs, "other": pairs}, 3)
+    assert sample.targets.offsets.tolist() == [10, 50, 90]
+    assert len(sample_pairs({"one": pairs, "other": pairs}, 100)) == 9
+    assert sample.bases.slices() == [bytes(range(10))] * 3
+
+
+# ------------------------------------------------------------------ kernels
+
+
+def test_a_row_is_one_function(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(kernel_rows, "KERNELS", dict(kernel_rows.KERNELS))
+    (tmp_path / "version").write_bytes(bytes(100_000))
+
+    @kernel_rows.kernel("crc32", group="hashes", settings="zlib")
+    def _crc32(material: kernel_rows.Material) -> kernel_rows.Prepared:
+        return kernel_rows.timed(lambda: zlib.crc32(material.data), len(material.data))
+
+    row = kernel_rows.KERNELS["crc32"]
+    prepared = row.prepare(kernel_rows.Material(Corpus("zeros", [tmp_path / "version"])))
+    assert prepared.bytes_handled == 100_000
+    assert prepared.once() > 0
+    with pytest.raises(AssertionError, match="crc32"):
+        kernel_rows.kernel("crc32", group="hashes")(_crc32)
+
+
+def test_a_chunkers_dedup_is_the_corpus_by_its_different_chunks(tmp_path: Path) -> None:
+    data = np.random.default_rng(1).bytes(200_000)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(data)
+    material = kernel_rows.Material(Corpus("same", sorted(tmp_path.iterdir())))
+    ratio, mean_bytes = material.dedup(kernel_rows.chunking.fastcdc_cut)
+    assert ratio == pytest.approx(3)
+    assert 2048 <= mean_bytes <= 65536
