@@ -15,10 +15,10 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
 from nearkin_gateway import admin, blobs, deleting, uploads
+from nearkin_gateway.handing_over import sweep_for_ever
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.uploads import sweep_for_ever
 
 THREADS_MAX = 64
 """Blocking calls side by side: restores, listings, hashing. More wait in a queue bounded by the connections."""

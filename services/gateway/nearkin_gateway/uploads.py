@@ -1,9 +1,6 @@
 """/v1/uploads: tus 1.0. Invariant: an offset is told only after all before it is durable in the object store.
 
 creation, creation-with-upload, checksum, expiration, termination          https://tus.io/protocols/resumable-upload
-
-The last part in: the parts are streamed on like any other body; the origin is the upload's id, so that whoever repeats
-that, after a crash or at the same time, stores once.
 """
 
 from __future__ import annotations
@@ -11,48 +8,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hashlib
-import logging
-import random
 import re
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from nearkin.errors import NearkinError, NotFound
 from nearkin.sources import check_key, check_metadata
-from nearkin.store.objects import AlreadyExists
 from nearkin_gateway import models
 from nearkin_gateway.access import Writer
-from nearkin_gateway.bodies import chunks, frames
-from nearkin_gateway.intake import check_open, one_at_a_time, take
-from nearkin_gateway.problems import RETRY_SECONDS, TUS_VERSION, Problem, responses
-from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Staged
-from nearkin_gateway.state import Gateway, gateway_of
+from nearkin_gateway.handing_over import handed_over
+from nearkin_gateway.intake import check_open
+from nearkin_gateway.problems import TUS_VERSION, Problem, responses
+from nearkin_gateway.resumable import Meta, Staged
+from nearkin_gateway.state import gateway_of
+from nearkin_gateway.upload_bodies import CHECKSUMS, alone, receive
 
 VERSION = TUS_VERSION
 EXTENSIONS = "creation,creation-with-upload,checksum,expiration,termination"
-CHECKSUMS: dict[str, Callable[[], Any]] = {
-    "sha1": lambda: hashlib.sha1(usedforsecurity=False),  # the one that the protocol demands; against accidents
-    "sha256": hashlib.sha256,
-}
 OFFSET_MEDIA = "application/offset+octet-stream"
 METADATA_CHARACTERS_MAX = 128 * 1024
-HAND_OVER_SECONDS = 20.0
-"""How long the answer to the last part waits for the hand-over; after that it goes on by itself."""
-SWEEP_SECONDS = 60.0
-PARTS_MAX = 400_000
-"""1 TiB and more in parts of their usual size; a PATCH makes at least one, however small it is."""
-SPOOL_MEMORY_BYTES = 1024 * 1024
-_log = logging.getLogger("nearkin.gateway")
 
 router = APIRouter(tags=["resumable uploads"])
 _TUS: dict[str, Any] = {"Tus-Resumable": {"schema": {"type": "string"}, "description": VERSION}}
@@ -143,9 +121,9 @@ async def create(
     number = await asyncio.to_thread(gateway.resumable.create, meta)
     staged, offset = Staged(number, meta, (), None), 0
     if with_body:
-        offset = await _receive(request, gateway, staged)
+        offset = await receive(request, gateway, staged)
     if offset == meta.length_bytes:
-        await _handed_over(gateway, caller.tenant, number)
+        await handed_over(gateway, caller.tenant, number)
     return _answer(201, Location=f"/v1/uploads/{number}", **_progress(meta, offset))
 
 
@@ -161,7 +139,7 @@ async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = N
     _check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.whole and staged.done is None:
-        await _handed_over(gateway, caller.tenant, id)
+        await handed_over(gateway, caller.tenant, id)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
     return _answer(200, **length, **_progress(staged.meta, staged.offset))
 
@@ -223,9 +201,9 @@ async def patch(
         raise Problem(400, "bad-offset", "Upload-Offset: want where the body begins")
     if staged.done is not None or int(upload_offset) != staged.offset:
         raise Problem(409, "wrong-offset", f"Upload-Offset {upload_offset}: {staged.offset} bytes are there; ask HEAD")
-    offset = await _receive(request, gateway, staged)
+    offset = await receive(request, gateway, staged)
     if offset == staged.meta.length_bytes:
-        await _handed_over(gateway, caller.tenant, id)
+        await handed_over(gateway, caller.tenant, id)
     return _answer(204, **_progress(staged.meta, offset))
 
 
@@ -241,157 +219,12 @@ async def terminate(request: Request, id: str, caller: Writer, tus_resumable: Tu
     gateway = gateway_of(request)
     _check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
-    with _alone(gateway, staged.id):
+    with alone(gateway, staged.id):
         await asyncio.to_thread(gateway.resumable.remove, staged.id)
     return _answer(204)
 
 
-# --- receiving -------------------------------------------------------------------------------------------------------
-
-
-async def _receive(request: Request, gateway: Gateway, staged: Staged) -> int:
-    """Stage the body; return how many bytes there are then. What came of a body that breaks off is staged too."""
-    room_bytes = staged.meta.length_bytes - staged.offset
-    if len(staged.parts) >= PARTS_MAX:
-        raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
-    with gateway.uploads.one(), _alone(gateway, staged.id):
-        checksum = request.headers.get("upload-checksum")
-        if checksum is not None:
-            return await _receive_checked(request, gateway, staged, room_bytes, checksum)
-        part, offset = bytearray(), staged.offset
-        try:
-            async for piece in chunks(request, gateway.bounds, room_bytes):
-                part += piece
-                if len(part) >= PART_BYTES:
-                    offset, part = await _stage(gateway, staged.id, offset, part), bytearray()
-        except (ClientDisconnect, Problem):
-            if part:
-                await _stage(gateway, staged.id, offset, part)
-            raise
-        return await _stage(gateway, staged.id, offset, part) if part else offset
-
-
-async def _receive_checked(request: Request, gateway: Gateway, staged: Staged, room_bytes: int, checksum: str) -> int:
-    """The same, staged only once its checksum agrees: until then it lies on local disk."""
-    name, _, text = checksum.partition(" ")
-    if name not in CHECKSUMS:
-        raise Problem(400, "bad-checksum", f"Upload-Checksum {name:.20}: choose {' or '.join(CHECKSUMS)}")
-    try:
-        wanted = base64.b64decode(text, validate=True)
-    except binascii.Error as err:
-        raise Problem(400, "bad-checksum", "Upload-Checksum: is not base64") from err
-    hasher, offset = CHECKSUMS[name](), staged.offset
-    bytes_max = min(room_bytes, int(gateway.bounds.checked_patch_bytes))
-    with tempfile.SpooledTemporaryFile(SPOOL_MEMORY_BYTES) as spool:
-        async for piece in chunks(request, gateway.bounds, bytes_max):
-            hasher.update(piece)
-            await asyncio.to_thread(spool.write, piece)
-        if hasher.digest() != wanted:
-            raise Problem(460, "checksum-mismatch", f"Upload-Checksum: the body's {name} is another; send it again")
-        spool.seek(0)
-        while part := await asyncio.to_thread(spool.read, PART_BYTES):
-            offset = await _stage(gateway, staged.id, offset, part)
-    return offset
-
-
-async def _stage(gateway: Gateway, number: str, offset: int, part: bytes | bytearray) -> int:
-    try:
-        # Shielded: a part that is being written is finished, or the client's next offset could be wrong.
-        await asyncio.shield(asyncio.to_thread(gateway.resumable.stage, number, offset, part))
-    except AlreadyExists as err:
-        raise Problem(409, "wrong-offset", "another request has added bytes here; ask HEAD where to go on") from err
-    return offset + len(part)
-
-
-# --- handing over ----------------------------------------------------------------------------------------------------
-
-
-async def _handed_over(gateway: Gateway, tenant: str, number: str) -> None:
-    """Hand a whole upload over, and wait for that as long as an answer may wait."""
-    task = asyncio.create_task(_hand_over(gateway, tenant, number))
-    gateway.background.add(task)
-    task.add_done_callback(gateway.background.discard)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
-
-
-async def _hand_over(gateway: Gateway, tenant: str, number: str) -> None:
-    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once."""
-    resumable = gateway.resumable
-    try:
-        async with gateway.hand_overs:
-            staged = await asyncio.to_thread(resumable.load, tenant, number)
-            if staged.done is not None:
-                return
-            meta = staged.meta
-            sha256 = None if meta.sha256 is None else bytes.fromhex(meta.sha256)
-            origin = bytes.fromhex(number)
-            with one_at_a_time(gateway, origin):
-                try:
-                    blob, _ = await take(
-                        gateway,
-                        frames(_parts(gateway, staged)),
-                        tenant,
-                        meta.key,
-                        metadata=meta.metadata,
-                        origin=origin,
-                        sha256=sha256,
-                    )  # 1
-                    done = Done(blob.hex())
-                except Problem as err:
-                    if err.status != 400:
-                        raise
-                    done = Done(None, err.detail)
-                await asyncio.to_thread(resumable.finish, staged, done)  # 2, 3
-    except NotFound:
-        _log.info("upload %s: another gateway has handed it over, or it was terminated", number)
-    except (NearkinError, Problem) as err:
-        _log.warning("upload %s: not handed over yet: %s", number, err)
-
-
-async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[bytes]:
-    parts = gateway.resumable.read(staged)
-    while (part := await asyncio.to_thread(next, parts, None)) is not None:
-        yield part
-
-
-async def sweep_for_ever(gateway: Gateway) -> None:
-    """Now and then remove what has expired, and hand over what a gateway left whole when it died."""
-    loop = asyncio.get_running_loop()
-
-    def hand_over(staged: Staged) -> None:
-        asyncio.run_coroutine_threadsafe(_hand_over(gateway, staged.meta.tenant, staged.id), loop)
-
-    while True:
-        try:
-            await asyncio.to_thread(gateway.resumable.sweep, hand_over)
-        except NearkinError as err:
-            _log.warning("resumable uploads were not swept: %s", err)
-        # Jitter: several gateways should not all find the same upload at the same time.
-        await asyncio.sleep(SWEEP_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
-
-
 # --- headers ---------------------------------------------------------------------------------------------------------
-
-
-class _alone:  # noqa: N801 - used as a function
-    """One request at a time for an upload in this process; in another one the parts' names keep them apart."""
-
-    def __init__(self, gateway: Gateway, number: str) -> None:
-        self._busy, self._number = gateway.resuming, number
-
-    def __enter__(self) -> None:
-        if self._number in self._busy:
-            raise Problem(
-                423,
-                "locked",
-                "another request is adding to this upload",
-                headers={"Retry-After": str(RETRY_SECONDS)},
-            )
-        self._busy.add(self._number)
-
-    def __exit__(self, *_: object) -> None:
-        self._busy.discard(self._number)
 
 
 def _described(text: str, key_bytes_max: int) -> tuple[str, dict[str, str], str | None]:

@@ -307,3 +307,32 @@ def test_the_trace_context_travels_with_the_frames(client: httpx.Client, pipelin
             found[key.hex()] += [headers["traceparent"]] if "traceparent" in headers else []
     reader.close()
     assert found == wanted
+
+
+def test_what_one_gateway_deletes_is_gone_from_another_at_once(
+    gateway: Running, pipeline: Pipeline, client: httpx.Client, all_scopes: str
+) -> None:
+    for seed in (50, 51):
+        told = settled(client, client.put("/v1/blobs/deleted/k", content=content(50_000, seed), params={"wait": 20}))
+        assert told["state"] == "committed"
+    with running(load(pipeline.config_file)[0]) as second, second.client(all_scopes) as other:
+        deadline = time.monotonic() + 10
+        while other.get("/v1/blobs/deleted/k").status_code == 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for _ in range(3):
+            assert other.get("/v1/blobs", params={"prefix": "deleted/"}).json()["blobs"][0]["version"] == 2
+            assert client.delete("/v1/blobs/deleted/k").headers["x-nearkin-versions"] == "2"
+            assert other.get("/v1/blobs/deleted/k").status_code == 404
+            assert other.get("/v1/blobs/deleted/k?version=1").status_code == 404
+            assert other.get("/v1/blobs", params={"prefix": "deleted/", "versions": "all"}).json()["blobs"] == []
+            assert other.delete("/v1/blobs/deleted/k").status_code == 404
+            gone = other.get("/v1/deleted", params={"prefix": "deleted/"}).json()["deleted"]
+            assert [(entry["key"], entry["version"]) for entry in gone] == [("deleted/k", 1), ("deleted/k", 2)]
+            assert client.get("/v1/stats").json()["deleted_versions"] == 2
+            assert other.post("/v1/undelete/deleted/k").status_code == 204
+            assert client.get("/v1/blobs/deleted/k").content == content(50_000, 51)
+    assert client.delete("/v1/blobs/deleted/k").status_code == 204
+    told = settled(client, client.put("/v1/blobs/deleted/k", content=b"x" * 10_000, params={"wait": 20}))
+    assert told["version"] == 3  # the committer never gives a deleted number again
+    assert [v["version"] for v in client.get("/v1/blobs/deleted/k/versions").json()["versions"]] == [3]

@@ -19,8 +19,8 @@ from tusclient.exceptions import TusCommunicationError
 
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import Running, embedded, running
+from nearkin_gateway import handing_over
 from nearkin_gateway import resumable as stored
-from nearkin_gateway import uploads
 from nearkin_gateway.resumable import PART_BYTES, Meta, Resumable, Staged
 
 MIB = 1024 * 1024
@@ -252,7 +252,7 @@ def meta(length: int, lives_us: int = 3_600_000_000, tenant: str = "default") ->
 def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(handing_over, "SWEEP_SECONDS", 0.2)
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.5)
     with running(embedded(tmp_path)):
         pass

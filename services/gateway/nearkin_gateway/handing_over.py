@@ -1,0 +1,89 @@
+"""Whole resumable uploads into the store. Invariant: whoever repeats it, after a crash or at once, stores once.
+
+The parts are streamed on like any other body; the origin is the upload's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from nearkin.errors import NearkinError, NotFound
+from nearkin_gateway.bodies import frames
+from nearkin_gateway.intake import one_at_a_time, take
+from nearkin_gateway.problems import Problem
+from nearkin_gateway.resumable import Done, Staged
+from nearkin_gateway.state import Gateway
+
+HAND_OVER_SECONDS = 20.0
+"""How long the answer to the last part waits for the hand-over; after that it goes on by itself."""
+SWEEP_SECONDS = 60.0
+_log = logging.getLogger("nearkin.gateway")
+
+
+async def handed_over(gateway: Gateway, tenant: str, number: str) -> None:
+    """Hand a whole upload over, and wait for that as long as an answer may wait."""
+    task = asyncio.create_task(_hand_over(gateway, tenant, number))
+    gateway.background.add(task)
+    task.add_done_callback(gateway.background.discard)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
+
+
+async def _hand_over(gateway: Gateway, tenant: str, number: str) -> None:
+    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once."""
+    resumable = gateway.resumable
+    try:
+        async with gateway.hand_overs:
+            staged = await asyncio.to_thread(resumable.load, tenant, number)
+            if staged.done is not None:
+                return
+            meta = staged.meta
+            sha256 = None if meta.sha256 is None else bytes.fromhex(meta.sha256)
+            origin = bytes.fromhex(number)
+            with one_at_a_time(gateway, origin):
+                try:
+                    blob, _ = await take(
+                        gateway,
+                        frames(_parts(gateway, staged)),
+                        tenant,
+                        meta.key,
+                        metadata=meta.metadata,
+                        origin=origin,
+                        sha256=sha256,
+                    )  # 1
+                    done = Done(blob.hex())
+                except Problem as err:
+                    if err.status != 400:
+                        raise
+                    done = Done(None, err.detail)
+                await asyncio.to_thread(resumable.finish, staged, done)  # 2, 3
+    except NotFound:
+        _log.info("upload %s: another gateway has handed it over, or it was terminated", number)
+    except (NearkinError, Problem) as err:
+        _log.warning("upload %s: not handed over yet: %s", number, err)
+
+
+async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[bytes]:
+    parts = gateway.resumable.read(staged)
+    while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        yield part
+
+
+async def sweep_for_ever(gateway: Gateway) -> None:
+    """Now and then remove what has expired, and hand over what a gateway left whole when it died."""
+    loop = asyncio.get_running_loop()
+
+    def hand_over(staged: Staged) -> None:
+        asyncio.run_coroutine_threadsafe(_hand_over(gateway, staged.meta.tenant, staged.id), loop)
+
+    while True:
+        try:
+            await asyncio.to_thread(gateway.resumable.sweep, hand_over)
+        except NearkinError as err:
+            _log.warning("resumable uploads were not swept: %s", err)
+        # Jitter: several gateways should not all find the same upload at the same time.
+        await asyncio.sleep(SWEEP_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311
