@@ -1,0 +1,100 @@
+"""Where the CPU of running processes goes, by shared object. Invariant: what is sampled is what runs, nothing wrapped.
+
+    with Sampled({"dedup": pid}) as sampled: ...
+    sampled.seconds["dedup"]["interpreter"]
+
+`perf` samples the instruction pointer: in libpython it is the interpreter's own time (bytecode, objects, garbage),
+elsewhere that of the object's code. A call into the C library or the system is counted there, whoever made it.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+SAMPLES_A_SECOND = 997
+"""Not a divisor of any timer's rate, so that nothing periodic is always or never hit."""
+START_SECONDS = 0.3
+CLASSES = ("kernels", "libraries", "numpy", "system", "interpreter")
+"""Ours, and zstd for blocks; Kafka's, Redis' and the store's clients with their compression and sums; numpy's loops and
+the making of its arrays; the C library (copies) and the operating system; libpython."""
+
+
+KERNELS = (
+    *("_chunking.", "_estimate.", "_features.", "_fingerprint.", "_gather.", "_nametable.", "_xdelta3."),
+    *("_zstd.", "blake3."),
+)
+SYSTEM = ("[", "libc.", "ld-linux", "libm.", "libstdc", "libgcc")
+
+
+def class_of(shared_object: str) -> str:
+    """Return the class of a shared object by its file's name."""
+    if shared_object.startswith(("libpython", "python3")):
+        return "interpreter"
+    if shared_object.startswith(SYSTEM):
+        return "system"
+    if any(part in shared_object for part in ("multiarray", "numpy", "openblas")):
+        return "numpy"
+    return "kernels" if shared_object.startswith(KERNELS) else "libraries"
+
+
+class Sampled:
+    """Samples processes from entering to leaving; then `seconds` has CPU seconds by process and class."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._folder = tempfile.TemporaryDirectory(prefix="nearkin-perf-")
+        self._perfs: dict[str, subprocess.Popen[bytes]] = {}
+        self._before: dict[str, float] = {}
+        self.seconds: dict[str, dict[str, float]] = {}
+        self.objects: dict[str, dict[str, float]] = {}
+
+    def __enter__(self) -> Self:
+        for name, pid in self._pids.items():
+            command = ["perf", "record", "-q", "-F", str(SAMPLES_A_SECOND), "-p", str(pid), "-o", self._file(name)]
+            self._perfs[name] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        time.sleep(START_SECONDS)
+        self._before = {name: _cpu_seconds(pid) for name, pid in self._pids.items()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        after = {name: _cpu_seconds(pid) for name, pid in self._pids.items()}
+        for name, perf in self._perfs.items():
+            perf.send_signal(signal.SIGINT)
+            perf.wait()
+            samples = self._samples(name)
+            each = (after[name] - self._before[name]) / max(1, sum(samples.values()))
+            self.objects[name] = {found: count * each for found, count in samples.items()}
+            by_class = dict.fromkeys(CLASSES, 0.0)
+            for found, seconds in self.objects[name].items():
+                by_class[class_of(found)] += seconds
+            self.seconds[name] = by_class
+        self._folder.cleanup()
+
+    def _file(self, name: str) -> str:
+        return str(Path(self._folder.name) / name)
+
+    def _samples(self, name: str) -> dict[str, int]:
+        command = ["perf", "report", "-i", self._file(name), "--stdio", "-q", "-F", "sample,dso", "-t", "|"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        samples: dict[str, int] = {}
+        for line in found.splitlines():
+            count, _, shared_object = line.partition("|")
+            if count.strip().isdigit():
+                samples[shared_object.strip()] = samples.get(shared_object.strip(), 0) + int(count)
+        return samples
+
+
+def _cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
