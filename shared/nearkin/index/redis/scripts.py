@@ -21,9 +21,12 @@ LEVEL_MAX = 24
 BUCKET_ENTRIES_MAX = 2048
 """A bucket takes no more: who crafts super-features that meet in one must not make every call that reads it slow."""
 
-_TABLE = """
-local base, key_bytes, width, bucket_entries = KEYS[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+_SIZES = """
+local key_bytes, width, bucket_entries = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local byte, char, sub, find, floor = string.byte, string.char, string.sub, string.find, math.floor
+"""
+
+_PARTITION = """
 local state = redis.pcall('HGET', base, '')
 if not state then return false end
 local level, split, entries = string.match(type(state) == 'string' and state or '', '^(%d+) (%d+) (%d+)$')
@@ -66,20 +69,34 @@ local function place(bucket, key)
 end
 """
 
+_TABLE = f"{_SIZES}local base = KEYS[1]\n{_PARTITION}"
+
 FIND = (
-    _TABLE
+    _SIZES
+    + "local function values_of(base, keys)"
+    + _PARTITION
     + """
-local keys, out, none = ARGV[1], {}, string.rep('\\0', width - key_bytes)
-want(keys, key_bytes)
-for i = 1, #wanted do
-  local at, bucket = (i - 1) * key_bytes, held[wanted[i]]
-  local found = place(bucket, sub(keys, at + 1, at + key_bytes))
-  out[i] = found and sub(bucket, found + key_bytes, found + width - 1) or none
+  local out, none = {}, string.rep('\\0', width - key_bytes)
+  want(keys, key_bytes)
+  for i = 1, #wanted do
+    local at, bucket = (i - 1) * key_bytes, held[wanted[i]]
+    local found = place(bucket, sub(keys, at + 1, at + key_bytes))
+    out[i] = found and sub(bucket, found + key_bytes, found + width - 1) or none
+  end
+  return table.concat(out)
 end
-return table.concat(out)
+local found, at = {}, 0
+for i = 1, #KEYS do
+  local keys_bytes = tonumber(ARGV[4 + i]) * key_bytes
+  local values = values_of(KEYS[i], sub(ARGV[1], at + 1, at + keys_bytes))
+  if type(values) ~= 'string' then return values end
+  found[i], at = values, at + keys_bytes
+end
+return table.concat(found)
 """
 )
-"""KEYS table; ARGV keys, key bytes, width, bucket entries: the keys' values, zeros for what is not there; or nil."""
+"""KEYS tables; ARGV keys, key bytes, width, bucket entries, how many keys for each table: the keys' values, zeros for
+what is not there; or nil where a table has no state. In a Cluster one table, since each has a slot of its own."""
 
 _STORE = """
 local changed, before = {}, entries

@@ -85,14 +85,15 @@ class Server:
                 self._client = RedisCluster.from_url(settings.url.replace(_CLUSTER, "", 1), **given)
             else:
                 self._client = redis.Redis.from_url(settings.url, **given)
-            self._clustered = _CLUSTER in parts.scheme
+            self.clustered = _CLUSTER in parts.scheme
+            """Whether a script may name keys of one slot only."""
             self._check_policy()
         except (RedisError, OSError, ValueError) as err:
             raise self._translated(err) from err
 
     def _check_policy(self) -> None:
         """Refuse a server that may evict: an index that forgets at random answers wrong only by luck."""
-        nodes = {"target_nodes": RedisCluster.PRIMARIES} if self._clustered else {}
+        nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
         found = self._client.info("memory", **nodes)
         for node in [found] if "maxmemory_policy" in found else found.values():
             policy = node["maxmemory_policy"]
