@@ -29,6 +29,8 @@ class Kept(Outbox):
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, bytes]] = []
+        self.sent_messages = 0
+        self._unanswered = PartitionOffsets()
         self.dead: list[Sequence[tuple[str, bytes | None]]] = []
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
@@ -41,6 +43,9 @@ class Kept(Outbox):
         self.dead.append(headers)
 
     def flush(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def close(self) -> None:

@@ -69,6 +69,9 @@ class Kind(IntEnum):
     END = 6
 
 
+_END = bytes([Kind.END])
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """Whose message it is and where in the blob it belongs. `blob` 16 bytes: one upload attempt."""
@@ -275,6 +278,11 @@ def encode(message: Message) -> bytes:
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; lower segment.max_bytes")
     return data
+
+
+def is_end(data: bytes) -> bool:
+    """Return whether data begin as an end's do, without reading on: a hint, no promise that they decode."""
+    return data[:4] == MAGIC and data[5:6] == _END
 
 
 def decode(data: bytes, what: str) -> Message:

@@ -188,4 +188,7 @@ def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uplo
     other.close()
     said = uploader.wait(uploader.put("after", [content(3, MIB)]))
     assert said["state"] == "committed", said
+    deadline = time.monotonic() + 30  # it learns it by its next heartbeat, which the blob need not wait for
+    while "a --worker of its own" not in pipeline.logs() and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert "a --worker of its own" in pipeline.logs()

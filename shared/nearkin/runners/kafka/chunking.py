@@ -19,12 +19,14 @@ import numpy as np
 
 from nearkin.config import Settings
 from nearkin.errors import ConfigError
-from nearkin.formats.message import CHUNKS_MAX, MESSAGE_BYTES_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
-from nearkin.limits import KEY_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
+from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import U8, SegmentBatch
+from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import BoundedCache, RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.loop import Record
+from nearkin.runners.kafka.merging import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin.stage import Facts
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 
@@ -36,20 +38,18 @@ STATES_MAX = 90
 JOIN_BYTES_MAX = 8 * 1024 * 1024
 """Frames of one blob that are cut together: fewer calls, and what is left over is cut again less often."""
 OPEN_BLOBS_MAX = 4096
-CHUNK_BYTES_SENT = 48
-"""What a chunk takes in the largest message besides its bytes and its super-features."""
 
 
 def check_messages_fit(settings: Settings) -> None:
     """Refuse settings under which a segment could outgrow a message."""
     smallest = max(1, settings.chunker.min_bytes)
     chunks = -(-int(settings.segment.max_bytes) // smallest) + 1
-    each = CHUNK_BYTES_SENT + 16 + 8 * settings.features.super_features
-    needed = int(settings.segment.max_bytes) + chunks * each + KEY_BYTES_MAX + TENANT_BYTES_MAX + 1024
-    if needed > MESSAGE_BYTES_MAX or chunks > CHUNKS_MAX:
+    each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * settings.features.super_features
+    needed = int(settings.segment.max_bytes) + chunks * each + SEGMENT_BYTES_SENT
+    if needed > ROOM_BYTES or chunks > CHUNKS_MAX:
         raise ConfigError(
             f'chunker.min_bytes "{smallest}": a segment of {settings.segment.max_bytes} bytes may have {chunks} chunks '
-            f"and take {needed} bytes as a message, more than {MESSAGE_BYTES_MAX}: want chunker.min_bytes >= 1024"
+            f"and take {needed} bytes as a message, more than {ROOM_BYTES}: want chunker.min_bytes >= 1024"
         )
 
 
@@ -93,12 +93,14 @@ class ChunkHandler:
         self._outbox = outbox
         self._guard = RecordGuard(settings, "chunker", outbox, "segments")
         self._partitions: dict[int, _Partition] = {}
+        self._awaiting = Awaiting(outbox)
 
     def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._awaiting.forget(partition)
         self._partitions[partition] = _Partition(_resumed(metadata))
 
     def handle(self, records: list[Record]) -> None:
-        """Cut what came; send it on; wait until Kafka has it."""
+        """Cut what came, and send it on."""
         touched: dict[bytes, tuple[_Partition, _Open, Record]] = {}
         for record in records:
             part = self._partitions[record.partition]
@@ -119,28 +121,34 @@ class ChunkHandler:
                 _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
         for part, blob, record in touched.values():
             self._cut_guarded(part, blob, record)
-        self._outbox.flush()
+        self._reached({record.partition for record in records})
 
     def idle(self) -> None:
         """End uploads whose frames have stopped coming."""
         oldest = time.monotonic() - self._settings.kafka.upload_idle_seconds
-        for part in self._partitions.values():
+        for number, part in self._partitions.items():
             for blob in [blob for blob in part.open.values() if blob.last_seen < oldest]:
                 seconds = self._settings.kafka.upload_idle_seconds
                 self._fail(part, blob, f"the upload stopped: no frame came for {seconds} s", None)
-                self._outbox.flush()
+                self._reached([number])
+        self._awaiting.settle()
 
     def drain(self, partition: int) -> None:
-        """Nothing waits between two batches."""
+        """Wait until Kafka has all that was cut."""
+        self._awaiting.drain()
 
     def dropped(self, partition: int) -> None:  # noqa: D102
         self._partitions.pop(partition, None)
+        self._awaiting.forget(partition)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
-        """Yield the first frame that is still needed, with the states of open blobs."""
-        for number, part in self._partitions.items():
-            if part.next_offset is not None:
-                yield number, *_resume_point(part)
+        """Yield the first frame that is still needed, with the states of open blobs, as of the last batch sent."""
+        return self._awaiting.committable()
+
+    def _reached(self, numbers: Iterable[int]) -> None:
+        """Say where to resume these partitions once all that was sent is acknowledged."""
+        parts = {number: self._partitions[number] for number in numbers}
+        self._awaiting.batch({n: _resume_point(part) for n, part in parts.items() if part.next_offset is not None})
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
@@ -232,13 +240,13 @@ def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[Segment
     carried = np.where(batch.zero, 0, batch.lengths).astype(np.int64)
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(carried)])
     bytes_at = sums[batch.chunk_bounds]
-    each = CHUNK_BYTES_SENT + 16 + 8 * super_features
+    each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * super_features
     cost_at = bytes_at + batch.chunk_bounds.astype(np.int64) * each
-    room = MESSAGE_BYTES_MAX - KEY_BYTES_MAX - TENANT_BYTES_MAX - 1024
+    cost_at += np.arange(len(cost_at), dtype=np.int64) * SEGMENT_BYTES_SENT
     start = 0
     while start < len(counts):
         stop = min(
-            int(np.searchsorted(cost_at, cost_at[start] + room, side="right")) - 1,
+            int(np.searchsorted(cost_at, cost_at[start] + ROOM_BYTES, side="right")) - 1,
             int(np.searchsorted(bytes_at, bytes_at[start] + SEGMENT_BYTES_MAX, side="right")) - 1,
             int(np.searchsorted(batch.chunk_bounds, batch.chunk_bounds[start] + CHUNKS_MAX, side="right")) - 1,
             start + SEGMENTS_MAX,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
@@ -14,6 +15,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from nearkin.config import Settings
 from nearkin.errors import Permanent, StoreUnavailable
+from nearkin.runners.kafka.offsets import PartitionOffsets
 
 _log = logging.getLogger("nearkin.kafka")
 
@@ -168,7 +170,14 @@ class Outbox:
         self._settings = settings
         self._producer = producer(settings, client_id)
         self._failure: KafkaError | None = None
+        self._unanswered = PartitionOffsets()
+        self.sent_messages = 0
         self.sent_bytes = 0
+
+    @property
+    def acknowledged_messages(self) -> int:
+        """Return how many of the messages sent are acknowledged, counted up to the first that is not."""
+        return self._unanswered.committable or 0
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
         """Queue a message for one of TOPICS; waits while the queue is full. Raises StoreUnavailable."""
@@ -182,7 +191,8 @@ class Outbox:
         while True:
             self._check()
             try:
-                self._producer.produce(full, value, key, headers=list(headers), on_delivery=self._delivered)
+                told = partial(self._delivered, self.sent_messages)
+                self._producer.produce(full, value, key, headers=list(headers), on_delivery=told)
             except BufferError as err:
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(f"kafka: {full}: no room to send for {FLUSH_SECONDS_MAX:.0f} s") from err
@@ -190,8 +200,15 @@ class Outbox:
                 continue
             except KafkaException as err:
                 raise unavailable(self._settings, err) from err
+            self._unanswered.taken(self.sent_messages)
+            self.sent_messages += 1
             self.sent_bytes += len(value or b"")
             return
+
+    def settle(self) -> None:
+        """Learn what was acknowledged, without waiting. Raises StoreUnavailable for what never will be."""
+        self._producer.poll(0)
+        self._check()
 
     def flush(self) -> None:
         """Wait until all that was sent is acknowledged. Raises StoreUnavailable."""
@@ -205,8 +222,10 @@ class Outbox:
         self._producer.purge(in_queue=True, in_flight=True)
         self._producer.flush(1.0)
 
-    def _delivered(self, err: KafkaError | None, message: KafkaMessage) -> None:
-        if err is not None and self._failure is None:
+    def _delivered(self, number: int, err: KafkaError | None, message: KafkaMessage) -> None:
+        if err is None:
+            self._unanswered.done(number)
+        elif self._failure is None:
             self._failure = err
 
     def _check(self) -> None:

@@ -14,7 +14,7 @@ from nearkin.errors import NearkinError, Permanent, Retryable
 from nearkin.formats.message import End, Envelope, Message, decode, encode
 from nearkin.runners.kafka.clients import Headers, Outbox
 from nearkin.runners.kafka.dead_letters import send_dead_letter
-from nearkin.runners.kafka.loop import Record, retrying
+from nearkin.runners.kafka.loop import Record, patiently
 
 _log = logging.getLogger("nearkin.worker")
 
@@ -92,14 +92,8 @@ class RecordGuard:
 
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
         """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""
-        surprises = Retrying(
-            retry=retry_if_exception(lambda err: not isinstance(err, NearkinError)),
-            wait=wait_random_exponential(multiplier=0.05, max=1.0),
-            stop=stop_after_attempt(SURPRISES_MAX),
-            reraise=True,
-        )
         try:
-            surprises(retrying(), work)
+            self._tried(work)
         except Retryable:
             raise
         except Exception as err:
@@ -108,6 +102,23 @@ class RecordGuard:
             self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
             return False
         return True
+
+    @staticmethod
+    def _tried(work: Callable[[], None]) -> None:
+        """Do `work` up to SURPRISES_MAX times where it raises what nobody foresaw; the first try is plain, as above."""
+        try:
+            return patiently(work)
+        except NearkinError:
+            raise
+        except Exception:
+            surprises = Retrying(
+                retry=retry_if_exception(lambda err: not isinstance(err, NearkinError)),
+                wait=wait_random_exponential(multiplier=0.05, max=1.0),
+                stop=stop_after_attempt(SURPRISES_MAX - 1),
+                reraise=True,
+            )
+        surprises(patiently, work)
+        return None
 
     def fail(self, envelope: Envelope, failure: str, traceparent: bytes | None) -> None:
         """End a blob as failed: the committer tells everyone."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka import Message as KafkaMessage
@@ -21,6 +21,7 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 
 from nearkin.config import Settings
 from nearkin.errors import Retryable, StoreUnavailable
+from nearkin.formats.message import is_end
 from nearkin.runners.kafka.clients import consumer, group, is_final, topic, unavailable
 
 _log = logging.getLogger("nearkin.worker")
@@ -29,6 +30,11 @@ POLL_SECONDS = 0.05
 COMMIT_SECONDS = 0.5
 RETRY_SECONDS_MAX = 60.0
 RESTART_SECONDS = 1.0
+GATHER_SECONDS = 0.2
+"""How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
+Nobody waits for it: who wants an answer has sent an end, and that ends the growing."""
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class Loop:
         self._last_commit = time.monotonic()
         self._paused = False
         self._failed = False
+        self._streaming = False
         self._consumer: Consumer = consumer(
             settings, group(settings, service), worker, **{"group.instance.id": self._name}
         )
@@ -126,12 +133,25 @@ class Loop:
             self._handler.close()
 
     def _take(self) -> list[Record]:
+        """Return what is there. In a stream of messages also what comes within GATHER_SECONDS, but not after an end."""
+        room = self._settings.kafka.batch_messages
         first = self._consumer.poll(POLL_SECONDS)
         if first is None:
+            self._streaming = False
             return []
-        # No second wait: `consume` would sit out its timeout for a batch that is not full.
-        more = self._consumer.consume(self._settings.kafka.batch_messages - 1, 0)
-        return [record for message in (first, *more) if (record := self._record(message)) is not None]
+        # `consume` would sit out any timeout for a batch that is not full: it is given none.
+        taken = [first, *self._consumer.consume(room - 1, 0)]
+        ended = any(map(_ends, taken))
+        deadline = time.monotonic() + GATHER_SECONDS
+        while self._streaming and not ended and len(taken) < room and (left := deadline - time.monotonic()) > 0:
+            more = self._consumer.poll(left)
+            if more is None:
+                break
+            some = [more, *self._consumer.consume(room - len(taken) - 1, 0)]
+            ended = any(map(_ends, some))
+            taken += some
+        self._streaming = True
+        return [record for message in taken if (record := self._record(message)) is not None]
 
     def _record(self, message: KafkaMessage) -> Record | None:
         problem = message.error()
@@ -214,9 +234,24 @@ class Loop:
         self._committed.update(changed)
 
 
+def _ends(message: KafkaMessage) -> bool:
+    return is_end(as_bytes(message.value()) or b"")
+
+
 def as_bytes(value: str | bytes | None) -> bytes | None:
     """Return what a client gave as bytes; it gives nothing else unless told to."""
     return value.encode() if isinstance(value, str) else value
+
+
+def patiently(work: Callable[[], Made]) -> Made:
+    """Return what `work` returns; tried again while a dependency is away, as `retrying` says.
+
+    The first try is plain: to set up the others takes 60 us, which were a third of a stage's work on a segment.
+    """
+    try:
+        return work()
+    except Retryable:
+        return retrying()(work)
 
 
 def retrying() -> Retrying:

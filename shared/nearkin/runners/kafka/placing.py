@@ -23,7 +23,8 @@ from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.loop import Record, retrying
+from nearkin.runners.kafka.loop import Record, patiently
+from nearkin.runners.kafka.merging import follows, merged_pairs, segments_of
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lane, Lanes
 from nearkin.runners.workers import Worker
@@ -37,6 +38,8 @@ _log = logging.getLogger("nearkin.delta")
 SETTLE_SECONDS = 0.02
 """After the end of a blob a container is sealed once nothing has come for so long: who waits for a 201 waits for it."""
 JOBS_MAX = 2
+JOIN_BYTES_MAX = 4 * 1024 * 1024
+"""Payload that is encoded at once, as the embedded runner's batches: what one brings is no base for the same one."""
 HELD_MAX = 20_000
 """Messages whose chunks lie in one open container; all-duplicate data hold nothing else back."""
 
@@ -71,6 +74,31 @@ class _Job:
     held: Sequence[_Held]
 
 
+@dataclass(slots=True)
+class _Run:
+    """Messages of one blob, one behind the other, that are encoded together."""
+
+    parts: list[tuple[Record, Paired]] = field(default_factory=list)
+    payload_bytes: int = 0
+
+    def takes(self, message: Paired) -> bool:
+        """Return whether the message goes on where this run ends, and there is room for it."""
+        if not self.parts:
+            return True
+        last = self.parts[-1][1]
+        return (
+            follows(message, last)
+            and message.batch.sketch == last.batch.sketch
+            and message.batch.super_features.shape[1] == last.batch.super_features.shape[1]
+            and self.payload_bytes + len(segments_of(message).payload) <= JOIN_BYTES_MAX
+        )
+
+    def add(self, record: Record, message: Paired) -> None:
+        """Take a message."""
+        self.parts.append((record, message))
+        self.payload_bytes += len(segments_of(message).payload)
+
+
 class PlaceHandler:
     """Encodes and stores."""
 
@@ -93,14 +121,21 @@ class PlaceHandler:
     def handle(self, records: list[Record]) -> None:
         """Place what came."""
         self._busy = True
-        aside = False
+        aside, run = False, _Run()
         for record in records:
             self._offsets[record.partition].taken(record.offset)
             message = self._guard.decoded(record)
-            if message is None or not self._one(record, message):
+            if isinstance(message, Paired) and run.takes(message):
+                run.add(record, message)
+                continue
+            aside |= self._all(run)
+            run = _Run()
+            if isinstance(message, Paired):
+                run.add(record, message)
+            elif message is None or not self._one(record, message):
                 aside = True
                 self._finished.put((record.partition, record.offset))
-        if aside:
+        if self._all(run) or aside:
             self._outbox.flush()
         self._collect()
 
@@ -143,6 +178,27 @@ class PlaceHandler:
 
     # --- the main thread ---------------------------------------------------------------------------------------------
 
+    def _all(self, run: _Run) -> bool:
+        """Place a run's messages: at once, or one by one where one of them fails. Return whether any was put aside."""
+        if not run.parts:
+            return False
+        if len(run.parts) > 1:
+            opened = self._opened(run.parts[0][1].envelope.tenant)
+            try:
+                patiently(lambda: self._place(opened, run.parts))
+            except Retryable:
+                raise
+            except Exception as err:
+                _log.debug("%s: %d messages", run.parts[0][0].named, len(run.parts), exc_info=err)
+            else:
+                return False
+        aside = False
+        for record, message in run.parts:
+            if not self._one(record, message):
+                aside = True
+                self._finished.put((record.partition, record.offset))
+        return aside
+
     def _one(self, record: Record, message: Message) -> bool:
         opened = self._opened(message.envelope.tenant)
         if isinstance(message, End):
@@ -155,19 +211,20 @@ class PlaceHandler:
         def work() -> None:
             if not isinstance(message, Paired):
                 raise TypeError(f"a {type(message).__name__} does not belong on {record.topic}")
-            self._place(opened, record, message)
+            self._place(opened, [(record, message)])
 
         return self._guard.carry_out(record, message.envelope, work)
 
-    def _place(self, opened: _Open, record: Record, message: Paired) -> None:
-        lane, batch = opened.lane, message.batch.fresh.batch
-        rows = message.batch.fresh.fresh
+    def _place(self, opened: _Open, parts: Sequence[tuple[Record, Paired]]) -> None:
+        """Encode and place what messages of one blob bring, one behind the other."""
+        paired = merged_pairs([message.batch for _, message in parts])
+        lane, batch, rows = opened.lane, paired.fresh.batch, paired.fresh.fresh
         found = lane.fingerprinter.name_chunks(batch.payload, batch.offsets[rows], batch.lengths[rows])
         wrong = np.flatnonzero(np.any(found != batch.names[rows], axis=1))
         if len(wrong):
-            raise Corrupt(f"{record.named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
+            raise Corrupt(f"{parts[0][0].named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
         lane.in_flight.open = opened.stage.builder.container, opened.stage.builder
-        outcome = run_stage(opened.stage, message.batch, lane.facts)
+        outcome = run_stage(opened.stage, paired, lane.facts)
         placed = outcome.placed
         lane.pending.place(
             placed.names,
@@ -178,10 +235,21 @@ class PlaceHandler:
             placed.segment_ids,
             placed.segments,
         )
-        ledger, weight = _ledger(outcome)
         lengths = np.add.reduceat(batch.lengths, batch.chunk_bounds[:-1].astype(np.intp), dtype=np.uint32)
-        told = Placed(message.envelope, outcome.segments, outcome.segment_known, lengths, ledger)
-        self._hold(opened, _Held(record, told, weight))
+        start = 0
+        for record, message in parts:
+            some = slice(start, start + message.batch.fresh.batch.segments)
+            ledger = _ledger(outcome, slice(int(batch.chunk_bounds[some.start]), int(batch.chunk_bounds[some.stop])))
+            told = Placed(
+                message.envelope,
+                outcome.segments.take(some),
+                outcome.segment_known[some],
+                lengths[some],
+                ledger,
+            )
+            weight = ledger.unique_bytes - ledger.delta_chunk_bytes + ledger.delta_bytes + 8 * (some.stop - start)
+            self._hold(opened, _Held(record, told, weight))
+            start = some.stop
         for container in outcome.sealed:
             self._hand_on(opened, container)
         if opened.stage.builder.empty or len(opened.held) >= HELD_MAX:
@@ -241,8 +309,8 @@ class PlaceHandler:
         held: Sequence[_Held] = job.held
         if job.container is not None:
             container = job.container
-            retrying()(_put, job.lane, container)  # 1
-            retrying()(job.lane.index.publish, container.claims)  # 2
+            patiently(lambda: _put(job.lane, container))  # 1
+            patiently(lambda: job.lane.index.publish(container.claims))  # 2
             job.lane.pending.published(container.container)
             job.lane.in_flight.durable(container.container)
             held = _with_shares(container, held)
@@ -270,24 +338,22 @@ def _put(lane: Lane, container: SealedContainer) -> None:
             raise Retryable(f"container {container.container:016x}: another writer has this id; starting over") from err
 
 
-def _ledger(outcome: DeltaOutcome) -> tuple[Ledger, int]:
-    """Return what the batch adds to its blob's ledger, and the bytes that went into the container."""
+def _ledger(outcome: DeltaOutcome, rows: slice) -> Ledger:
+    """Return what these chunks of the batch add to their blob's ledger."""
     counts = outcome.counts
-    stored, delta = ~counts.duplicate, counts.delta
-    lengths = counts.lengths.astype(np.int64)
-    ledger = Ledger(
+    duplicate, delta = counts.duplicate[rows], counts.delta[rows]
+    stored, lengths = ~duplicate, counts.lengths[rows].astype(np.int64)
+    return Ledger(
         logical_bytes=int(lengths.sum()),
         chunks=len(lengths),
-        duplicate_chunks=int(counts.duplicate.sum()),
+        duplicate_chunks=int(duplicate.sum()),
         delta_chunks=int(delta.sum()),
         raw_chunks=int((stored & ~delta).sum()),
-        zero_chunks=int(counts.zero.sum()),
+        zero_chunks=int(counts.zero[rows].sum()),
         unique_bytes=int(lengths[stored].sum()),
         delta_chunk_bytes=int(lengths[delta].sum()),
-        delta_bytes=int(counts.delta_bytes.sum(dtype=np.int64)),
+        delta_bytes=int(counts.delta_bytes[rows].sum(dtype=np.int64)),
     )
-    recipes = 8 * len(outcome.segments)
-    return ledger, ledger.unique_bytes - ledger.delta_chunk_bytes + ledger.delta_bytes + recipes
 
 
 def _with_shares(container: SealedContainer, held: Sequence[_Held]) -> list[_Held]:

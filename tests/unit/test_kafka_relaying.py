@@ -1,0 +1,286 @@
+"""Stages between topics: messages are worked on together, and say what each alone would have said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin.config import Settings
+from nearkin.errors import StoreUnavailable
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.message import End, Envelope, Fresh, Message, Paired, Segments, decode, encode
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.records import Locations, SegmentBatch
+from nearkin.runners.kafka import loop
+from nearkin.runners.kafka.acknowledging import Awaiting
+from nearkin.runners.kafka.chunking import split_segments
+from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.loop import Record
+from nearkin.runners.kafka.merging import merged_fresh, merged_pairs
+from nearkin.runners.kafka.offsets import PartitionOffsets
+from nearkin.runners.kafka.relaying import RelayHandler, Work, dedup_work, resemblance_work
+from nearkin.runners.kafka.tenants import Lanes, lanes
+from nearkin.runners.together import run_stage_many
+from nearkin.stage import Facts, run_stage
+from nearkin.store.objects import memory_objects
+from nearkin.testing.generated import random_bytes
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_dedup import DedupStage
+from nearkin_resemblance import ResemblanceStage
+
+SETTINGS = Settings()
+MIB = 1 << 20
+BLOB = b"0123456789abcdef"
+
+
+class Scripted(Outbox):
+    """Keeps what is sent; acknowledges when told to."""
+
+    def __init__(self) -> None:
+        self.values: list[bytes] = []
+        self.dead: list[Mapping[str, bytes | None]] = []
+        self.sent_messages = 0
+        self._unanswered = PartitionOffsets()
+        self.failing = False
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+        assert headers["ce_specversion"] == b"1.0"
+        self.values.append(value)
+        self._unanswered.taken(self.sent_messages)
+        self.sent_messages += 1
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        self.dead.append(dict(headers))
+
+    def acknowledge(self, *numbers: int) -> None:
+        for number in numbers:
+            self._unanswered.done(number)
+
+    def settle(self) -> None:
+        if self.failing:
+            raise StoreUnavailable("kafka: a message was not delivered")
+
+    def flush(self) -> None:
+        self.settle()
+        self.acknowledge(*range(self.acknowledged_messages, self.sent_messages))
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def told(self) -> list[Message]:
+        return [decode(value, "sent") for value in self.values]
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Iterator[Lanes]:
+    indexes: list[LmdbIndex] = []
+
+    def index_of(domain: bytes) -> LmdbIndex:
+        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
+        return indexes[-1]
+
+    yield lanes(SETTINGS, memory_objects(), b"s" * 32, 160, index_of)
+    for index in indexes:
+        index.close()
+
+
+def chunked(data: bytes, tenant: str = "t") -> SegmentBatch:
+    stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, tenant))
+    payload = np.frombuffer(data, np.uint8)
+    return stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts()).segments
+
+
+def messages(data: bytes, tenant: str = "t", blob: bytes = BLOB) -> list[Segments]:
+    found, position, sequence = [], 0, 0
+    for batch in split_segments(chunked(data, tenant), 3):
+        found.append(Segments(Envelope(blob, tenant, "key", position, sequence), batch))
+        position, sequence = position + batch.logical_bytes, sequence + batch.segments
+    return found
+
+
+def records(values: Sequence[bytes]) -> list[Record]:
+    return [Record("segments", 0, at, value[8:24], value, {}, ()) for at, value in enumerate(values)]
+
+
+def relay(work: Work, outbox: Scripted) -> RelayHandler:
+    handler = RelayHandler(SETTINGS, "dedup", "fresh", work, outbox)
+    handler.assigned(0, "")
+    return handler
+
+
+def handled(work: Work, values: Sequence[bytes]) -> Scripted:
+    outbox = Scripted()
+    relay(work, outbox).handle(records(values))
+    return outbox
+
+
+def end(blob: bytes = BLOB, tenant: str = "t") -> bytes:
+    return encode(End(Envelope(blob, tenant, "key", 5), 1, blob, 5, b"b" * 32, segments=1))
+
+
+def test_questions_asked_together_are_answered_as_if_each_were_asked_alone(tenants: Lanes) -> None:
+    facts, batches = tenants["t"].facts, [m.batch for m in messages(random_bytes(3 * MIB, 1))]
+    assert len(batches) > 2
+    fresh = run_stage_many(DedupStage(), batches, facts)
+    for one, batch in zip(fresh, batches, strict=True):
+        alone = run_stage(DedupStage(), batch, facts)
+        assert np.array_equal(one.fresh, alone.fresh)
+        assert np.array_equal(one.first, alone.first)
+    paired = run_stage_many(ResemblanceStage(SETTINGS), fresh, facts)
+    for pair, known in zip(paired, fresh, strict=True):
+        assert np.array_equal(pair.super_features, run_stage(ResemblanceStage(SETTINGS), known, facts).super_features)
+    assert run_stage_many(DedupStage(), [], facts) == []
+
+
+def test_what_is_left_of_many_messages_leaves_as_few(tenants: Lanes) -> None:
+    known = chunked(random_bytes(MIB, 2))
+    places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
+    nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
+    tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    sent = messages((random_bytes(MIB, 2) + random_bytes(50_000, 9)) * 6)
+    found = handled(dedup_work(tenants), [*map(encode, sent), end()]).told
+    assert len(sent) > 6
+    assert len(found) == 2
+    assert isinstance(found[0], Fresh)
+    assert isinstance(found[1], End)
+    whole = found[0].batch
+    assert whole.batch.logical_bytes == 6 * (MIB + 50_000)
+    assert np.array_equal(whole.batch.segment_ids, np.concatenate([m.batch.segment_ids for m in sent]))
+    namer = Fingerprinter(b"s" * 32, "t")
+    rows = whole.fresh
+    named = namer.name_chunks(whole.batch.payload, whole.batch.offsets[rows], whole.batch.lengths[rows])
+    assert np.array_equal(named, whole.batch.names[rows])
+    assert len(np.unique(named, axis=0)) == len(rows) < 60  # the 50,000 bytes, and where they meet what is known
+
+
+def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(tenants: Lanes) -> None:
+    sent = messages(random_bytes(4 * MIB, 3))
+    outbox = handled(dedup_work(tenants), [encode(m) for m in sent])
+    found = [message for message in outbox.told if isinstance(message, Fresh)]
+    assert sum(m.batch.batch.segments for m in found) == sum(m.batch.segments for m in sent)
+    paired = handled(resemblance_work(tenants, lambda: SETTINGS), outbox.values)
+    assert not paired.dead
+    assert all(isinstance(message, Paired) for message in paired.told)
+
+
+def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: Lanes) -> None:
+    other = b"fedcba9876543210"
+    data = random_bytes(2 * MIB, 4)
+    ours, theirs = messages(data), messages(data, "u", other)
+    mixed = [encode(m) for pair in zip(ours, theirs, strict=False) for m in pair]
+    told = handled(dedup_work(tenants), [*mixed, end(), end(other, "u")]).told
+    for blob in (BLOB, other):
+        mine = [m for m in told if m.envelope.blob == blob]
+        assert isinstance(mine[-1], End)
+        fresh = [m for m in mine if isinstance(m, Fresh)]
+        assert [m.envelope.sequence for m in fresh] == sorted(m.envelope.sequence for m in fresh)
+        assert sum(len(m.batch.batch.payload) for m in fresh) > 0  # another tenant's chunks are not ours
+
+
+def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: Lanes) -> None:
+    sent = [encode(m) for m in messages(random_bytes(2 * MIB, 5))]
+    told = handled(dedup_work(tenants), [*sent, *sent]).told
+    fresh = [m for m in told if isinstance(m, Fresh)]
+    sequences = [m.envelope.sequence for m in fresh]
+    assert sequences.count(0) == 2
+    assert not any(m.envelope.sequence == 0 and m.batch.batch.segments > len(sent) * 64 for m in fresh)
+
+
+def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_once(tenants: Lanes) -> None:
+    again = random_bytes(MIB, 10)
+    fresh = run_stage_many(DedupStage(), [m.batch for m in messages(again + again)], tenants["t"].facts)
+    stage, facts = ResemblanceStage(SETTINGS), tenants["t"].facts
+    whole = merged_pairs(run_stage_many(stage, fresh, facts))
+    alone = run_stage(stage, merged_fresh(fresh), facts)
+    assert len(fresh) > 1
+    assert len(whole.fresh.fresh) < sum(len(part.fresh) for part in fresh)
+    assert np.array_equal(whole.super_features, alone.super_features)
+    assert np.array_equal(whole.fresh.batch.payload, alone.fresh.batch.payload)
+    assert len(whole.base_found) == len(whole.bases) == len(whole.base_rank) == len(whole.fresh.fresh)
+
+
+def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: Lanes) -> None:
+    poison = b"poison-poison-po"
+    good = [encode(m) for m in messages(random_bytes(2 * MIB, 6))]
+    bad = encode(Segments(Envelope(poison, "t", "key"), chunked(random_bytes(9000, 7))))
+    plain = dedup_work(tenants)
+
+    def work(tenant: str, some: Sequence[Message]) -> Sequence[Message]:
+        if any(m.envelope.blob == poison for m in some):
+            raise ValueError("it cannot be worked on")
+        return plain(tenant, some)
+
+    outbox = handled(work, [good[0], bad, b"garbage", *good[1:], end()])
+    assert len(outbox.dead) == 2
+    told = outbox.told
+    failed = [m for m in told if isinstance(m, End) and m.failure is not None]
+    assert [m.envelope.blob for m in failed] == [poison]
+    assert sum(m.batch.batch.segments for m in told if isinstance(m, Fresh)) == sum(
+        decode(value, "good").batch.segments  # type: ignore[union-attr]
+        for value in good
+    )
+    assert isinstance(told[-1], End)
+
+
+def test_a_kind_that_does_not_belong_is_put_aside(tenants: Lanes) -> None:
+    outbox = handled(resemblance_work(tenants, lambda: SETTINGS), [encode(messages(b"x" * 9000)[0])])
+    assert len(outbox.dead) == 1
+
+
+def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "RETRY_SECONDS_MAX", 0.2)
+
+    def away(tenant: str, some: Sequence[Message]) -> Sequence[Message]:
+        raise StoreUnavailable("redis: away")
+
+    outbox = Scripted()
+    handler = relay(away, outbox)
+    with pytest.raises(StoreUnavailable):
+        handler.handle(records([encode(messages(b"x" * 9000)[0])]))
+    assert not outbox.dead
+    assert not list(handler.committable())
+
+
+def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants: Lanes) -> None:
+    outbox = Scripted()
+    handler = relay(dedup_work(tenants), outbox)
+    first, second = (records([encode(m)])[0] for m in messages(random_bytes(2 * MIB, 8))[:2])
+    handler.handle([first])
+    handler.handle([replace(second, offset=1)])
+    assert not list(handler.committable())
+    outbox.acknowledge(1)  # the later one alone: nothing is certain yet
+    assert not list(handler.committable())
+    outbox.acknowledge(0)
+    assert list(handler.committable()) == [(0, 2, "")]
+    handler.handle([replace(first, offset=2)])
+    handler.drain(0)
+    assert list(handler.committable()) == [(0, 3, "")]
+
+
+def test_what_kafka_refuses_is_never_committed(tenants: Lanes) -> None:
+    outbox = Scripted()
+    awaiting = Awaiting(outbox)
+    outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
+    awaiting.batch({0: (1, "")})
+    outbox.failing = True
+    steps: list[Callable[[], object]] = [awaiting.settle, awaiting.drain, awaiting.committable]
+    for step in steps:
+        with pytest.raises(StoreUnavailable):
+            step()
+
+
+def test_a_partition_given_away_takes_its_offsets_along() -> None:
+    outbox = Scripted()
+    awaiting = Awaiting(outbox)
+    outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
+    awaiting.batch({0: (7, ""), 1: (9, "")})
+    awaiting.forget(0)
+    awaiting.drain()
+    assert list(awaiting.committable()) == [(1, 9, "")]
