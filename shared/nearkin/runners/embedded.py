@@ -1,8 +1,8 @@
 """Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
 
-    caller's thread        reduce thread                        commit thread
-    read, cut, name  -->   dedup, resemblance, delta, seal -->  put container, publish, commit manifest
-             bounded queue                         bounded queue
+    caller's thread      cut thread            reduce thread                        commit thread
+    read, BLAKE3   -->   cut, name, group -->  dedup, resemblance, delta, seal -->  put container, publish, manifest
+          bounded queue        bounded queue                       bounded queue
 
 One thread reduces, so that what is stored depends on the input alone, never on timing.
 """
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -30,21 +29,20 @@ from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
-from nearkin.records import U8, Bools, Ledger, Locations, PutResult, SegmentBatch
+from nearkin.records import Bools, Ledger, Locations, PutResult, SegmentBatch
+from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight
 from nearkin.runners.workers import Worker
-from nearkin.stage import Facts, run_stage
+from nearkin.stage import run_stage
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
-from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker import BlobRun
 from nearkin_dedup import DedupStage
 from nearkin_delta import DeltaOutcome, DeltaStage
 from nearkin_resemblance import ResemblanceStage
 
 VERSION_RACES_MAX = 1000
-CARRY_BYTES_MAX = 1024 * 1024
-"""A segment and a chunk at their bounds: what a batch may leave for the next one."""
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
 MANIFEST_THREADS = 8
@@ -95,14 +93,12 @@ class EmbeddedWriter:
         self._pending = PendingIndex(index, fingerprinter.domain)
         self._in_flight = InFlight(containers)
         self._facts = EmbeddedFacts(self._pending, self._in_flight)
-        self._chunker = ChunkerStage(settings, fingerprinter)
         self._dedup = DedupStage()
         self._resemblance = ResemblanceStage(settings)
         self._delta = DeltaStage(settings, fingerprinter.domain, last_container)
-        self._batch_bytes = int(settings.runner.batch_bytes)
-        self._arena: U8 = np.empty(self._batch_bytes + CARRY_BYTES_MAX, np.uint8)
-        self._spares: SimpleQueue[U8] = SimpleQueue()
-        self._used = 0
+        self._arenas = Arenas(int(settings.runner.batch_bytes))
+        self._arena = self._arenas.take()
+        self._used = CARRY_BYTES_MAX
         self._runs: list[BlobRun] = []
         self._ended: list[_Blob] = []
         self._by_number: dict[int, _Blob] = {}
@@ -111,6 +107,8 @@ class EmbeddedWriter:
         self._reported = Ledger()
         self._committer: Worker[SealedContainer | _Commit] = Worker("commit", self._commit, 2)
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, settings.runner.queue_batches)
+        self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
+        self._cutter: Worker[Filled | _Commit] = Worker("cut", self._cut, 1)
 
     def __enter__(self) -> Self:
         return self
@@ -132,10 +130,9 @@ class EmbeddedWriter:
 
     def window(self) -> memoryview:
         """Return where the blob's next bytes may be written."""
-        if self._used >= self._batch_bytes:
-            self._cut()
-        # Never past the batch's end: where it is cut, and what is kept, must not depend on how much a pipe gave.
-        return self._arena.data[self._used : self._batch_bytes]
+        if self._used == len(self._arena):
+            self._fill()
+        return self._arena.data[self._used :]
 
     def advance(self, blob: _Blob, count: int) -> None:
         """Take `count` bytes that were written to the window."""
@@ -156,9 +153,10 @@ class EmbeddedWriter:
     def flush(self) -> None:
         """Commit all blobs that ended; wait until they are durable. Raises what went wrong."""
         if self._runs:
-            self._cut()
-        self._reducer.put(_Commit(tuple(self._ended), seal=True))
+            self._fill()
+        self._cutter.put(_Commit(tuple(self._ended), seal=True))
         self._ended = []
+        self._cutter.drain()
         self._reducer.drain()
         self._committer.drain()
 
@@ -169,37 +167,31 @@ class EmbeddedWriter:
         except BaseException:
             self.abort()
             raise
+        self._cutter.stop()
         self._reducer.stop()
         self._committer.stop()
 
     def abort(self) -> None:
         """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
+        self._cutter.cancel()  # each may wait for room with the next, so they end in this order
         self._reducer.cancel()
         self._committer.cancel()
         self._in_flight.abandon()
 
-    def _cut(self) -> None:
-        """Hand all certain segments on; carry the rest into a new arena."""
-        chunked = self._chunker.decide(FrameRuns(self._arena[: self._used], tuple(self._runs)), Facts())
+    def _fill(self) -> None:
+        """Hand the arena on and start the next."""
         last = self._runs[-1]
-        if chunked.segments.segments:
-            self._reducer.put(chunked.segments)
-            arena = self._spare_arena()
-        else:
-            arena = self._arena
-        left = 0 if last.final else self._used - max(chunked.consumed, last.start)
-        if left:
-            kept = self._arena[self._used - left : self._used]
-            arena[:left] = kept.copy() if arena is self._arena else kept
-        self._arena, self._used = arena, left
-        self._runs = [] if last.final else [BlobRun(last.blob, 0, left, False)]
+        self._cutter.put(Filled(self._arena, tuple(self._runs)))
+        self._arena, self._used = self._arenas.take(), CARRY_BYTES_MAX
+        self._runs = [] if last.final else [BlobRun(last.blob, self._used, self._used, False)]
 
-    def _spare_arena(self) -> U8:
-        """Return an arena that is no longer read, or a new one: a fresh 5 MiB costs 1,300 page faults."""
-        try:
-            return self._spares.get_nowait()
-        except Empty:
-            return np.empty(self._batch_bytes + CARRY_BYTES_MAX, np.uint8)
+    # --- the cut thread ----------------------------------------------------------------------------------------------
+
+    def _cut(self, item: Filled | _Commit) -> None:
+        if isinstance(item, _Commit):
+            self._reducer.put(item)
+        else:
+            self._chunks.cut(item)
 
     # --- the reduce thread -------------------------------------------------------------------------------------------
 
@@ -227,9 +219,7 @@ class EmbeddedWriter:
         self._account(outcome)
         for container in outcome.sealed:
             self._hand_on(container)
-        arena = item.payload.base
-        if isinstance(arena, np.ndarray) and len(arena) == self._batch_bytes + CARRY_BYTES_MAX:
-            self._spares.put(arena)  # all that is kept was copied into blocks
+        self._arenas.give_back(item.payload)  # all that is kept was copied into blocks
 
     def _hand_on(self, container: SealedContainer) -> None:
         self._in_flight.sealed(container)

@@ -1,0 +1,143 @@
+"""What a second core gives a put. Invariant: one core and two take turns, each with a store of its own, in one run.
+
+    python bench/two_cores.py --corpus botocore,rdb --versions 4 --runs 3 --json out.json
+
+`fresh` puts the versions of a corpus into an empty store, oldest first; `known` puts the last of them once more. Speeds
+are by the clock, the put durable. The last column needs no quiet machine: all processor time of the put over that of
+its busiest thread is what more cores could give at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
+
+from nearkin import open_store
+from nearkin.errors import NearkinError, choose
+from nearkin.lab.measuring import read_through, write_out
+from nearkin.runners.workers import Worker
+from nearkin.testing.corpora import CORPORA
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of put. Speeds in MB/s, medians of the runs; thread seconds are of the last run."""
+
+    corpus: str
+    what: str
+    one_core_mbps: float
+    two_cores_mbps: float
+    ratio: float
+    ceiling: float
+    thread_seconds: dict[str, float]
+
+
+class ThreadClocks:
+    """Processor seconds of the writer's threads, by name, summed over its puts; the caller's thread is "read"."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        plain: Callable[[Worker[object]], None] = Worker._run
+
+        def timed(worker: Worker[object]) -> None:
+            try:
+                plain(worker)
+            finally:
+                self.add(threading.current_thread().name.removeprefix("nearkin-"), time.thread_time())
+
+        Worker._run = timed  # type: ignore[method-assign]  # a thread's clock can only be read on it, as it ends
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to a thread's time."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def timed_put(root: Path, paths: list[Path], clocks: ThreadClocks) -> float:
+    """Return the seconds by the clock of putting the files, synced; the threads' seconds go to `clocks`."""
+    clocks.seconds.clear()
+    with open_store(root) as store:
+        started, own = time.perf_counter(), time.thread_time()
+        for path in paths:
+            store.put("blob", path)
+        clocks.add("read", time.thread_time() - own)
+        write_out(root)
+        return time.perf_counter() - started
+
+
+def measured(corpus: str, paths: list[Path], cores: list[int], runs: int, clocks: ThreadClocks) -> list[Row]:
+    """Return the corpus's rows."""
+    total_bytes = read_through(paths)
+    last_bytes = paths[-1].stat().st_size
+    speeds: dict[tuple[str, int], list[float]] = {}
+    threads: dict[str, dict[str, float]] = {}
+    for _ in range(runs):
+        for count in (1, 2):
+            os.sched_setaffinity(0, cores[:count])
+            with tempfile.TemporaryDirectory(prefix="nearkin-cores-") as folder:
+                for what, some, size_bytes in (("fresh", paths, total_bytes), ("known", paths[-1:], last_bytes)):
+                    seconds = timed_put(Path(folder), some, clocks)
+                    speeds.setdefault((what, count), []).append(size_bytes / seconds / 1e6)
+                    threads[what] = dict(clocks.seconds)
+    rows = []
+    for what, seconds_of in threads.items():
+        one, two = (statistics.median(speeds[what, count]) for count in (1, 2))
+        ratio = statistics.median(b / a for a, b in zip(speeds[what, 1], speeds[what, 2], strict=True))
+        ceiling = sum(seconds_of.values()) / max(seconds_of.values())
+        rows.append(Row(corpus, what, one, two, ratio, ceiling, seconds_of))
+    return rows
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Put on one core and on two.")
+    parser.add_argument("--corpus", default="botocore,rdb", help="comma-separated: botocore, rdb, vm")
+    parser.add_argument("--versions", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        print("two_cores: this process may run on one core alone; give it two", file=sys.stderr)
+        return 1
+    clocks = ThreadClocks()
+    rows: list[Row] = []
+    try:
+        for corpus in chosen.corpus.split(","):
+            if corpus not in CORPORA:
+                raise choose("--corpus", corpus, CORPORA)
+            rows += measured(corpus, CORPORA[corpus](chosen.versions, None), cores, chosen.runs, clocks)
+    except NearkinError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{chosen.versions} versions, {chosen.runs} runs, load {os.getloadavg()[0]:.1f}", "", sep="\n")
+    print(
+        "| put | 1 core, MB/s | 2 cores, MB/s | ratio | seconds by thread | at most |",
+        "|---|---|---|---|---|---|",
+        sep="\n",
+    )
+    for row in rows:
+        threads = ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(row.thread_seconds.items()))
+        print(
+            f"| {row.corpus}, {row.what} | {row.one_core_mbps:.0f} | {row.two_cores_mbps:.0f} | {row.ratio:.2f} |"
+            f" {threads} | {row.ceiling:.2f} |"
+        )
+    if chosen.json:
+        record = {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
+        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
