@@ -174,6 +174,18 @@ def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: 
     check_pictures(tmp_path, "kernels", names)
 
 
+def test_kernels_of_another_build_run_beside_ours(corpus: Path, tmp_path: Path) -> None:
+    from nearkin.kernels import _features
+
+    built = Path(_features.__file__).parent
+    words = ("--runs", "1", "--warmups", "0", "--peers", "none", "--chart", "none", "--against", built)
+    record = recorded(tmp_path, "kernels", "--corpus", corpus, *words)
+    figures = {row["tool"]: row["figures"] for row in record["rows"]}
+    for name in ("sha1", "finesse", "odess", "ntransform", "fastcdc", "rabin", "inck"):
+        ours, theirs = (figures[one]["bytes_handled"]["median"] for one in (name, f"{name} (against)"))
+        assert ours == theirs
+
+
 def test_a_peer_that_is_not_installed_is_left_out_and_the_answer_says_how_to_get_it(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -330,6 +342,7 @@ def test_two_folders_of_one_name_are_refused(capfd, corpus: Path, tmp_path: Path
         (["store", "--versions", "0"], "0 is not in the range"),
         (["store", "--runs", "100"], "100 is not in the range"),
         (["kernels", "--core", "4000"], "--core 4000: choose one of"),
+        (["kernels", "--against", "/"], "holds 0 built files of _fingerprint"),
         (["pairs", "--pairs", "0"], "0 is not in the range"),
         (["pairs", "--chart", "gif"], "'svg', 'png', 'none'"),
         (["stores"], "No such command 'stores'"),

@@ -192,20 +192,22 @@ _KERNEL_PEERS = "all"
 
 
 @bench.command()
+@click.option("--against", metavar="DIR", type=click.Path(path_type=Path), help="Kernels built elsewhere, beside ours.")
 @_room_options(7, 1, _KERNEL_PEERS)
-def kernels(peers: str | None, **given: Any) -> None:
+def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     """Run single functions: chunkers, hashes, features, delta codecs.
 
     nearkin bench kernels --corpus mutated
+    nearkin bench kernels --against ../before/shared/nearkin/kernels
     NEARKIN_CPU=avx2 nearkin bench kernels       # as on a machine without AVX-512
 
-    Each round has one pass of every kernel over 64 MiB, next to one stream of OpenSSL's SHA-1 over 8 KiB blocks.
+    Each round gives every kernel a turn over 16 MiB, after one of a stream of OpenSSL's SHA-1 over 8 KiB blocks.
     Peers: openssl, hashlib, zstd-prefix and what else is listed when a name is not known.
     """
     from nearkin.lab import kernels_room
 
     asked = _asked(peers, _KERNEL_PEERS, **given)
-    chosen = kernels_room.choose_kernels(list(kernels_room.PEERS) if asked.peers == ["all"] else asked.peers)
+    chosen = kernels_room.choose_kernels(list(kernels_room.PEERS) if asked.peers == ["all"] else asked.peers, against)
 
     def measure(corpora: list[Any], **more: Any) -> Record:
         return kernels_room.run(corpora, chosen, **more)

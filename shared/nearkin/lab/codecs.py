@@ -44,6 +44,10 @@ class Codec(ABC):
         """Return the codec's version, or what it comes with."""
         return "in this process"
 
+    def clock(self) -> float:
+        """Return the time that passes while the codec works, seconds: of this thread's processor time."""
+        return time.thread_time()
+
     def start_seconds(self) -> float:
         """Return what a call costs before it looks at a byte: the start of a process, 0 in this one."""
         return 0.0
@@ -193,6 +197,10 @@ class Command(Codec):
     def version(cls) -> str:
         done = subprocess.run([cls.find(), *cls.version_words], capture_output=True, text=True, check=False)
         return next(iter((done.stdout or done.stderr).strip().splitlines()), "unknown").partition(",")[0].strip("* ")
+
+    @override
+    def clock(self) -> float:
+        return time.perf_counter()
 
     @override
     def start_seconds(self) -> float:

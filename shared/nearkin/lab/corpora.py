@@ -81,7 +81,7 @@ KNOWN: Mapping[str, Known] = {
     "botocore": Known("source releases of a Python package, 115 MB each", 10, 10, _botocore),
     "rdb": Known("dumps of a Redis server, 60 MB each", 5, 100, _rdb),
     "vm": Known("vm-debian where it can be made, else vm-synthetic", 3, 3, _vm),
-    "vm-debian": Known("disk images of a Debian system, 400 MB each; root and debootstrap", 3, 3, _vm_debian),
+    "vm-debian": Known("disk images of a Debian system, 671 MB each; root and debootstrap", 3, 3, _vm_debian),
     "vm-synthetic": Known("generations of a synthetic disk image, 315 MB each", 2, 40, _vm_synthetic),
     "mutated": Known("generated data after small edits, 25 MB each", 6, 1000, _mutated),
 }

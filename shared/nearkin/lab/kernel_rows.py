@@ -1,13 +1,13 @@
 """The kernels that are measured. Invariant: a row has a name of its own, and says how many bytes one pass handles.
 
-A new row is one function:
+Data come as they do in a store: segments of up to 900 KiB, a call each. A new row is one function:
 
     @kernel("crc32", group="hashes", settings="zlib")
     def _crc32(material: Material) -> Prepared:
         return timed(lambda: zlib.crc32(material.data), len(material.data))
 
-`prepare` runs once, outside the clock. `once` is one pass and returns its seconds, so that a program that brings a
-clock of its own can be a row as well. A peer that is not installed raises MissingPeer.
+It runs once, outside the clock. `Prepared.once` is one pass and returns its seconds of processor time, so that a
+program that brings a clock of its own can be a row as well. A peer that is not installed raises MissingPeer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from backports.zstd import ZstdDict, compress
 
 from nearkin.errors import BadInput
 from nearkin.kernels import chunking, estimate, features, fingerprint, xdelta3
+from nearkin.kernels._select import USE_CYTHON
 from nearkin.lab.measuring import CommandFailed
 from nearkin.lab.peer import MissingPeer
 from nearkin.lab.record import Corpus
@@ -39,6 +40,8 @@ from nearkin.lab.resemblance import (
     Bytes,
     Chunks,
     Cut,
+    Lengths,
+    Offsets,
     Pairs,
     Sketch,
     find_pairs,
@@ -46,8 +49,11 @@ from nearkin.lab.resemblance import (
     starts_of,
 )
 
-SAMPLE_BYTES_MAX = 64 << 20
+SEGMENT_BYTES_MAX = 900 << 10
+SAMPLE_BYTES_MAX = 16 << 20
 """Of a corpus, taken evenly from its versions: what one pass of most kernels handles."""
+PAIRED_BYTES_MAX = 256 << 20
+"""Of a corpus, whole versions: where similar chunks are looked for."""
 REDUCTION_BYTES_MAX = 2 << 30
 """Of a corpus: what chunkers are compared over by how much dedup finds."""
 
@@ -62,24 +68,28 @@ class Material:
         self.data = _sample(corpus.paths)
 
     @cached_property
-    def chunks(self) -> Chunks:
-        """The sample, cut by fastcdc: 2 to 64 KiB, 8 KiB target."""
-        sizes = (CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX)
-        lengths = chunking.fastcdc_cut(self.data, *sizes, True)
-        return Chunks(self.data, starts_of(lengths), lengths)
+    def segments(self) -> list[Chunks]:
+        """The sample as segments, each a buffer of its own, cut by fastcdc: 2 to 64 KiB, 8 KiB target."""
+        found = []
+        for start in range(0, len(self.data), SEGMENT_BYTES_MAX):
+            payload = self.data[start : start + SEGMENT_BYTES_MAX].copy()
+            lengths = chunking.fastcdc_cut(payload, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
+            found.append(Chunks(payload, starts_of(lengths), lengths))
+        return found
 
     @cached_property
     def pairs(self) -> Pairs:
-        """Similar chunks that `finesse` finds among the fresh chunks of up to `SAMPLE_BYTES_MAX` of the corpus.
+        """Similar chunks that `finesse` finds among the fresh chunks of up to `PAIRED_BYTES_MAX`, of 16 MiB at most.
 
         Raises BadInput where there are none.
         """
         sizes = np.cumsum([path.stat().st_size for path in self.corpus.paths])
-        taken = max(2, int(np.searchsorted(sizes, 4 * SAMPLE_BYTES_MAX)))  # similar chunks lie in different versions
+        taken = max(2, int(np.searchsorted(sizes, PAIRED_BYTES_MAX)))  # similar chunks lie in different versions
         pairs = find_pairs(fresh_chunks(self.corpus.paths[:taken], chunking.fastcdc_cut), "finesse")
         if not len(pairs):
             raise BadInput("no two similar chunks in it; take more versions")
-        return pairs
+        few = np.flatnonzero(np.cumsum(pairs.targets.lengths, dtype=np.int64) <= SAMPLE_BYTES_MAX)
+        return Pairs(pairs.targets.take(few), pairs.bases.take(few))
 
     def dedup(self, cut: Cut) -> tuple[float, float]:
         """Return logical bytes by bytes of different chunks, and the mean chunk, bytes, as `cut` cuts the corpus."""
@@ -114,7 +124,7 @@ def _sample(paths: Sequence[Path]) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A row that is ready: `once()` is one pass over `bytes_handled` bytes, in seconds."""
+    """A row that is ready: `once()` is one pass over `bytes_handled` bytes, in seconds of processor time."""
 
     once: Callable[[], float]
     bytes_handled: int
@@ -122,17 +132,30 @@ class Prepared:
     """Of chunkers: what dedup makes of the corpus."""
     mean_chunk_bytes: float | None = None
     version: str = "in this process"
+    repeats: bool = True
+    """Whether a turn has as many passes as fill it; else one, which is long enough."""
 
 
 def timed(call: Callable[[], object], bytes_handled: int, **more: float | None) -> Prepared:
-    """Return a row whose pass is `call()`, timed here; `more` as in `Prepared`."""
+    """Return a row whose pass is `call()`, all of it in this thread; `more` as in `Prepared`."""
 
     def once() -> float:
-        started = time.perf_counter()
+        started = time.thread_time()  # what else runs on the machine takes wall time, and next to no processor time
         call()
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     return Prepared(once, bytes_handled, more.get("reduction"), more.get("mean_chunk_bytes"))
+
+
+def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], object]) -> Prepared:
+    """Return a row whose pass is a call for every segment: payload, offsets and lengths of its chunks."""
+    segments = material.segments
+
+    def all_of_them() -> None:
+        for segment in segments:
+            call(segment.payload, segment.offsets, segment.lengths)
+
+    return timed(all_of_them, sum(segment.total_bytes for segment in segments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +168,8 @@ class Kernel:
     prepare: Callable[[Material], Prepared]
     ours: bool
     install: str
+    aim: float | None
+    """By OpenSSL's SHA-1, with AVX-512."""
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -152,13 +177,13 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(
-    name: str, *, group: str, settings: str = "", ours: bool = True, install: str = ""
+    name: str, *, group: str, settings: str = "", ours: bool = True, install: str = "", aim: float | None = None
 ) -> Callable[[Callable[[Material], Prepared]], Callable[[Material], Prepared]]:
     """Register a row. A peer (`ours` False) runs when it is named, and says in `install` how to get it."""
 
     def register(prepare: Callable[[Material], Prepared]) -> Callable[[Material], Prepared]:
         assert name not in KERNELS, name
-        KERNELS[name] = Kernel(name, group, settings, prepare, ours, install)
+        KERNELS[name] = Kernel(name, group, settings, prepare, ours, install, aim)
         return prepare
 
     return register
@@ -172,11 +197,13 @@ def add_chunker(name: str, cut: Cut) -> None:
 
     def prepare(material: Material) -> Prepared:
         ratio, mean_bytes = material.dedup(cut)
-        sizes = (CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX)
-        call = lambda: cut(material.data, *sizes, True)  # noqa: E731
+
+        def call() -> None:
+            cut(material.data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
+
         return timed(call, len(material.data), reduction=ratio, mean_chunk_bytes=mean_bytes)
 
-    kernel(name, group=CHUNKING, settings="2, 8, 64 KiB")(prepare)
+    kernel(name, group=CHUNKING, settings="2, 8, 64 KiB; the whole sample in one call")(prepare)
 
 
 add_chunker("fastcdc", chunking.fastcdc_cut)
@@ -187,37 +214,55 @@ add_chunker("inck", chunking.inck_cut)
 # ------------------------------------------------------------------ hashes
 
 
-@kernel("sha1", group=HASHES, settings="all chunks of a segment in one call")
+@kernel("sha1", group=HASHES, settings="all chunks of a segment in one call", aim=2.5)
 def _sha1(material: Material) -> Prepared:
-    chunks = material.chunks
-    return timed(lambda: fingerprint.sha1_many(chunks.payload, chunks.offsets, chunks.lengths), chunks.total_bytes)
+    return over_segments(material, fingerprint.sha1_many)
+
+
+def _add_engine(name: str) -> None:
+    def prepare(material: Material) -> Prepared:
+        return over_segments(material, partial(_fingerprint.sha1_many, engine=name))
+
+    kernel(f"sha1, {name} alone", group=HASHES, settings="this engine for all chunks")(prepare)
+
+
+if USE_CYTHON:
+    from nearkin.kernels import _fingerprint
+
+    for _engine in _fingerprint.sha1_engines():
+        _add_engine(_engine)
+
+
+@kernel("check tags", group=HASHES)
+def _check_tags(material: Material) -> Prepared:
+    key = fingerprint.TagKey(bytes(range(fingerprint.SECRET_BYTES)), b"bench")
+    return over_segments(material, partial(fingerprint.check_tags, key=key))
 
 
 @kernel("sha1 + tags", group=HASHES, settings="fingerprints, check tags and names: all that dedup needs")
 def _sha1_tags(material: Material) -> Prepared:
-    chunks = material.chunks
     key = fingerprint.TagKey(bytes(range(fingerprint.SECRET_BYTES)), b"bench")
 
-    def call() -> None:
-        fingerprints = fingerprint.sha1_many(chunks.payload, chunks.offsets, chunks.lengths)
-        tags = fingerprint.check_tags(chunks.payload, chunks.offsets, chunks.lengths, key)
-        fingerprint.names(fingerprints, tags, chunks.lengths)
+    def call(payload: Bytes, offsets: Offsets, lengths: Lengths) -> None:
+        fingerprints = fingerprint.sha1_many(payload, offsets, lengths)
+        fingerprint.names(fingerprints, fingerprint.check_tags(payload, offsets, lengths, key), lengths)
 
-    return timed(call, chunks.total_bytes)
+    return over_segments(material, call)
 
 
-@kernel("hashlib", group=HASHES, settings="OpenSSL's SHA-1, a call a chunk", ours=False)
+@kernel("hashlib", group=HASHES, settings="OpenSSL's SHA-1, a call a chunk", ours=False, install="it comes with Python")
 def _sha1_hashlib(material: Material) -> Prepared:
-    chunks = material.chunks
-    view = memoryview(chunks.payload)
-    starts = chunks.offsets.tolist()
-    places = [view[start : start + length] for start, length in zip(starts, chunks.lengths.tolist(), strict=True)]
+    places = [
+        memoryview(segment.payload)[start : start + length]
+        for segment in material.segments
+        for start, length in zip(segment.offsets.tolist(), segment.lengths.tolist(), strict=True)
+    ]
 
     def call() -> None:
         for place in places:
             hashlib.sha1(place, usedforsecurity=False).digest()
 
-    return timed(call, chunks.total_bytes)
+    return timed(call, sum(map(len, places)))
 
 
 _OPENSSL_SECONDS = 1
@@ -234,7 +279,7 @@ def _openssl(material: Material) -> Prepared:
     program = shutil.which("openssl")
     if program is None:
         raise MissingPeer("openssl is not installed")
-    words = ("speed", "-elapsed", "-seconds", str(_OPENSSL_SECONDS), "-bytes", "8192", "-evp", "sha1")
+    words = ("speed", "-seconds", str(_OPENSSL_SECONDS), "-bytes", "8192", "-evp", "sha1")
     handled = len(material.data)
 
     def once() -> float:
@@ -245,32 +290,29 @@ def _openssl(material: Material) -> Prepared:
         return handled / (float(match[1]) * 1000)  # it prints thousands of bytes a second
 
     version = subprocess.run([program, "version"], capture_output=True, text=True, check=False).stdout.strip()
-    return Prepared(once, handled, version=version)
+    return Prepared(once, handled, version=version, repeats=False)
 
 
 # ------------------------------------------------------------------ features
 
 
-def _add_features(name: str, sketch: Sketch) -> None:
+def _add_features(name: str, sketch: Sketch, aim: float | None = None) -> None:
     def prepare(material: Material) -> Prepared:
-        chunks = material.chunks
-        return timed(lambda: sketch(chunks.payload, chunks.offsets, chunks.lengths), chunks.total_bytes)
+        return over_segments(material, sketch)
 
-    kernel(name, group=FEATURES, settings="12 features, 3 super-features")(prepare)
+    kernel(name, group=FEATURES, settings="12 features, 3 super-features", aim=aim)(prepare)
 
 
-_add_features("finesse", features.finesse)
-_add_features("odess", features.odess)
-_add_features("ntransform", features.ntransform)
+_add_features("finesse", features.finesse, 1.2)
+_add_features("odess", features.odess, 0.8)
+_add_features("ntransform", features.ntransform, 0.4)
 _add_features("finesse, scalar", features.finesse_scalar)
 _add_features("ntransform, scalar", features.ntransform_scalar)
 
 
 @kernel("size estimate", group=FEATURES, settings="how far a chunk will compress, guessed")
 def _estimate(material: Material) -> Prepared:
-    chunks = material.chunks
-    call = estimate.compressed_bytes_estimate
-    return timed(lambda: call(chunks.payload, chunks.offsets, chunks.lengths), chunks.total_bytes)
+    return over_segments(material, estimate.compressed_bytes_estimate)
 
 
 # ------------------------------------------------------------------ delta codecs

@@ -23,7 +23,7 @@ _ADDED: Sequence[Sequence[str]] = (
     ("ca-certificates", "curl", "less", "openssh-client", "python3-minimal", "vim-tiny"),
     ("cron", "git", "logrotate", "python3", "rsyslog", "sqlite3"),
 )
-_IMAGE_MEBIBYTES = 400
+_IMAGE_MEBIBYTES = 640  # the last state takes some 480
 _UUID = "6e656172-6b69-4e00-8000-000000000000"
 
 
@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 
 def debian_images(count: int = 3, cache: Path | None = None) -> list[Path]:
-    """Return up to three images of 400 MiB: a minimal system, then with 6 and with 12 packages (and what they need).
+    """Return up to three images of 640 MiB: a minimal system, then with 6 and with 12 packages (and what they need).
 
     Errors: BadInput for a count outside 1 to 3; MissingTool where the images are not made yet and this is not root, or
     debootstrap or mke2fs is not installed; Retryable when one of them fails, with its last line.
