@@ -1,6 +1,6 @@
 /* Rabin fingerprints, many runs side by side. Invariant: a lane reads exactly its run; the answers are the scalar ones.
 
-   features_impl.c includes this once for each width, after defining LANES (bytes of a VECTOR), LANED, TARGET, LOAD,
+   features_x86.h includes this once for each width, after defining LANES (bytes of a VECTOR), LANED, TARGET, LOAD,
    STORE, UNPACK, MAX, TRANSFORM_MAXIMA, ZEROS and the functions load_multipliers, load_column, push and roll.
 
      runs     lane 0  |--------------|               every run has as many windows as the others; where they do not
