@@ -157,7 +157,8 @@ def test_pairs_measures_algorithms_and_codecs(corpus: Path, tmp_path: Path) -> N
 
 
 def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: Path) -> None:
-    record = recorded(tmp_path, "kernels", "--corpus", corpus, "--runs", "2", "--peers", "hashlib,zstd-prefix")
+    words = ("--runs", "2", "--warmups", "0", "--peers", "hashlib,zstd-prefix")
+    record = recorded(tmp_path, "kernels", "--corpus", corpus, *words)
     check_common(record, "kernels", corpus, 2)
     chunkers = rows_of(record, "chunking")
     assert {"fastcdc", "rabin", "inck"} <= set(chunkers)
@@ -240,7 +241,19 @@ def test_a_terminal_gets_the_table_and_a_bar(corpus: Path, tmp_path: Path) -> No
     reader = threading.Thread(target=read)
     reader.start()
     words = command(
-        "kernels", "--corpus", corpus, "--runs", "1", "--peers", "none", "--chart", "svg", "--out", tmp_path
+        "kernels",
+        "--corpus",
+        corpus,
+        "--runs",
+        "1",
+        "--warmups",
+        "0",
+        "--peers",
+        "none",
+        "--chart",
+        "svg",
+        "--out",
+        tmp_path,
     )
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, env=environment(TERM="xterm"), timeout=240)
     os.close(theirs)
@@ -365,7 +378,19 @@ def test_without_matplotlib_a_chart_is_refused_by_name_and_else_left_out(
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     said = refused(capfd, "kernels", "--corpus", corpus, "--chart", "svg", "--out", tmp_path)
     assert "pip install 'nearkin[bench]'" in said
-    words = ["kernels", "--corpus", str(corpus), "--runs", "1", "--peers", "none", "--out", str(tmp_path)]
+    words = [
+        "kernels",
+        "--corpus",
+        str(corpus),
+        "--runs",
+        "1",
+        "--warmups",
+        "0",
+        "--peers",
+        "none",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(["bench", *words]) == 0
     assert "pip install 'nearkin[bench]'" in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
