@@ -125,6 +125,7 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
         assert figures["reduction"]["median"] == pytest.approx(logical_bytes / figures["stored_bytes"]["median"]), name
         assert figures["put_mbps"]["low"] > 0
         assert figures["get_oldest_mbps"]["low"] > 0
+        assert 0 < figures["put_mbps"]["median"] <= 1.1 * figures["put_cpu_mbps"]["median"]  # one core: never less time
         assert (figures["put_again_mbps"] is None) == name.startswith("zstd-long")
     assert rows["nearkin"]["reduction"]["median"] > 2
     if solid:

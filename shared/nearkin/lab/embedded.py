@@ -1,6 +1,7 @@
 """Nearkin in one process, as a service embeds it: `nearkin.lab.ours` starts this and names one version after another.
 
-arguments: STORE [CONFIG]. stdin: put PATH | get VERSION TARGET. stdout: {"peak_bytes": ...} when that is done
+arguments: STORE [CONFIG]. stdin: put PATH | get VERSION TARGET. stdout, when that is done:
+{"peak_bytes": of this process so far, "cpu_seconds": of this command}
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 
 import nearkin
@@ -19,6 +21,7 @@ def main() -> None:
     settings, _ = nearkin.load(config[0] if config else None)
     with nearkin.open_store(Path(folder), settings=settings) as store:
         for line in sys.stdin:
+            started = time.process_time()
             word, *rest = line.rstrip("\n").split("\t")
             if word == "put":
                 store.put("blob", Path(rest[0]))
@@ -26,7 +29,8 @@ def main() -> None:
                 with open(rest[1], "wb") as target:
                     store.get("blob", int(rest[0])).write_to(target)
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(json.dumps({"peak_bytes": peak_bytes}), flush=True)
+            cpu_seconds = time.process_time() - started
+            print(json.dumps({"peak_bytes": peak_bytes, "cpu_seconds": cpu_seconds}), flush=True)
 
 
 if __name__ == "__main__":

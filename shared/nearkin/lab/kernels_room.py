@@ -18,7 +18,7 @@ from nearkin.lab.against import kernels_against
 from nearkin.lab.kernel_rows import KERNELS, Kernel, Material, Prepared
 from nearkin.lab.measuring import CommandFailed, Steps, pinned, sha1_mbps
 from nearkin.lab.peer import MissingPeer
-from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, spread
+from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, speed, spread
 
 _TURN_SECONDS = 0.04
 _PASSES_MAX = 1000
@@ -146,7 +146,7 @@ def markdown(record: Record) -> list[str]:
         for row in rows:
             name = f"**{row.tool}**" if row.ours else row.tool
             cut = f"{cell(row.figures['reduction'], 3)} | {cell(row.figures['mean_chunk_bytes'])}"
-            speeds = f"{cell(row.figures['mbps'])} | {cell(row.figures['by_sha1'], 2)}"
+            speeds = f"{speed(row.figures['mbps'])} | {cell(row.figures['by_sha1'], 2)}"
             speeds += f" | {cell(row.figures['aim_by_sha1'], 1)}"
             lines.append(f"| {name} | {row.group} | {speeds} | {cut} | {row.settings} |")
         versions = dict.fromkeys(f"- {row.tool}: {row.version}" for row in rows if not row.ours)

@@ -33,10 +33,12 @@ class CommandFailed(Permanent):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one command took: wall seconds (`sync_seconds` of them for the file system) and peak memory, bytes."""
+    """What one command took: wall seconds (`sync_seconds` of them for the file system), processor time, peak memory."""
 
     seconds: float
     sync_seconds: float
+    cpu_seconds: float
+    """Of the process and those it waited for, in user and system code; writing out by the system is not in it."""
     peak_bytes: int
 
 
@@ -96,7 +98,7 @@ def run(
             source = joined.stdout
         process = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors, env=dict(environment))
         source.close()  # else `cat` never learns that its reader has gone
-        _, peak_bytes = reaped(process)
+        usage = reaped(process)
         ended = time.perf_counter()
         if process.returncode != 0:
             errors.seek(0)
@@ -104,11 +106,14 @@ def run(
     if sync is not None:
         write_out(sync)
     synced = time.perf_counter()
-    return Cost(synced - started, synced - ended, peak_bytes)
+    return Cost(synced - started, synced - ended, *usage)
 
 
-def reaped(process: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """Wait for a process; return its exit code and peak memory, bytes. It is killed if the wait is interrupted."""
+def reaped(process: subprocess.Popen[bytes]) -> tuple[float, int]:
+    """Wait for a process; return its processor time, seconds, and peak memory, bytes.
+
+    Its `returncode` is set. It is killed if the wait is interrupted.
+    """
     try:
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:
@@ -116,7 +121,7 @@ def reaped(process: subprocess.Popen[bytes]) -> tuple[int, int]:
         process.wait()
         raise
     process.returncode = os.waitstatus_to_exitcode(status)  # reaped here: Popen must not wait for it again
-    return process.returncode, usage.ru_maxrss * 1024
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def _ending(command: Sequence[str], code: int, said: bytes) -> str:

@@ -115,7 +115,8 @@ class NearkinEmbedded(Nearkin):
         if sync:
             write_out(self.folder)
         synced = time.perf_counter()
-        return Cost(synced - started, synced - ended, int(json.loads(answer)["peak_bytes"]))
+        told = json.loads(answer)
+        return Cost(synced - started, synced - ended, told["cpu_seconds"], told["peak_bytes"])
 
 
 OURS: Sequence[type[Nearkin]] = (Nearkin, NearkinEmbedded)

@@ -21,7 +21,7 @@ from nearkin.kernels import features
 from nearkin.lab.codecs import OWN, PEERS, Codec, Xdelta3, ZstdPrefix
 from nearkin.lab.measuring import CommandFailed, Steps, pinned, sha1_mbps
 from nearkin.lab.peer import MissingPeer
-from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, spread
+from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, speed, spread
 from nearkin.lab.resemblance import APPROACHES, SPEEDS, Chunks, Pairs, find_pairs, fresh_chunks
 
 SPEED_BYTES_MAX = 64 << 20  # of fresh chunks; far beyond any cache, and a run of all five takes seconds
@@ -265,7 +265,7 @@ def _figure_4(record: Record) -> list[str]:
     ]
     for name in SPEEDS:
         cells = (
-            f"{cell(found[corpus, name].figures['mbps'])} | {cell(found[corpus, name].figures['by_sha1'], 2)}"
+            f"{speed(found[corpus, name].figures['mbps'])} | {cell(found[corpus, name].figures['by_sha1'], 2)}"
             for corpus in corpora
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -293,7 +293,7 @@ def _codec_table(record: Record) -> list[str]:
     for row in rows:
         counts = f"{cell(row.figures['pairs'])} | {cell(row.figures['refused'])}"
         ratios = f"{cell(row.figures['reduction'], 2)} | {cell(row.figures['dce'], 4)}"
-        speeds = f"{cell(row.figures['encode_mbps'])} | {cell(row.figures['decode_mbps'])}"
+        speeds = f"{speed(row.figures['encode_mbps'])} | {speed(row.figures['decode_mbps'])}"
         start = cell(row.figures["start_ms"], 1) if _median(row, "start_ms") else "-"
         name = f"**{row.tool}**" if row.ours else row.tool
         lines.append(f"| {row.corpus} | {name} | {counts} | {ratios} | {speeds} | {start} |")

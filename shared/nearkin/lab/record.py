@@ -63,6 +63,11 @@ def cell(figure: Spread | None, digits: int = 0) -> str:
     return "-" if figure is None else figure.text(digits)
 
 
+def speed(figure: Spread | None) -> str:
+    """Return a speed as a table has it, with a decimal where it is below 10."""
+    return cell(figure, 0 if figure is None or figure.median >= 10 else 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One tool with its settings over one corpus. `group` sets apart what must not be compared with one another."""

@@ -60,10 +60,10 @@ class ZstdLong(Peer):
                 if place < stop and place + count > start:
                     file.write(block[max(0, start - place) : min(count, stop - place)])
                 place += count
-            code, peak_bytes = reaped(process)
-        if code != 0:
-            raise CommandFailed(f"{' '.join(command)}: exit {code}")
-        return Cost(time.perf_counter() - started, 0.0, peak_bytes)
+            usage = reaped(process)
+        if process.returncode != 0:
+            raise CommandFailed(f"{' '.join(command)}: exit {process.returncode}")
+        return Cost(time.perf_counter() - started, 0.0, *usage)
 
 
 class ZstdLong9(ZstdLong):
