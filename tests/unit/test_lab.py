@@ -57,6 +57,12 @@ def test_a_command_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None
         run(["sh", "-c", "echo start; echo no room >&2; exit 3"], os.environ, sync=tmp_path)
 
 
+def test_a_command_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("nearkin.lab.measuring.COMMAND_SECONDS_MAX", 0.2)
+    with pytest.raises(CommandFailed, match="exit -9"):
+        run(["sleep", "60"], os.environ, sync=tmp_path)
+
+
 # ------------------------------------------------------------------ peers
 
 
@@ -117,7 +123,7 @@ def test_a_corpus_is_made_by_another_process(tmp_path: Path, monkeypatch) -> Non
 def test_a_corpus_that_cannot_be_made_says_why_and_what_else_there_is(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(Retryable, match=r"mutated: .*--corpus mutated"):
+    with pytest.raises(Retryable, match=r"mutated: .*vm-synthetic and mutated"):
         corpora.find_corpora(["mutated"], 1)
 
 

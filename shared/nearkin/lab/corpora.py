@@ -142,7 +142,7 @@ def _known(name: str, versions: int | None, versions_at_most: int | None) -> Cor
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
-        raise Retryable(f"{name}: {said[-1] if said else 'could not be made'}; `--corpus mutated` needs nothing")
+        raise Retryable(f"{name}: {said[-1] if said else 'could not be made'}; vm-synthetic and mutated need nothing")
     title, *paths = done.stdout.splitlines()
     return Corpus(title, [Path(path) for path in paths])
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from nearkin.errors import BadInput, Permanent
 
 SHA1_BLOCK_BYTES = 8192  # the target of a chunk
 COPY_BYTES = 1 << 20
+COMMAND_SECONDS_MAX = 4 * 3600
+"""Of one command; a put of 100 GB at 10 MB/s takes less."""
 _SHA1_SECONDS = 0.2
 _SHA1_BLOCKS_A_ROUND = 500
 
@@ -109,13 +112,26 @@ def run(
     return Cost(synced - started, synced - ended, *usage)
 
 
+@contextmanager
+def bounded(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kill a process that still runs `COMMAND_SECONDS_MAX` after the block began: none holds up a run for good."""
+    timer = threading.Timer(COMMAND_SECONDS_MAX, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def reaped(process: subprocess.Popen[bytes]) -> tuple[float, int]:
     """Wait for a process; return its processor time, seconds, and peak memory, bytes.
 
     Its `returncode` is set. It is killed if the wait is interrupted.
     """
     try:
-        _, status, usage = os.wait4(process.pid, 0)
+        with bounded(process):
+            _, status, usage = os.wait4(process.pid, 0)
     except BaseException:
         process.kill()
         process.wait()

@@ -14,7 +14,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from nearkin.errors import choose
-from nearkin.lab.measuring import CommandFailed, Cost, write_out
+from nearkin.lab.measuring import CommandFailed, Cost, bounded, write_out
 from nearkin.lab.peer import Peer
 
 # -P: the folder it is started in is not searched for modules
@@ -108,7 +108,8 @@ class NearkinEmbedded(Nearkin):
         started = time.perf_counter()
         self._process.stdin.write("\t".join(words) + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        with bounded(self._process):
+            answer = self._process.stdout.readline()
         ended = time.perf_counter()
         if not answer:
             raise CommandFailed(f"{self.name}: its process ended; its last words are above")

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from nearkin.lab.measuring import COPY_BYTES, CommandFailed, Cost, reaped
+from nearkin.lab.measuring import COPY_BYTES, CommandFailed, Cost, bounded, reaped
 from nearkin.lab.peer import Peer
 
 
@@ -56,10 +56,11 @@ class ZstdLong(Peer):
         ):
             assert process.stdout is not None
             place, block = 0, memoryview(bytearray(COPY_BYTES))
-            while count := process.stdout.readinto(block):  # type: ignore[attr-defined]  # unbuffered: a raw file
-                if place < stop and place + count > start:
-                    file.write(block[max(0, start - place) : min(count, stop - place)])
-                place += count
+            with bounded(process):
+                while count := process.stdout.readinto(block):  # type: ignore[attr-defined]  # unbuffered: a raw file
+                    if place < stop and place + count > start:
+                        file.write(block[max(0, start - place) : min(count, stop - place)])
+                    place += count
             usage = reaped(process)
         if process.returncode != 0:
             raise CommandFailed(f"{' '.join(command)}: exit {process.returncode}")
