@@ -36,7 +36,7 @@ ENVIRONMENT_PREFIX = "NEARKIN_"
 OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug"})
 """`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
 
-CHUNKERS = ("fastcdc", "rabin", "inck", "fixed", "whole")
+CHUNKERS = ("fastcdc", "leastcdc", "rabin", "inck", "fixed", "whole")
 FEATURES = ("finesse", "ntransform", "odess", "none")
 BASE_POLICIES = ("first-fit",)
 DELTA_CODECS = ("xdelta3", "none")

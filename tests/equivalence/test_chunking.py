@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from nearkin.errors import BadInput
 from nearkin.kernels import _chunking as compiled
 from nearkin.kernels import _chunking_reference as reference
+from nearkin.kernels import _leastcdc as compiled_least
+from nearkin.kernels import _leastcdc_reference as reference_least
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "fastcdc": (compiled.fastcdc_cut, reference.fastcdc_cut),
+    "leastcdc": (compiled_least.leastcdc_cut, reference_least.leastcdc_cut),
     "rabin": (compiled.rabin_cut, reference.rabin_cut),
     "inck": (compiled.inck_cut, reference.inck_cut),
 }
@@ -78,13 +81,20 @@ def test_kernel_cuts_as_the_reference_does_with_any_window(
     assert kernel_cut(data, *limits, True, window).tolist() == reference_cut(data, *limits, True, window).tolist()
 
 
-@settings(max_examples=50, deadline=None)
-@given(data=contents, least=st.integers(64, 2000), above=st.integers(0, 2000), most=st.integers(0, 20_000))
-def test_kernel_cuts_as_the_reference_does_at_any_fastcdc_target(
-    data: bytes, least: int, above: int, most: int
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(["fastcdc", "leastcdc"]),
+    data=contents,
+    least=st.integers(64, 2000),
+    above=st.integers(0, 2000),
+    most=st.integers(0, 20_000),
+)
+def test_kernel_cuts_as_the_reference_does_at_a_target_of_any_length(
+    name: str, data: bytes, least: int, above: int, most: int
 ) -> None:
+    kernel_cut, reference_cut = PAIRS[name]
     limits = (least, least + above, least + above + most)
-    assert compiled.fastcdc_cut(data, *limits, True).tolist() == reference.fastcdc_cut(data, *limits, True).tolist()
+    assert kernel_cut(data, *limits, True).tolist() == reference_cut(data, *limits, True).tolist()
 
 
 @settings(max_examples=60, deadline=None)

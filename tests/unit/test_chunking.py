@@ -17,6 +17,7 @@ MIN, TARGET, MAX = 256, 1024, 4096
 
 CUTS: dict[str, Cut] = {
     "fastcdc": lambda data, final: chunking.fastcdc_cut(data, MIN, TARGET, MAX, final),
+    "leastcdc": lambda data, final: chunking.leastcdc_cut(data, MIN, TARGET, MAX, final),
     "rabin": lambda data, final: chunking.rabin_cut(data, MIN, TARGET, MAX, final),
     "inck": lambda data, final: chunking.inck_cut(data, MIN, TARGET, MAX, final),
     "fixed": lambda data, final: chunking.fixed_cut(data, TARGET, final),
@@ -24,6 +25,7 @@ CUTS: dict[str, Cut] = {
 }
 CONTENT_DEFINED = {
     "fastcdc": chunking.fastcdc_cut,
+    "leastcdc": chunking.leastcdc_cut,
     "rabin": chunking.rabin_cut,
     "inck": chunking.inck_cut,
 }
@@ -138,15 +140,17 @@ def test_bounds_out_of_range_are_refused_by_name(name: str, least: Any, target: 
         CONTENT_DEFINED[name](b"", least, target, most, True)
 
 
-def test_fastcdc_refuses_a_target_below_the_minimum() -> None:
+@pytest.mark.parametrize("cut_within", [chunking.fastcdc_cut, chunking.leastcdc_cut])
+def test_fastcdc_and_leastcdc_refuse_a_target_below_the_minimum(cut_within: Any) -> None:
     with pytest.raises(BadInput, match="target_bytes 1024"):
-        chunking.fastcdc_cut(b"", 2048, 1024, 4096, True)
+        cut_within(b"", 2048, 1024, 4096, True)
 
 
+@pytest.mark.parametrize("cut_within", [chunking.fastcdc_cut, chunking.leastcdc_cut])
 @pytest.mark.parametrize("bounds", [(64, 64, 64), (64, 64, 900 * 1024), (900 * 1024, 900 * 1024, 900 * 1024)])
-def test_the_extreme_bounds_are_accepted(bounds: tuple[int, int, int]) -> None:
+def test_the_extreme_bounds_are_accepted(cut_within: Any, bounds: tuple[int, int, int]) -> None:
     data = random_bytes(6, 1_000_000)
-    assert chunking.fastcdc_cut(data, *bounds, True).sum() == len(data)
+    assert cut_within(data, *bounds, True).sum() == len(data)
 
 
 @pytest.mark.parametrize("name", ["rabin", "inck"])

@@ -18,6 +18,11 @@ def _fastcdc(settings: ChunkerSettings) -> Cut:
     return lambda data, final: chunking.fastcdc_cut(data, *bounds, final=final)
 
 
+def _leastcdc(settings: ChunkerSettings) -> Cut:
+    bounds = int(settings.min_bytes), int(settings.target_bytes), int(settings.max_bytes)
+    return lambda data, final: chunking.leastcdc_cut(data, *bounds, final=final)
+
+
 def _rabin(settings: ChunkerSettings) -> Cut:
     bounds = int(settings.min_bytes), int(settings.target_bytes), int(settings.max_bytes)
     return lambda data, final: chunking.rabin_cut(data, *bounds, final=final)
@@ -39,6 +44,7 @@ def _whole(settings: ChunkerSettings, segment_bytes_max: int) -> Cut:
 
 ALGORITHMS: Mapping[str, Callable[[ChunkerSettings], Cut]] = {
     "fastcdc": _fastcdc,
+    "leastcdc": _leastcdc,
     "rabin": _rabin,
     "inck": _inck,
     "fixed": _fixed,

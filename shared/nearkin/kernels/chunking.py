@@ -22,18 +22,22 @@ from nearkin.kernels._select import USE_CYTHON
 
 if TYPE_CHECKING or USE_CYTHON:
     from nearkin.kernels._chunking import fastcdc_cut, inck_cut, rabin_cut
+    from nearkin.kernels._leastcdc import cpu_path, leastcdc_cut
 else:
     from nearkin.kernels._chunking_reference import fastcdc_cut, inck_cut, rabin_cut
+    from nearkin.kernels._leastcdc_reference import cpu_path, leastcdc_cut
 
 __all__ = [
     "CHUNK_BYTES_MAX",
     "CHUNK_BYTES_MIN",
     "GEAR",
     "WINDOW_BYTES",
+    "cpu_path",
     "expected_chunk_bytes",
     "fastcdc_cut",
     "fixed_cut",
     "inck_cut",
+    "leastcdc_cut",
     "rabin_cut",
     "whole_cut",
 ]

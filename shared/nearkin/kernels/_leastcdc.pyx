@@ -1,0 +1,84 @@
+"""The chunker `leastcdc`, compiled. Invariant: it answers exactly as its namesake in `_leastcdc_reference`.
+
+Checks of the input and constants come from the reference, so that each is written once; the loops are in
+leastcdc_impl.c.
+"""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+
+import os
+
+import numpy as np
+
+from nearkin.errors import choose
+from nearkin.kernels import _leastcdc_reference as reference
+from nearkin.kernels._chunking_reference import check_bounds, payload_view
+
+
+cdef extern from "leastcdc_impl.h":
+    enum nk_leastcdc_cpu:
+        pass
+
+    ctypedef struct nk_leastcdc_constants:
+        uint16_t spread[4]
+        uint64_t keys[6]
+
+    ctypedef struct nk_leastcdc_bounds:
+        size_t low_bytes
+        size_t high_bytes
+        size_t max_bytes
+        uint16_t least_hash
+        int final
+
+    nk_leastcdc_cpu nk_leastcdc_cpu_best() noexcept nogil
+    void nk_leastcdc_cpu_use(nk_leastcdc_cpu path) noexcept nogil
+    size_t nk_leastcdc_cut(
+        const uint8_t *data, size_t total_bytes, const nk_leastcdc_bounds *bounds,
+        const nk_leastcdc_constants *constants, uint32_t *lengths) noexcept nogil
+
+
+_PATHS = ("base", "avx2", "avx512")
+
+
+def _choose_path():
+    """Return the path's name: NEARKIN_CPU if it is set, else the best this machine has. Raises ConfigError."""
+    best = <int>nk_leastcdc_cpu_best()
+    reachable = _PATHS[: best + 1]
+    demand = os.environ.get("NEARKIN_CPU", reachable[best])
+    if demand not in reachable:
+        raise choose("NEARKIN_CPU", demand, reachable)
+    return demand
+
+
+_path = _choose_path()
+nk_leastcdc_cpu_use(<nk_leastcdc_cpu><int>_PATHS.index(_path))
+
+cdef nk_leastcdc_constants _constants  # written here at import, only read afterwards
+_constants.spread = reference.SPREAD
+_constants.keys = reference.KEYS
+
+
+def leastcdc_cut(data, min_bytes, target_bytes, max_bytes, bint final):
+    """See `_leastcdc.pyi`."""
+    cdef const uint8_t[::1] payload = payload_view(data)
+    min_bytes, target_bytes, max_bytes = check_bounds(min_bytes, target_bytes, max_bytes)
+    low_bytes, high_bytes = reference.cut_range(min_bytes, target_bytes, max_bytes)
+    cdef nk_leastcdc_bounds bounds
+    bounds.low_bytes = low_bytes
+    bounds.high_bytes = high_bytes
+    bounds.max_bytes = max_bytes
+    bounds.least_hash = reference.least_hash(target_bytes)
+    bounds.final = final
+    cdef size_t total_bytes = payload.shape[0]
+    cdef size_t chunks
+    # every chunk but the last is above low_bytes or equal to max_bytes
+    lengths = np.empty(total_bytes // bounds.low_bytes + 1, dtype=np.uint32)
+    cdef uint32_t[::1] room = lengths
+    with nogil:
+        chunks = nk_leastcdc_cut(&payload[0], total_bytes, &bounds, &_constants, &room[0])
+    return lengths[:chunks].copy()
+
+
+def cpu_path():
+    return _path
