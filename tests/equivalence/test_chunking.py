@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nearkin.errors import BadInput
+from nearkin.errors import BadInput, ConfigError
 from nearkin.kernels import _chunking as compiled
 from nearkin.kernels import _chunking_reference as reference
 from nearkin.kernels import _leastcdc as compiled_least
@@ -64,6 +64,22 @@ def bounds(draw: st.DrawFn) -> tuple[int, int, int]:
 def test_kernel_cuts_as_the_reference_does(name: str, data: bytes, limits: tuple[int, int, int], final: bool) -> None:
     kernel_cut, reference_cut = PAIRS[name]
     assert kernel_cut(data, *limits, final).tolist() == reference_cut(data, *limits, final).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=contents, limits=bounds(), final=st.booleans(), skip=st.integers(0, 70))
+def test_every_path_of_leastcdc_cuts_as_the_reference_does(
+    data: bytes, limits: tuple[int, int, int], final: bool, skip: int
+) -> None:
+    expected = reference_least.leastcdc_cut(data[skip:], *limits, final).tolist()
+    for path in compiled_least.cpu_paths():
+        inside = memoryview(data)[skip:]  # any alignment
+        assert compiled_least.leastcdc_cut(inside, *limits, final, path=path).tolist() == expected
+
+
+def test_a_path_that_this_machine_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r'path "neon": choose .*base'):
+        compiled_least.leastcdc_cut(b"", 64, 64, 64, True, path="neon")
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,9 +17,6 @@ from nearkin.kernels._chunking_reference import check_bounds, payload_view
 
 
 cdef extern from "leastcdc_impl.h":
-    enum nk_leastcdc_cpu:
-        pass
-
     ctypedef struct nk_leastcdc_constants:
         uint16_t spread[4]
         uint64_t keys[6]
@@ -31,39 +28,39 @@ cdef extern from "leastcdc_impl.h":
         uint16_t least_hash
         int final
 
-    nk_leastcdc_cpu nk_leastcdc_cpu_best() noexcept nogil
-    void nk_leastcdc_cpu_use(nk_leastcdc_cpu path) noexcept nogil
+    int nk_leastcdc_best_path() noexcept nogil
     size_t nk_leastcdc_cut(
         const uint8_t *data, size_t total_bytes, const nk_leastcdc_bounds *bounds,
-        const nk_leastcdc_constants *constants, uint32_t *lengths) noexcept nogil
+        const nk_leastcdc_constants *constants, int path, uint32_t *lengths) noexcept nogil
 
 
 _PATHS = ("base", "avx2", "avx512")
+_reachable = _PATHS[: nk_leastcdc_best_path() + 1]
 
 
 def _choose_path():
     """Return the path's name: NEARKIN_CPU if it is set, else the best this machine has. Raises ConfigError."""
-    best = <int>nk_leastcdc_cpu_best()
-    reachable = _PATHS[: best + 1]
-    demand = os.environ.get("NEARKIN_CPU", reachable[best])
-    if demand not in reachable:
-        raise choose("NEARKIN_CPU", demand, reachable)
+    demand = os.environ.get("NEARKIN_CPU", _reachable[len(_reachable) - 1])  # no negative index: wraparound is off
+    if demand not in _reachable:
+        raise choose("NEARKIN_CPU", demand, _reachable)
     return demand
 
 
 _path = _choose_path()
-nk_leastcdc_cpu_use(<nk_leastcdc_cpu><int>_PATHS.index(_path))
 
 cdef nk_leastcdc_constants _constants  # written here at import, only read afterwards
 _constants.spread = reference.SPREAD
 _constants.keys = reference.KEYS
 
 
-def leastcdc_cut(data, min_bytes, target_bytes, max_bytes, bint final):
+def leastcdc_cut(data, min_bytes, target_bytes, max_bytes, bint final, *, path=None):
     """See `_leastcdc.pyi`."""
     cdef const uint8_t[::1] payload = payload_view(data)
     min_bytes, target_bytes, max_bytes = check_bounds(min_bytes, target_bytes, max_bytes)
     low_bytes, high_bytes = reference.cut_range(min_bytes, target_bytes, max_bytes)
+    if path is not None and path not in _reachable:
+        raise choose("path", path, _reachable)
+    cdef int which = _PATHS.index(path or _path)
     cdef nk_leastcdc_bounds bounds
     bounds.low_bytes = low_bytes
     bounds.high_bytes = high_bytes
@@ -76,9 +73,13 @@ def leastcdc_cut(data, min_bytes, target_bytes, max_bytes, bint final):
     lengths = np.empty(total_bytes // bounds.low_bytes + 1, dtype=np.uint32)
     cdef uint32_t[::1] room = lengths
     with nogil:
-        chunks = nk_leastcdc_cut(&payload[0], total_bytes, &bounds, &_constants, &room[0])
+        chunks = nk_leastcdc_cut(&payload[0], total_bytes, &bounds, &_constants, which, &room[0])
     return lengths[:chunks].copy()
 
 
 def cpu_path():
     return _path
+
+
+def cpu_paths():
+    return _reachable

@@ -9,8 +9,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum nk_leastcdc_cpu { NK_LEASTCDC_BASE = 0, NK_LEASTCDC_AVX2 = 1, NK_LEASTCDC_AVX512 = 2 };
-
 typedef struct {
     uint16_t spread[4]; /* odd: what the older half of 4, 8, 16 and 32 bytes is multiplied with */
     uint64_t keys[6];   /* what the six words of a window are combined with before they are multiplied in pairs */
@@ -24,13 +22,11 @@ typedef struct {
     int final;
 } nk_leastcdc_bounds;
 
-/* The widest path this machine has. avx512 asks for F and BW. */
-enum nk_leastcdc_cpu nk_leastcdc_cpu_best(void);
+/* The widest path this machine has. 0: any processor, 1: AVX2, 2: AVX-512 (F and BW). */
+int nk_leastcdc_best_path(void);
 
-/* Fix the path; once, before anything else. */
-void nk_leastcdc_cpu_use(enum nk_leastcdc_cpu path);
-
+/* path: 0 to nk_leastcdc_best_path(). */
 size_t nk_leastcdc_cut(const uint8_t *data, size_t total_bytes, const nk_leastcdc_bounds *bounds,
-                       const nk_leastcdc_constants *constants, uint32_t *lengths);
+                       const nk_leastcdc_constants *constants, int path, uint32_t *lengths);
 
 #endif
