@@ -80,7 +80,7 @@ class ChunkerSettings:
 
     algorithm: Annotated[str, OneOf(CHUNKERS)] = "fastcdc"
     min_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 2 * KIB
-    target_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX, power_of_two=True)] = 8 * KIB
+    target_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 8 * KIB
     max_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 64 * KIB
 
     def __post_init__(self) -> None:
@@ -92,6 +92,8 @@ class ChunkerSettings:
             )
         if self.algorithm in ("rabin", "inck") and self.min_bytes < 256:
             raise ValueError(f"min_bytes {self.min_bytes}: {self.algorithm} wants >= 256")
+        if self.algorithm in ("rabin", "inck") and self.target_bytes & (self.target_bytes - 1):
+            raise ValueError(f"target_bytes {self.target_bytes}: {self.algorithm} wants a power of two")
 
 
 @dataclass(frozen=True)
