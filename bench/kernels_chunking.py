@@ -37,11 +37,10 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
-from measure import pin
-
 from nearkin.errors import NearkinError, choose
 from nearkin.kernels import _chunking, _leastcdc
 from nearkin.kernels.fingerprint import sha1_many
+from nearkin.lab.measuring import pinned
 from nearkin.testing.corpora import CORPORA, cache_dir, text_like
 
 MIN_BYTES, TARGET_BYTES, MAX_BYTES = 2048, 8192, 65536
@@ -254,7 +253,6 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.rounds < 3:
         parser.error("--rounds: needs 3 or more for a median and quartiles")
-    pin(chosen.core)
     try:
         if chosen.dedup:
             ratios = [row for corpus in chosen.dedup.split(",") for row in dedup(corpus)]
@@ -263,6 +261,7 @@ def main() -> int:
         else:
             data = first_version(chosen.corpus)
             with ExitStack() as stack:
+                stack.enter_context(pinned(chosen.core))
                 command = built_crate()
                 peer = None if command is None else stack.enter_context(Peer(command, data))
                 peer_gbps, rows = measured(data, peer, chosen.rounds)

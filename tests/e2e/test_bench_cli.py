@@ -162,7 +162,7 @@ def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: 
     record = recorded(tmp_path, "kernels", "--corpus", corpus, *words)
     check_common(record, "kernels", corpus, 2)
     chunkers = rows_of(record, "chunking")
-    assert {"fastcdc", "rabin", "inck"} <= set(chunkers)
+    assert {"fastcdc", "leastcdc", "rabin", "inck"} <= set(chunkers)
     assert all(len(figures["mbps"]["values"]) == 2 for figures in chunkers.values())
     assert all(figures["reduction"]["median"] > 1.2 for figures in chunkers.values())
     assert all(2048 < figures["mean_chunk_bytes"]["median"] < 65536 for figures in chunkers.values())

@@ -207,6 +207,7 @@ def add_chunker(name: str, cut: Cut) -> None:
 
 
 add_chunker("fastcdc", chunking.fastcdc_cut)
+add_chunker("leastcdc", chunking.leastcdc_cut)
 add_chunker("rabin", chunking.rabin_cut)
 add_chunker("inck", chunking.inck_cut)
 
