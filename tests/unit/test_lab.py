@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from nearkin.errors import BadInput, ConfigError, Retryable
-from nearkin.lab import corpora, kernel_rows, peers, resemblance
+from nearkin.lab import corpora, crate, kernel_rows, peers, resemblance
 from nearkin.lab.measuring import CommandFailed, choose_core, pinned, run
 from nearkin.lab.pairs_room import sample_pairs
+from nearkin.lab.peer import MissingPeer
 from nearkin.lab.record import Corpus, Spread, cell, spread
 from nearkin.testing import debian
 from nearkin.testing.corpora import MissingTool
@@ -185,6 +186,25 @@ def test_a_row_is_one_function(tmp_path: Path, monkeypatch) -> None:
     assert prepared.once() > 0
     with pytest.raises(AssertionError, match="crc32"):
         kernel_rows.kernel("crc32", group="hashes")(_crc32)
+
+
+def test_the_rust_crate_cuts_the_same_bytes_with_a_clock_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "version").write_bytes(np.random.default_rng(2).bytes(3_000_000))
+    material = kernel_rows.Material(Corpus("random", [tmp_path / "version"]))
+    try:
+        prepared = kernel_rows.KERNELS[crate.NAME].prepare(material)
+    except (MissingPeer, CommandFailed) as missing:  # no cargo, or no network for it
+        pytest.skip(str(missing))
+    assert prepared.bytes_handled == 3_000_000
+    assert prepared.mean_chunk_bytes is not None
+    assert 4096 < prepared.mean_chunk_bytes < 16384
+    assert 1e-5 < prepared.once() < 10
+
+
+def test_without_cargo_the_rust_crate_is_left_out(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingPeer, match="cargo is not installed"):
+        crate.built()
 
 
 def test_a_chunkers_dedup_is_the_corpus_by_its_different_chunks(tmp_path: Path) -> None:

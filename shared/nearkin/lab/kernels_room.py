@@ -14,11 +14,12 @@ from pathlib import Path
 
 from nearkin.errors import BadInput, Permanent
 from nearkin.kernels import features, fingerprint
+from nearkin.lab import crate
 from nearkin.lab.against import kernels_against
-from nearkin.lab.kernel_rows import KERNELS, Kernel, Material, Prepared
+from nearkin.lab.kernel_rows import CHUNKING, KERNELS, Kernel, Material, Prepared
 from nearkin.lab.measuring import CommandFailed, Steps, pinned, sha1_mbps
 from nearkin.lab.peer import MissingPeer
-from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, speed, spread
+from nearkin.lab.record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
 
 _TURN_SECONDS = 0.04
 _PASSES_MAX = 1000
@@ -35,7 +36,9 @@ def choose_kernels(names: Sequence[str], against: Path | None = None) -> list[Ke
         if name not in PEERS:
             raise BadInput(f'peer "{name}": choose {", ".join(PEERS)}')
     others = [] if against is None else kernels_against(against)
-    return [*(row for row in KERNELS.values() if row.ours or row.name in names), *others]
+    chosen = [*(row for row in KERNELS.values() if row.ours or row.name in names), *others]
+    groups = list(dict.fromkeys(row.group for row in chosen))
+    return sorted(chosen, key=lambda row: groups.index(row.group))
 
 
 def run(
@@ -110,6 +113,7 @@ def _measure_corpus(
                 by_sha1[name].append(speeds[name][-1] / yards[-1])
         if number >= 0:
             record.sha1_8k_mbps.append(statistics.median(yards))
+    crate_ran = crate.NAME in ready
     for name, prepared in ready.items():
         row = chosen[name]
         figures = {
@@ -118,9 +122,14 @@ def _measure_corpus(
             "bytes_handled": spread([prepared.bytes_handled]),
             "reduction": spread([prepared.reduction]),
             "mean_chunk_bytes": spread([prepared.mean_chunk_bytes]),
+            "by_crate": _by_round(speeds[name], speeds[crate.NAME]) if crate_ran and row.group == CHUNKING else None,
             "aim_by_sha1": spread([row.aim if features.cpu_path() == "avx512" else None]),
         }
         record.rows.append(Row(corpus.name, row.group, name, row.settings, prepared.version, row.ours, figures))
+
+
+def _by_round(own: Sequence[float], other: Sequence[float]) -> Spread | None:
+    return spread(mine / theirs for mine, theirs in zip(own, other, strict=True))
 
 
 def _passes(prepared: Prepared) -> int:
@@ -149,6 +158,13 @@ def markdown(record: Record) -> list[str]:
             speeds = f"{speed(row.figures['mbps'])} | {cell(row.figures['by_sha1'], 2)}"
             speeds += f" | {cell(row.figures['aim_by_sha1'], 1)}"
             lines.append(f"| {name} | {row.group} | {speeds} | {cut} | {row.settings} |")
+        ratios = [
+            f"{row.tool} {cell(figure, 2)}"
+            for row in rows
+            if row.tool != crate.NAME and (figure := row.figures["by_crate"]) is not None
+        ]
+        if ratios:
+            lines += ["", f"Chunkers by the Rust crate fastcdc, round by round: {', '.join(ratios)}."]
         versions = dict.fromkeys(f"- {row.tool}: {row.version}" for row in rows if not row.ours)
         lines += ["", *versions, ""]
     return lines

@@ -282,8 +282,7 @@ def _codec_table(record: Record) -> list[str]:
     lines = [
         "## Delta codecs over a sample of those pairs; MB/s of targets",
         "",
-        "Processor time in this process; wall time for a command, which pays for a process a pair:",
-        "`start` is what that costs, for a target and a base of one byte.",
+        "By processor time. A command pays for a process a pair: `start` is what one of a byte each costs.",
         "Reduction counts refused chunks (their delta is no smaller) whole; DCE is over the others.",
         "",
         "| corpus | codec | pairs | refused | reduction | DCE | encode | decode | start, ms |",
