@@ -214,4 +214,14 @@ def test_a_chunkers_dedup_is_the_corpus_by_its_different_chunks(tmp_path: Path) 
     material = kernel_rows.Material(Corpus("same", sorted(tmp_path.iterdir())))
     ratio, mean_bytes = material.dedup(kernel_rows.chunking.fastcdc_cut)
     assert ratio == pytest.approx(3)
+    assert mean_bytes == material.mean_chunk_bytes(kernel_rows.chunking.fastcdc_cut)
     assert 2048 <= mean_bytes <= 65536
+
+
+def test_leastcdc_is_compared_at_the_mean_chunk_of_fastcdc_too(tmp_path: Path) -> None:
+    (tmp_path / "version").write_bytes(np.random.default_rng(3).bytes(4_000_000))
+    material = kernel_rows.Material(Corpus("random", [tmp_path / "version"]))
+    prepared = kernel_rows.KERNELS["leastcdc, fastcdc's mean"].prepare(material)
+    wanted_bytes = material.mean_chunk_bytes(kernel_rows.chunking.fastcdc_cut)
+    assert prepared.mean_chunk_bytes == pytest.approx(wanted_bytes, rel=0.02)
+    assert prepared.version.startswith("target ")

@@ -13,14 +13,13 @@ program that brings a clock of its own can be a row as well. A peer that is not 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -57,6 +56,9 @@ PAIRED_BYTES_MAX = 256 << 20
 REDUCTION_BYTES_MAX = 2 << 30
 """Of a corpus: what chunkers are compared over by how much dedup finds."""
 
+_MEAN_TOLERANCE = 0.004
+IN_THIS_PROCESS = "in this process"
+
 CHUNKING, HASHES, FEATURES, DELTAS = "chunking", "hashes", "features", "deltas"
 
 
@@ -91,26 +93,39 @@ class Material:
         few = np.flatnonzero(np.cumsum(pairs.targets.lengths, dtype=np.int64) <= SAMPLE_BYTES_MAX)
         return Pairs(pairs.targets.take(few), pairs.bases.take(few))
 
+    def mean_chunk_bytes(self, cut: Cut) -> float:
+        """Return the mean chunk as `cut` cuts the corpus."""
+        total_bytes = count = 0
+        for data in _mapped(self.corpus.paths):
+            total_bytes += len(data)
+            count += len(cut(data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True))
+        return total_bytes / count
+
     def dedup(self, cut: Cut) -> tuple[float, float]:
         """Return logical bytes by bytes of different chunks, and the mean chunk, bytes, as `cut` cuts the corpus."""
         seen: set[bytes] = set()
         fresh_bytes = total_bytes = count = 0
-        for path in self.corpus.paths:
-            if total_bytes >= REDUCTION_BYTES_MAX:
-                break
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                data = np.frombuffer(mapped, dtype=np.uint8)[: REDUCTION_BYTES_MAX - total_bytes]
-                lengths = cut(data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
-                names = fingerprint.sha1_many(data, starts_of(lengths), lengths).tobytes()
-                total_bytes += len(data)
-                count += len(lengths)
-                for number, length in enumerate(lengths.tolist()):
-                    name = names[20 * number : 20 * number + 20]
-                    if name not in seen:
-                        seen.add(name)
-                        fresh_bytes += length
-                del data  # a mapping with a view on it does not close
+        for data in _mapped(self.corpus.paths):
+            lengths = cut(data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
+            names = fingerprint.sha1_many(data, starts_of(lengths), lengths).tobytes()
+            total_bytes += len(data)
+            count += len(lengths)
+            for number, length in enumerate(lengths.tolist()):
+                name = names[20 * number : 20 * number + 20]
+                if name not in seen:
+                    seen.add(name)
+                    fresh_bytes += length
         return total_bytes / fresh_bytes, total_bytes / count
+
+
+def _mapped(paths: Sequence[Path]) -> Iterator[Bytes]:
+    """Yield the files, one after another, up to `REDUCTION_BYTES_MAX`."""
+    left_bytes = REDUCTION_BYTES_MAX
+    for path in paths:
+        if left_bytes:
+            data: Bytes = np.memmap(path, np.uint8, "r")[:left_bytes]
+            left_bytes -= len(data)
+            yield data
 
 
 def _sample(paths: Sequence[Path]) -> Bytes:
@@ -131,20 +146,20 @@ class Prepared:
     reduction: float | None = None
     """Of chunkers: what dedup makes of the corpus."""
     mean_chunk_bytes: float | None = None
-    version: str = "in this process"
+    version: str = IN_THIS_PROCESS
     repeats: bool = True
     """Whether a turn has as many passes as fill it; else one, which is long enough."""
 
 
-def timed(call: Callable[[], object], bytes_handled: int, **more: float | None) -> Prepared:
-    """Return a row whose pass is `call()`, all of it in this thread; `more` as in `Prepared`."""
+def timed(call: Callable[[], object], bytes_handled: int) -> Prepared:
+    """Return a row whose pass is `call()`, all of it in this thread."""
 
     def once() -> float:
         started = time.thread_time()  # what else runs on the machine takes wall time, and next to no processor time
         call()
         return time.thread_time() - started
 
-    return Prepared(once, bytes_handled, more.get("reduction"), more.get("mean_chunk_bytes"))
+    return Prepared(once, bytes_handled)
 
 
 def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], object]) -> Prepared:
@@ -192,24 +207,49 @@ def kernel(
 # ------------------------------------------------------------------ chunking
 
 
-def add_chunker(name: str, cut: Cut) -> None:
-    """Register a chunker: its speed, and what dedup makes of the corpus that it cuts."""
+def chunked(material: Material, cut: Cut, note: str = IN_THIS_PROCESS) -> Prepared:
+    """Return a chunker's row: its speed over the sample in one call, and what dedup makes of the corpus it cuts."""
+    ratio, mean_bytes = material.dedup(cut)
 
-    def prepare(material: Material) -> Prepared:
-        ratio, mean_bytes = material.dedup(cut)
+    def call() -> None:
+        cut(material.data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
 
-        def call() -> None:
-            cut(material.data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
-
-        return timed(call, len(material.data), reduction=ratio, mean_chunk_bytes=mean_bytes)
-
-    kernel(name, group=CHUNKING, settings="2, 8, 64 KiB; the whole sample in one call")(prepare)
+    return replace(timed(call, len(material.data)), reduction=ratio, mean_chunk_bytes=mean_bytes, version=note)
 
 
-add_chunker("fastcdc", chunking.fastcdc_cut)
-add_chunker("leastcdc", chunking.leastcdc_cut)
-add_chunker("rabin", chunking.rabin_cut)
-add_chunker("inck", chunking.inck_cut)
+def _add_chunker(name: str, cut: Cut, settings: str = "2, 8, 64 KiB; the whole sample in one call") -> None:
+    kernel(name, group=CHUNKING, settings=settings)(partial(chunked, cut=cut))
+
+
+_add_chunker("fastcdc", chunking.fastcdc_cut)
+_add_chunker("leastcdc", chunking.leastcdc_cut)
+if USE_CYTHON:
+    from nearkin.kernels import _leastcdc
+
+    for _path in _leastcdc.cpu_paths():
+        _add_chunker(f"leastcdc, {_path} alone", partial(_leastcdc.leastcdc_cut, path=_path), "this path")
+_add_chunker("rabin", chunking.rabin_cut)
+_add_chunker("inck", chunking.inck_cut)
+
+
+@kernel("leastcdc, fastcdc's mean", group=CHUNKING, settings="with the target that gives the mean chunk of fastcdc")
+def _leastcdc_same_mean(material: Material) -> Prepared:
+    wanted_bytes = material.mean_chunk_bytes(chunking.fastcdc_cut)
+    low, high = CHUNK_BYTES_TARGET // 2, CHUNK_BYTES_TARGET * 2
+    while True:  # halving 12,288 targets: 14 steps at most
+        target_bytes = (low + high) // 2
+        cut = _with_target(target_bytes)
+        mean_bytes = material.mean_chunk_bytes(cut)
+        if abs(mean_bytes / wanted_bytes - 1) < _MEAN_TOLERANCE or high - low <= 1:
+            return chunked(material, cut, f"target {target_bytes} bytes")
+        low, high = (low, target_bytes) if mean_bytes > wanted_bytes else (target_bytes, high)
+
+
+def _with_target(target_bytes: int) -> Cut:
+    def cut(data: Bytes, min_bytes: int, _target_bytes: int, max_bytes: int, final: bool) -> Lengths:
+        return chunking.leastcdc_cut(data, min_bytes, target_bytes, max_bytes, final)
+
+    return cut
 
 
 # ------------------------------------------------------------------ hashes

@@ -16,7 +16,7 @@ from nearkin.errors import BadInput, Permanent
 from nearkin.kernels import features, fingerprint
 from nearkin.lab import crate
 from nearkin.lab.against import kernels_against
-from nearkin.lab.kernel_rows import CHUNKING, KERNELS, Kernel, Material, Prepared
+from nearkin.lab.kernel_rows import CHUNKING, IN_THIS_PROCESS, KERNELS, Kernel, Material, Prepared
 from nearkin.lab.measuring import CommandFailed, Steps, pinned, sha1_mbps
 from nearkin.lab.peer import MissingPeer
 from nearkin.lab.record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
@@ -165,6 +165,6 @@ def markdown(record: Record) -> list[str]:
         ]
         if ratios:
             lines += ["", f"Chunkers by the Rust crate fastcdc, round by round: {', '.join(ratios)}."]
-        versions = dict.fromkeys(f"- {row.tool}: {row.version}" for row in rows if not row.ours)
+        versions = dict.fromkeys(f"- {row.tool}: {row.version}" for row in rows if row.version != IN_THIS_PROCESS)
         lines += ["", *versions, ""]
     return lines

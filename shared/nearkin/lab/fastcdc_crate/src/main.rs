@@ -1,4 +1,4 @@
-//! The crate `fastcdc` as a peer of `kernels_chunking.py`.
+//! The crate `fastcdc` as a peer of `nearkin bench kernels`.
 //!
 //!     fastcdc-crate FILE MIN AVERAGE MAX
 //!
