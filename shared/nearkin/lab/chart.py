@@ -20,6 +20,7 @@ _OURS, _THEIRS, _GREY = "#b3261e", "#33658a", "#5f6368"
 _PANEL_INCHES = (5.4, 4.2)
 _PNG_DPI = 144
 _LABEL_POINTS = 8
+_LABEL_OFFSET_POINTS = 7
 _LABEL_GAP_PIXELS = 13.0  # between the baselines of two labels of 8 points at 100 dots an inch, with some air
 _LABEL_CHARACTER_PIXELS = 6.5
 _LEADER = {"arrowstyle": "-", "alpha": 0.35, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
@@ -124,7 +125,7 @@ def _dots(place: Axes, panel: _Panel) -> None:
         place.annotate(
             dot.label,
             (median, dot.height),
-            xytext=(7, 3),
+            xytext=(_LABEL_OFFSET_POINTS, 3),
             textcoords="offset points",
             fontsize=_LABEL_POINTS,
             color=colour,
@@ -157,18 +158,24 @@ def _plain_ticks(axis: Axis) -> None:
 
 
 def _spread_labels(place: Axes) -> None:
-    """Move labels that would lie on one another apart, upwards, the lowest first."""
+    """Move labels that would lie on one another apart, upwards, the lowest first; none leaves its panel."""
+    edge = place.get_window_extent().x1
     taken: list[tuple[float, float, float]] = []
     for text in sorted(place.texts, key=lambda one: float(place.transData.transform(one.xy)[1])):  # type: ignore[attr-defined]  # annotations
         left, height = place.transData.transform(text.xy)  # type: ignore[attr-defined]
         right = left + _LABEL_CHARACTER_PIXELS * len(text.get_text())
+        before = right + _LABEL_OFFSET_POINTS > edge
+        if before:  # written on the dot's other side
+            left, right = 2 * left - right, left
+            text.set_horizontalalignment("right")
         wanted = height
         for other_left, other_right, other in sorted(taken, key=lambda one: one[2]):
             if left < other_right and other_left < right and abs(wanted - other) < _LABEL_GAP_PIXELS:
                 wanted = other + _LABEL_GAP_PIXELS
         taken.append((left, right, wanted))
         points = 72 / place.figure.dpi
-        text.set_position((7, 3 + (wanted - height) * points))
+        beside = -_LABEL_OFFSET_POINTS if before else _LABEL_OFFSET_POINTS
+        text.set_position((beside, 3 + (wanted - height) * points))
 
 
 def _kernel_panels(record: Record, panels: Sequence[_Panel], places: Sequence[Axes]) -> None:

@@ -164,7 +164,7 @@ def markdown(record: Record) -> list[str]:
             if row.tool != crate.NAME and (figure := row.figures["by_crate"]) is not None
         ]
         if ratios:
-            lines += ["", f"Chunkers by the Rust crate fastcdc, round by round: {', '.join(ratios)}."]
+            lines += ["", f"Chunkers by the Rust crate fastcdc, round by round: {'; '.join(ratios)}."]
         versions = dict.fromkeys(f"- {row.tool}: {row.version}" for row in rows if row.version != IN_THIS_PROCESS)
         lines += ["", *versions, ""]
     return lines
