@@ -207,7 +207,7 @@ class Store:
         end = manifest.size_bytes if stop is None else min(stop, manifest.size_bytes)
         if not 0 <= start <= end:
             raise BadInput(f"range {start} to {stop}: {key!r} has {manifest.size_bytes} bytes")
-        return Blob(manifest.info, manifest, self._restored, self._fingerprinter, start, end)
+        return Blob(manifest.info, manifest, self._restored.counting(), self._fingerprinter, start, end)
 
     def info(self, key: str, version: int | None = None) -> VersionInfo:
         """Return what is known of a version, the newest by default. Raises NotFound, Corrupt."""

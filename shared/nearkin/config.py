@@ -38,8 +38,8 @@ OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug"})
 
 CHUNKERS = ("fastcdc", "leastcdc", "rabin", "inck", "fixed", "whole")
 FEATURES = ("finesse", "ntransform", "odess", "none")
-BASE_POLICIES = ("first-fit",)
-DELTA_CODECS = ("xdelta3", "none")
+BASE_POLICIES = ("first-fit", "locality", "locality+first-fit")
+DELTA_CODECS = ("xdelta3", "patch", "none")
 INDEXES = ("lmdb",)
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
@@ -67,7 +67,7 @@ HOT_FIELDS = frozenset(
 )
 """What a running service takes from a changed file or `PATCH /v1/config`; all else needs a restart."""
 INGESTS = ("kafka", "embedded")
-PROFILE_NAMES = ("default", "finesse-paper")
+PROFILE_NAMES = ("default", "archive", "finesse-paper")
 
 _FORBID = {"extra": "forbid"}
 
@@ -132,7 +132,8 @@ class BaseSettings:
 
     __pydantic_config__ = _FORBID
 
-    policy: Annotated[str, OneOf(BASE_POLICIES)] = "first-fit"
+    policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
+    """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
     cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 128 * MIB
 
 
@@ -142,9 +143,11 @@ class DeltaSettings:
 
     __pydantic_config__ = _FORBID
 
-    codec: Annotated[str, OneOf(DELTA_CODECS)] = "xdelta3"
+    codec: Annotated[str, OneOf(DELTA_CODECS)] = "patch"
+    """`xdelta3`: chunk by chunk, VCDIFF; `patch`: whole blocks, zstd with the bases as prefix."""
     level: Annotated[int, Between(1, 9)] = 1
-    max_depth: Annotated[int, Between(1, DEPTH_MAX)] = 2
+    """Of xdelta3; blocks are compressed at `block.level`."""
+    max_depth: Annotated[int, Between(1, DEPTH_MAX - 1)] = 4
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class BlockSettings:
 
     __pydantic_config__ = _FORBID
 
-    raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = MIB
+    raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = 4 * MIB
     delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 512 * KIB
     level: Annotated[int, Between(1, 22)] = 3
 
@@ -446,12 +449,19 @@ class Settings:
 
 PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "default": {},
+    # As few bytes as it can, for what is written once and seldom read: docs/decisions/0011.
+    "archive": {
+        "delta": {"max_depth": 32},
+        "block": {"raw_bytes": 16 * MIB, "delta_bytes": 2 * MIB, "level": 9},
+        "container": {"target_bytes": 32 * MIB},
+    },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {
         "chunker": {"algorithm": "rabin", "min_bytes": 2 * KIB, "target_bytes": 8 * KIB, "max_bytes": 64 * KIB},
         "features": {"algorithm": "finesse", "count": 12, "super_features": 3, "window_bytes": 48},
         "base": {"policy": "first-fit", "cache_bytes": 400_000_000},
         "delta": {"codec": "xdelta3", "max_depth": 1},
+        "block": {"raw_bytes": MIB},
     },
 }
 assert tuple(PROFILES) == PROFILE_NAMES

@@ -6,7 +6,9 @@ from collections import Counter
 
 import numpy as np
 
+from nearkin.formats.container import PATCH
 from nearkin.formats.manifest import Manifest
+from nearkin.index.catalog import finder_name
 from nearkin.records import (
     ZERO,
     ChunkExplained,
@@ -17,7 +19,7 @@ from nearkin.records import (
     VersionInfo,
 )
 from nearkin.restore import segment_chunks
-from nearkin.store.chunks import ChunkReader
+from nearkin.store.chunks import ChunkReader, Plan, grouped
 from nearkin.store.containers import ContainerSource
 
 
@@ -40,6 +42,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         plan = reader.plan(locations)
         bases = reader.plan(plan.bases.take(plan.depths > 0)).names
         base = iter(bases)
+        shares = _shares(plan, source)
         known = bool(manifest.known[sequence])
         chunks: list[ChunkExplained] = []
         for row in range(len(locations)):
@@ -50,7 +53,10 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
             kind = "zero" if place[0] == ZERO else "duplicate" if not fresh else "delta" if is_delta else "raw"
             if fresh:
                 introduced.add(place)
-            finder = f"{sketch} SF{int(plan.ranks[row])}" if is_delta and fresh else None
+            finder = None
+            if is_delta and fresh:
+                name = finder_name(int(plan.ranks[row]))
+                finder = name if name == "locality" else f"{sketch} {name}"
             kinds[kind] += 1
             if finder:
                 found_by[finder] += 1
@@ -62,7 +68,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
                     kind=kind,
                     fingerprint=plan.names[row, :20].tobytes().hex() if place[0] != ZERO else "",
                     depth=int(plan.depths[row]),
-                    stored_estimate_bytes=int(plan.encoded[row]) if fresh else 0,
+                    stored_estimate_bytes=shares[row] if fresh else 0,
                     base_fingerprint=base_name[:20].tobytes().hex() if base_name is not None else None,
                     found_by=finder,
                 )
@@ -79,6 +85,17 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         raw_chunks=kinds["raw"],
         found_by=dict(sorted(found_by.items())),
     )
+
+
+def _shares(plan: Plan, source: ContainerSource) -> list[int]:
+    """Return each row's encoding in bytes; of a patch block's chunk, its share of the block as stored."""
+    shares = plan.encoded.astype(np.int64)
+    patched = np.flatnonzero(plan.kinds == PATCH)
+    for container, rows in grouped(plan.locations.containers[patched]):
+        mine, blocks = patched[rows], source.directory(ContainerId(container)).blocks
+        numbers = plan.blocks[mine]
+        shares[mine] = shares[mine] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)
+    return shares.tolist()
 
 
 def _first_own(

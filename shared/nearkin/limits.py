@@ -13,5 +13,5 @@ KEY_BYTES_MAX = 1024
 """UTF-8 bytes of a key: S3's own limit, so that any object name is a key."""
 METADATA_BYTES_MAX = 64 * KIB
 TENANT_BYTES_MAX = 128
-DEPTH_MAX = 16
-"""Deltas to decode before a chunk's bytes appear, whatever the settings say."""
+DEPTH_MAX = 64
+"""Deltas to decode before a chunk's bytes appear, whatever the settings say; a builder holds a block open for each."""

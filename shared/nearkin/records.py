@@ -144,7 +144,7 @@ class Ledger:
     delta_chunk_bytes: int = 0
     """Of `unique_bytes`, those of chunks kept as deltas."""
     delta_bytes: int = 0
-    """What these became, before block compression."""
+    """What these became, before block compression; chunks in patch blocks: as stored, or estimated for a single put."""
     block_bytes: int = 0
     """All blocks as stored, after compression."""
     raw_block_bytes: int = 0
@@ -253,6 +253,8 @@ class Stats:
     """Deleted and not yet collected."""
     deleted_bytes: int = 0
     """Logical bytes of these, counted in `ledger.logical_bytes` too."""
+    found_by: Mapping[str, int] = field(default_factory=dict)
+    """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,7 @@ class ChunkExplained:
     """Its share of its block, by encoded length."""
     base_fingerprint: str | None = None
     found_by: str | None = None
-    """Which super-feature found the base, such as `finesse SF1`."""
+    """What found the base: `locality`, or a super-feature, such as `finesse SF1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +329,7 @@ class SegmentExplained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A version, segment by segment; `found_by` counts deltas by the super-feature that found their base."""
+    """A version, segment by segment; `found_by` counts deltas by what found their base."""
 
     info: VersionInfo
     segments: tuple[SegmentExplained, ...]

@@ -18,7 +18,7 @@ from nearkin.formats.manifest import Manifest
 from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo
 from nearkin.sources import write_pieces
 from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
-from nearkin.store.containers import ContainerSource, object_name
+from nearkin.store.containers import ContainerSource, ContainerStore, object_name
 
 BATCH_BYTES = 4 * 1024 * 1024
 GROUP_SEGMENTS = 64
@@ -31,12 +31,14 @@ class Blob:
         self,
         info: VersionInfo,
         manifest: Manifest,
-        source: ContainerSource,
+        source: ContainerStore,
         fingerprinter: Fingerprinter,
         start: int,
         stop: int,
     ) -> None:
         self.info = info
+        self.costs = source.costs
+        """What reading has cost so far."""
         self.size_bytes = stop - start
         """Bytes of the range, not of the version."""
         self._manifest = manifest

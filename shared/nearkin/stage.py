@@ -9,29 +9,80 @@ The runner answers `Reads` from an index and a container source; the same stage 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol, TypeVar
 
 from nearkin.records import U8, U32, U64, Bools, Locations
 
-ROUNDS_MAX = 3
+ROUNDS_MAX = 4
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+
+class Anchor(IntEnum):
+    """What a place in the stream is known by."""
+
+    NONE = 0
+    CHUNK = 1
+    """A stored chunk: the place where its container's recipes mention it first."""
+    SEGMENT = 2
+    """A stored segment: container and ordinal of its recipe."""
+    ROW = 3
+    """A row of a container's recipes."""
+    CONTINUED = 4
+    """Where the gap before it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Runs of fresh chunks in stream order and what stands around them; one row each. `kinds` are Anchors.
+
+    `fresh` uint32[g] chunks in the gap.
+    """
+
+    left: Locations
+    left_kinds: U8
+    right: Locations
+    right_kinds: U8
+    fresh: U32
+
+    def __len__(self) -> int:
+        return len(self.fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """What lay in gaps when their surroundings were stored: gap g has rows bounds[g] to bounds[g + 1] of `chunks`.
+
+    `fresh` uint32[g] as in the question. `ends` (container, row of its recipes): where each gap's left side goes on;
+    container 0 where that is not known.
+    """
+
+    fresh: U32
+
+    bounds: U32
+    chunks: Locations
+    ends: Locations
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
     """What a stage wants to know; each field is one batch question, None where it asks nothing.
 
-    `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `contents` the
-    locations whose bytes and depths are wanted.
+    `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` whose stored
+    neighbours are wanted; `contents` and `similar` the locations whose bytes and depths are wanted. With `depth_below`
+    a chunk that is as deep as that is replaced by its own base, and so on down.
     """
 
     segment_ids: U8 | None = None
     names: U8 | None = None
     sketch: str | None = None
     super_features: U64 | None = None
+    gaps: Gaps | None = None
     contents: Locations | None = None
+    similar: Locations | None = None
+    depth_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +105,12 @@ class FoundBases:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Bytes of stored chunks, one after another; `available` False rows (lost or broken bases) have length 0."""
+    """Bytes of stored chunks; `available` False rows (lost or broken bases, or beyond the bound) have length 0.
 
+    `locations` are those asked for, or what replaced them. Rows of one location share its bytes.
+    """
+
+    locations: Locations
     payload: U8
     offsets: U64
     lengths: U32
@@ -70,7 +125,9 @@ class Facts:
     segments: Found | None = None
     chunks: Found | None = None
     bases: FoundBases | None = None
+    neighbours: Neighbours | None = None
     contents: Contents | None = None
+    similar: Contents | None = None
 
 
 class Stage(Protocol[BatchT_contra, ResultT_co]):

@@ -93,9 +93,11 @@ def sum_up(
     parts["framing"] = stored - sum(parts.values())
     depths: Counter[int] = Counter()
     sketches: Counter[str] = Counter()
+    found_by: Counter[str] = Counter()
     for container in found:
         depths.update(dict(enumerate(container.depths)))
         sketches.update(container.sketches)
+        found_by.update(container.found_by)
     raw_chunks = sum(c.raw_chunks for c in found)
     delta_chunks = depths.total() - raw_chunks
     return Stats(
@@ -127,4 +129,5 @@ def sum_up(
         seconds=seconds,
         deleted_versions=deleted_versions,
         deleted_bytes=deleted_bytes,
+        found_by=dict(sorted(found_by.items())),
     )

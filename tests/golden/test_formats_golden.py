@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from backports import zstd
 
+from nearkin.formats import container as fmt
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.formats.mark import decode_mark, encode_mark
 from nearkin.testing import samples
@@ -27,13 +28,14 @@ def digest(data: bytes) -> str:
 
 @pytest.mark.skipif(zstd.zstd_version != ZSTD, reason=f"frozen with zstd {ZSTD}: another one compresses otherwise")
 def test_the_same_input_gives_the_frozen_bytes() -> None:
-    assert digest(samples.small_container()) == "c2bdd851ada818bd167848ea4c098a05"
+    assert digest(samples.small_container()) == "1ef0a489f23a9ec0c3be26eb4bb434bd"
+    assert digest(samples.patched_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
     assert digest(encode_manifest(samples.small_manifest())) == "0ffd61dad6314f92aa140701b03fe6d3"
 
 
 def test_what_is_not_compressed_is_frozen_whatever_the_library() -> None:
     data = samples.empty_container() + encode_manifest(samples.small_manifest())[:188]
-    assert digest(data) == "afee2b4cb6dd673b8f2777977a8201a6"
+    assert digest(data) == "930f52d683a2150d63d60f3264476465"
 
 
 def test_the_frozen_container_is_still_read() -> None:
@@ -49,6 +51,22 @@ def test_the_frozen_container_is_still_read() -> None:
     assert found.segments.bounds.tolist() == [0, 5, 10, 12]
     assert found.segments.chunks.containers.tolist() == made.segments.chunks.containers.tolist()
     assert found.segments.chunks.ordinals.tolist() == [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
+
+
+def test_the_frozen_patch_blocks_are_still_read() -> None:
+    data = (HERE / "container_v3.bin").read_bytes()
+    found, _ = samples.read_all(data)
+    made, _ = samples.read_all(samples.patched_container())
+    start = int(found.blocks.offsets[1]) - fmt.BLOCK.size
+    record = data[start : start + fmt.BLOCK.size + int(found.blocks.stored[1])]
+    decoded = fmt.decode_block(record, "frozen", b"".join(samples.PATCHED_BASES))
+    assert digest(decoded.tobytes()) == "fe7bb56e0ca6dc0fba738993617d0180"
+    for name in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):
+        assert np.array_equal(getattr(found.chunks, name), getattr(made.chunks, name)), name
+    assert found.chunks.bases.containers.tolist() == [0, samples.CONTAINER, samples.OLDER, samples.OLDER]
+    assert found.prefixes.bounds.tolist() == [0, 0, 2]
+    assert found.prefixes.bases.containers.tolist() == [samples.CONTAINER, samples.OLDER]
+    assert found.prefixes.bases.ordinals.tolist() == [0, 77]
 
 
 def test_the_frozen_manifest_is_still_read() -> None:

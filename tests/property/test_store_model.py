@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.config import CHUNKERS, FEATURES, with_changes
+from nearkin.config import BASE_POLICIES, CHUNKERS, FEATURES, with_changes
 from nearkin.errors import BadInput, NotFound
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 from nearkin.testing.stores import SMALL, settings
@@ -181,12 +181,14 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         algorithm=st.sampled_from(FEATURES),
         chunker=st.sampled_from(CHUNKERS),
         depth=st.integers(1, 4),
-        codec=st.sampled_from(["xdelta3", "xdelta3", "none"]),
+        codec=st.sampled_from(["xdelta3", "patch", "patch", "none"]),
+        policy=st.sampled_from(BASE_POLICIES),
     )
-    def toggle(self, algorithm, chunker, depth, codec):
+    def toggle(self, algorithm, chunker, depth, codec, policy):
         self.changes = {
             "features": {"algorithm": algorithm},
             "chunker": {"algorithm": chunker},
+            "base": {"policy": policy},
             "delta": {"max_depth": depth, "codec": codec},
         }
         self.open()

@@ -47,7 +47,7 @@ def test_each_layer_beats_the_ones_below_and_is_named(tmp_path: Path, monkeypatc
         assert origins[name].value == settings.delta.max_depth
         return settings.delta.max_depth, origins[name].source
 
-    assert found() == (2, "default")
+    assert found() == (4, "default")
     only_profile = toml(tmp_path, 'profile = "finesse-paper"')
     assert found(only_profile) == (1, "profile finesse-paper")
     file = toml(tmp_path, 'profile = "finesse-paper"\n[delta]\nmax_depth = 3')
@@ -219,13 +219,13 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         ['features.algorithm "fineese": choose', "finesse, none, ntransform or odess"],
     ),
     ({"chunker": {"algorithm": "cdc"}}, ['chunker.algorithm "cdc": choose', "fastcdc"]),
-    ({"delta": {"codec": "gdelta"}}, ['delta.codec "gdelta": choose none or xdelta3']),
+    ({"delta": {"codec": "gdelta"}}, ['delta.codec "gdelta": choose none, patch or xdelta3']),
     ({"base": {"policy": "best"}}, ['base.policy "best": choose first-fit']),
     ({"index": {"backend": "redis"}}, ['index.backend "redis": choose lmdb']),
-    ({"profile": "fast"}, ['profile "fast": choose default or finesse-paper']),
-    ({"profile": ["default"]}, ["profile", "['default']", "choose default or finesse-paper"]),
-    ({"delta": {"max_depth": 17}}, ['delta.max_depth "17"', "1 to 16"]),
-    ({"delta": {"max_depth": 0}}, ['delta.max_depth "0"', "1 to 16"]),
+    ({"profile": "fast"}, ['profile "fast": choose archive, default or finesse-paper']),
+    ({"profile": ["default"]}, ["profile", "['default']", "choose archive, default or finesse-paper"]),
+    ({"delta": {"max_depth": 64}}, ['delta.max_depth "64"', "1 to 63"]),
+    ({"delta": {"max_depth": 0}}, ['delta.max_depth "0"', "1 to 63"]),
     ({"delta": {"max_depth": "deep"}}, ['delta.max_depth "deep"', "integer"]),
     ({"chunker": {"algorithm": "rabin", "target_bytes": 9000}}, ["target_bytes 9000", "rabin wants a power of two"]),
     ({"chunker": {"target_bytes": 32}}, ["chunker.target_bytes", "32", "921600"]),
@@ -259,11 +259,11 @@ def test_a_refusal_is_one_line_that_names_field_value_and_remedy(given: dict[str
 
 
 def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = toml(tmp_path, "[delta]\nmax_depth = 17")
-    with pytest.raises(ConfigError, match=rf"delta.max_depth .17.*set by file {file}"):
+    file = toml(tmp_path, "[delta]\nmax_depth = 64")
+    with pytest.raises(ConfigError, match=rf"delta.max_depth .64.*set by file {file}"):
         load(file)
-    monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "18")
-    with pytest.raises(ConfigError, match=r"delta.max_depth .18.*set by environment NEARKIN_DELTA__MAX_DEPTH"):
+    monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "65")
+    with pytest.raises(ConfigError, match=r"delta.max_depth .65.*set by environment NEARKIN_DELTA__MAX_DEPTH"):
         load(file)
 
 

@@ -40,13 +40,13 @@ def test_a_container_says_what_was_put_into_it() -> None:
     assert directory.chunks.names.tolist() == samples.names_of([100, 300, 90, 120, 30, 50]).tolist()
 
 
-def test_an_empty_container_is_132_bytes() -> None:
+def test_an_empty_container_is_156_bytes() -> None:
     data = samples.empty_container()
     directory, blocks = samples.read_all(data)
-    assert (len(data), blocks, len(directory.chunks), len(directory.segments)) == (132, [], 0, 0)
+    assert (len(data), blocks, len(directory.chunks), len(directory.segments)) == (156, [], 0, 0)
 
 
-@pytest.mark.parametrize("make", [samples.small_container, samples.empty_container])
+@pytest.mark.parametrize("make", [samples.small_container, samples.patched_container, samples.empty_container])
 def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
     data = bytearray(make())
     for position in range(len(data) * 8):
@@ -163,35 +163,40 @@ TABLES = [
     fmt._BLOCK_COLUMNS,
     fmt._CHUNK_COLUMNS,
     fmt._DELTA_COLUMNS,
+    fmt._PATCHED_COLUMNS,
+    fmt._PREFIX_COLUMNS,
+    fmt._RUN_COLUMNS,
     fmt._REF_COLUMNS,
     fmt._SEGMENT_COLUMNS,
     fmt._RUN_COLUMNS,
 ]
-BLOCKS, CHUNKS, DELTAS, REFS, SEGMENTS, RUNS = range(6)
+BLOCKS, CHUNKS, DELTAS, PATCHED, PREFIXES, PREFIX_RUNS, REFS, SEGMENTS, RUNS = range(9)
 
 
-def parts() -> Parts:
-    data = samples.directory_of(samples.small_container())
+def parts(make: Callable[[], bytes] = samples.small_container) -> Parts:
+    data = samples.directory_of(make())
     position, names, tables = fmt.DIRECTORY.size, [], []
-    for _ in samples.SKETCHES:
+    head = fmt.DIRECTORY.unpack_from(data)
+    for _ in range(head[5]):
         length = int.from_bytes(data[position : position + 2], "little")
         names.append(data[position + 2 : position + 2 + length])
         position += 2 + length
-    chunk_names = data[position : position + 6 * 28]
-    position += 6 * 28
+    chunk_names = data[position : position + head[2] * 28]
+    position += head[2] * 28
     for dtypes in TABLES:
         found, used = columns.unpack(memoryview(data)[position:], dtypes, 1000, "t")
         tables.append([column.copy() for column in found])
         position += used
-    return Parts(list(fmt.DIRECTORY.unpack_from(data)), names, chunk_names, tables)
+    return Parts(list(head), names, chunk_names, tables)
 
 
-def read_with(changed: Parts) -> fmt.Directory:
-    return samples.read_all(samples.with_directory(samples.small_container(), changed.joined()))[0]
+def read_with(changed: Parts, make: Callable[[], bytes] = samples.small_container) -> fmt.Directory:
+    return samples.read_all(samples.with_directory(make(), changed.joined()))[0]
 
 
-def test_the_parts_joined_again_are_the_same_container() -> None:
-    assert samples.with_directory(samples.small_container(), parts().joined()) == samples.small_container()
+@pytest.mark.parametrize("make", [samples.small_container, samples.patched_container, samples.empty_container])
+def test_the_parts_joined_again_are_the_same_container(make: Callable[[], bytes]) -> None:
+    assert samples.with_directory(make(), parts(make).joined()) == make()
 
 
 def changed(table: int, column: int, row: int, value: int) -> Callable[[Parts], None]:
@@ -216,12 +221,13 @@ def counted(place: int, value: int) -> Callable[[Parts], None]:
 
 
 WRONG = {
-    "magic": counted(0, b"NKD2"),
+    "magic": counted(0, b"NKD3"),
+    "magic of the format before, which had fewer tables": counted(0, b"NKD1"),
     "blocks": counted(1, 4),
     "chunks": counted(2, 7),
     "chunks, more than a file holds": counted(2, 0xFFFFFFFF),
     "segments": counted(3, 0xFFFFFFFF),
-    "depth bound": counted(4, 17),
+    "depth bound": counted(4, 65),
     "depth bound below a block's": counted(4, 0),
     "sketches, more than there are": counted(5, 3),
     "sketches, too many": counted(5, 257),
@@ -262,10 +268,72 @@ WRONG = {
     "a container missing from the table": shortened(REFS),
     "a segment row missing": shortened(SEGMENTS),
     "a run missing": shortened(RUNS),
+    "a patched chunk that is none": lambda p: p.tables.__setitem__(PATCHED, [np.zeros(1, "<u4"), np.zeros(1, "u1")]),
+    "a prefix of no patch block": lambda p: p.tables.__setitem__(PREFIXES, [np.ones(1, "<u4")]),
     "a table missing": lambda p: p.tables.pop(),
     "a table too many": lambda p: p.tables.append([np.zeros(0, np.uint8)]),
     "chunk names cut short": lambda p: setattr(p, "chunk_names", p.chunk_names[:-1]),
 }
+
+
+WRONG_PATCHED = {
+    "magic of the format before": counted(0, b"NKD1"),
+    "depth bound below the patch block's": counted(4, 1),
+    "a patch block at depth 0": changed(BLOCKS, 4, 1, 0),
+    "a patch block said to be raw": changed(BLOCKS, 3, 1, fmt.RAW),
+    "a patch block said to be deltas": changed(BLOCKS, 3, 1, fmt.XDELTA3),
+    "a raw block said to be a patch": changed(BLOCKS, 3, 0, fmt.PATCH),
+    "a base beyond the prefix": changed(PATCHED, 0, 1, 4),
+    "a base before the prefix": changed(PATCHED, 0, 0, 1),
+    "a prefix of no bases": changed(PREFIXES, 0, 0, 0),
+    "a prefix of more bases than are named": changed(PREFIXES, 0, 0, 3),
+    "a prefix of four billion": changed(PREFIXES, 0, 0, 0xFFFFFFFF),
+    "a prefix in no container": changed(PREFIX_RUNS, 0, 0, 7),
+    "a prefix of a hole": changed(PREFIX_RUNS, 0, 0, ZERO),
+    "a base of its own that is not there": changed(PREFIX_RUNS, 1, 0, 8),
+    "a base of its own that is no shallower": changed(PREFIX_RUNS, 1, 0, 2),
+    "a run of bases too many": changed(PREFIX_RUNS, 2, 1, 2),
+    "a patched row missing": shortened(PATCHED),
+    "a prefix count missing": shortened(PREFIXES),
+    "a prefix run missing": shortened(PREFIX_RUNS),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_PATCHED.values(), ids=WRONG_PATCHED)
+def test_a_patch_block_that_does_not_add_up_is_corrupt_whatever_its_checksum_says(
+    change: Callable[[Parts], None],
+) -> None:
+    wrong = parts(samples.patched_container)
+    change(wrong)
+    with pytest.raises(Corrupt):
+        read_with(wrong, samples.patched_container)
+
+
+def test_a_patched_container_says_what_was_put_into_it() -> None:
+    directory, _ = samples.read_all(samples.patched_container())
+    assert directory.blocks.kinds.tolist() == [fmt.RAW, fmt.PATCH]
+    assert directory.chunks.depths.tolist() == [0, 2, 2, 2]
+    assert directory.chunks.bases.containers.tolist() == [0, samples.CONTAINER, samples.OLDER, samples.OLDER]
+    assert directory.chunks.ranks.tolist() == [0, fmt.LOCALITY_RANK, 1, fmt.LOCALITY_RANK]
+    bases = directory.prefixes.of(1)
+    assert (bases.containers.tolist(), bases.ordinals.tolist()) == ([samples.CONTAINER, samples.OLDER], [0, 77])
+    assert len(directory.prefixes.of(0)) == 0
+    assert directory.leans_on() == [samples.OLDER]
+
+
+def test_a_patch_block_needs_exactly_its_prefix() -> None:
+    data = samples.patched_container()
+    directory, _ = samples.read_all(data)
+    start = int(directory.blocks.offsets[1]) - fmt.BLOCK.size
+    record = data[start : start + fmt.BLOCK.size + int(directory.blocks.stored[1])]
+    first, second = samples.PATCHED_BASES
+    decoded = fmt.decode_block(record, "b", first + second)
+    assert decoded[:500].tobytes() == first[100:600]
+    for wrong in (b"", second + first, first + second[:-1], first):
+        try:
+            assert not np.array_equal(fmt.decode_block(record, "b", wrong), decoded)
+        except Corrupt:
+            pass
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
@@ -284,7 +352,7 @@ def test_random_values_anywhere_are_refused_or_keep_every_bound() -> None:
     for _ in range(1500):
         wrong = parts()
         for _ in range(chance.randint(1, 2)):
-            column = chance.choice(chance.choice(wrong.tables))
+            column = chance.choice(chance.choice([table for table in wrong.tables if len(table[0])]))
             highest = int(np.iinfo(column.dtype).max)
             column[chance.randrange(len(column))] = chance.choice(
                 (0, 1, 2, chance.randint(0, 12), highest, highest >> 1, chance.randint(0, highest))

@@ -14,7 +14,7 @@ from nearkin.index.pending import PendingIndex
 from nearkin.records import Locations, SegmentBatch
 from nearkin.runners.embedded import EmbeddedWriter
 from nearkin.runners.facts import EmbeddedFacts
-from nearkin.stage import Contents, Facts, Found, FoundBases, Reads, run_stage
+from nearkin.stage import Contents, Facts, Found, FoundBases, Neighbours, Reads, run_stage
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObstoreObjects, memory_objects
@@ -61,8 +61,14 @@ class Scripted:
             found = np.full(count, self.base is not None)
             where = Locations(np.where(found, np.uint64(77), np.uint64(0)), np.zeros(count, np.uint32))
             facts = replace(facts, bases=FoundBases(reads.super_features, where, np.zeros(count, np.uint8), found))
+        if reads.gaps is not None:
+            count = len(reads.gaps)
+            none = Neighbours(reads.gaps.fresh, np.zeros(count + 1, np.uint32), Locations.empty(), Locations.empty(count))
+            facts = replace(facts, neighbours=none)
         if reads.contents is not None:
-            facts = replace(facts, contents=self._contents(len(reads.contents)))
+            facts = replace(facts, contents=self._contents(reads.contents))
+        if reads.similar is not None:
+            facts = replace(facts, similar=self._contents(reads.similar))
         return facts
 
     @staticmethod
@@ -73,9 +79,11 @@ class Scripted:
             np.array([container != 0 for container, _ in rows], np.bool_),
         )
 
-    def _contents(self, count: int) -> Contents:
+    def _contents(self, locations: Locations) -> Contents:
         content, depth = self.base if self.base is not None else (b"", 0)
+        count = len(locations)
         return Contents(
+            locations,
             np.frombuffer(content * count, np.uint8),
             np.arange(count, dtype=np.uint64) * np.uint64(len(content)),
             np.full(count, len(content), np.uint32),
@@ -123,11 +131,14 @@ def test_dedup_asks_for_no_chunk_of_a_known_segment_and_for_no_zeros():
 # ------------------------------------------------------------------ delta
 
 
-def through_delta(data: bytes, facts: Scripted, recheck: Scripted):
+FIRST_FIT = {"base": {"policy": "first-fit"}, "delta": {"codec": "xdelta3", "max_depth": 2}}
+
+
+def through_delta(data: bytes, facts: Scripted, recheck: Scripted, changes: dict | None = None):
     """Run the last three stages; the delta stage hears what `recheck` says."""
     fresh = run_stage(DedupStage(), segments(data), facts)
     paired = run_stage(ResemblanceStage(CHOSEN), fresh, facts)
-    stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0)
+    stage = DeltaStage(settings(CHOSEN, changes or {}), FINGERPRINTER.domain, 0)
     return stage, fresh, run_stage(stage, paired, recheck)
 
 
@@ -164,15 +175,16 @@ def test_every_copy_in_a_recipe_points_to_the_one_that_was_stored():
 def test_a_base_at_the_cap_is_not_used(depth, kept):
     base = text_like(CHUNK, 5)
     facts = Scripted(base=(base, depth))
-    stage, _, _ = through_delta(mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts)
+    stage, _, _ = through_delta(mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
     (sealed,) = stage.flush()
     assert sealed.claims.directory.chunks.depths.tolist() == [depth + 1 if kept else 0]
 
 
-def test_a_base_that_is_lost_or_unlike_is_not_used():
+@pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"delta": {"codec": "xdelta3"}}, {"base": {"policy": "first-fit"}}])
+def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
     for content in (b"", random_bytes(CHUNK, 9)):
         facts = Scripted(base=(content, 0))
-        stage, _, outcome = through_delta(text_like(CHUNK, 5), facts, facts)
+        stage, _, outcome = through_delta(text_like(CHUNK, 5), facts, facts, changes)
         assert outcome.counts.delta.tolist() == [False]
         assert stage.flush()[0].claims.directory.chunks.depths.tolist() == [0]
 

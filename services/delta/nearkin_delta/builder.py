@@ -4,6 +4,8 @@ One open block per depth, so that a delta never makes its neighbours deeper:
 
     depth 0 | raw raw raw ...      |  block 0, 2, 5
     depth 1 | delta delta ...      |  block 1, 3
+
+How a block is kept is decided when it closes (`blocks.py`); its depth may then turn out less, never more.
 """
 
 from __future__ import annotations
@@ -13,16 +15,14 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
-from backports.zstd import CompressionParameter, ZstdCompressor
 from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims, SealedContainer
-from nearkin.config import BlockSettings
+from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import container as fmt
-from nearkin.formats.container import BlockTable, ChunkTable, Directory, EncodedBlock, SegmentTable
-from nearkin.kernels.gather import gather
-from nearkin.limits import SEGMENT_BYTES_MAX
+from nearkin.formats.container import BlockTable, ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations
+from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
 
 CHUNKS_MAX = 1 << 20
 """A container is sealed before it names more chunks, whatever their size."""
@@ -31,7 +31,7 @@ RECIPE_CHUNKS_MAX = 1 << 22
 """Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
 NAMED_MAX = 1 << 15
 """Nor do its bases and recipes name more containers: the ids alone are 256 KiB then, read whenever it is opened."""
-_NO_SOURCES: tuple[U8, U8] = (np.zeros(0, np.uint8), np.zeros(0, np.uint8))
+_NO_BYTES: U8 = np.zeros(0, np.uint8)
 
 
 def new_container_id(after: int) -> ContainerId:
@@ -41,10 +41,28 @@ def new_container_id(after: int) -> ContainerId:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first."""
+
+    bounds: U32
+    bases: Locations
+    payload: U8
+    offsets: U64
+    lengths: U32
+
+    @staticmethod
+    def none(chunks: int) -> Prefixes:
+        """Return those of chunks that have none."""
+        none32 = np.zeros(0, np.uint32)
+        return Prefixes(np.zeros(chunks + 1, np.uint32), Locations.empty(), _NO_BYTES, np.zeros(0, np.uint64), none32)
+
+
+@dataclass(frozen=True, slots=True)
 class Encodings:
     """Fresh chunks ready to be written, in stream order: row i's bytes are `length` or `encoded` bytes of a source.
 
-    `sources` holds two buffers, payload and deltas; `which` int32 0 or 1 says whose `offsets` these are.
+    `sources` holds two buffers, payload and deltas; `which` int32 0 or 1 says whose `offsets` these are. Chunks for
+    patch blocks come as they are, with their `prefixes`; all others have none.
     """
 
     names: U8
@@ -56,33 +74,33 @@ class Encodings:
     encoded: U32
     bases: Locations
     ranks: U8
+    prefixes: Prefixes | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
 
-class _OpenBlock:
-    def __init__(self, number: int, limit_bytes: int) -> None:
-        self.number = number
-        self.limit_bytes = limit_bytes
-        self.buffer = np.empty(limit_bytes + SEGMENT_BYTES_MAX, np.uint8)
-        self.used = 0
-
-
 class ContainerBuilder:
     """One container that grows until it is sealed; also a ContainerSource for what it holds."""
 
-    def __init__(self, container: ContainerId, domain: bytes, block: BlockSettings, depth_max: int, kind: int) -> None:
+    def __init__(
+        self,
+        container: ContainerId,
+        domain: bytes,
+        block: BlockSettings,
+        delta: DeltaSettings,
+        kind: int,
+        depth_bound: int | None = None,
+    ) -> None:
+        """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper."""
         self.container = container
         self._domain = domain
         self._limits = int(block.raw_bytes), int(block.delta_bytes)
-        self._compressor = ZstdCompressor(
-            options={CompressionParameter.compression_level: block.level, CompressionParameter.content_size_flag: 1}
-        )
-        self._depth_max = depth_max
+        self._encoder = BlockEncoder(block, delta)
+        self._depth_max = delta.max_depth if depth_bound is None else depth_bound
         self._kind = kind
-        self._open: dict[int, _OpenBlock] = {}
-        self._closed: dict[int, EncodedBlock] = {}
+        self._open: dict[int, OpenBlock] = {}
+        self._closed: dict[int, ClosedBlock] = {}
         self.blocks = 0
         self._added: list[Encodings] = []
         self._block_numbers: list[U32] = []
@@ -106,8 +124,8 @@ class ContainerBuilder:
     @property
     def stored_bytes_estimate(self) -> int:
         """Return closed blocks as they are, and open ones as if they came out at the ratio of the closed ones."""
-        stored = sum(block.stored_bytes for block in self._closed.values())
-        raw = sum(block.raw_bytes for block in self._closed.values())
+        stored = sum(closed.block.stored_bytes for closed in self._closed.values())
+        raw = sum(closed.chunk_bytes for closed in self._closed.values())
         waiting = sum(block.used for block in self._open.values())
         return stored + (waiting * stored // raw if raw else waiting // 2) + self.chunks * 30
 
@@ -131,39 +149,39 @@ class ContainerBuilder:
             self._append(fresh, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
-        self._added.append(replace(fresh, sources=_NO_SOURCES))
+        self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None))
         self._block_numbers.append(numbers)
         self._named.update(np.unique(fresh.bases.containers).tolist())
+        if fresh.prefixes is not None:
+            self._named.update(np.unique(fresh.prefixes.bases.containers).tolist())
         self.chunks += count
         self._snapshot = None
         return Locations(np.full(count, self.container, np.uint64), ordinals)
 
     def _append(self, fresh: Encodings, rows: NDArray[np.intp], depth: int, numbers: U32) -> None:
-        sizes = np.cumsum(fresh.encoded[rows], dtype=np.int64)
+        kind = self._kind if depth else fmt.RAW
         taken = 0
         while taken < len(rows):
             block = self._open.get(depth)
             if block is None:
-                block = self._open[depth] = _OpenBlock(self.blocks, self._limits[1 if depth else 0])
+                block = self._open[depth] = OpenBlock(self.blocks, kind, depth, self._limits[1 if depth else 0])
                 self.blocks += 1
-            before = int(sizes[taken - 1]) if taken else 0
-            # Up to and with the chunk that reaches the limit; the buffer has room for one chunk more than that.
-            until = min(int(np.searchsorted(sizes, before + block.limit_bytes - block.used)) + 1, len(rows))
-            part = rows[taken:until]
-            starts = (sizes[taken:until] - fresh.encoded[part] - before + block.used).astype(np.uint64)
-            gather(
-                list(fresh.sources), fresh.which[part], fresh.offsets[part], fresh.encoded[part], block.buffer, starts
-            )
-            numbers[part] = block.number
-            block.used += int(sizes[until - 1]) - before
-            taken = until
-            if block.used >= block.limit_bytes:
+            if fresh.prefixes is not None and kind == fmt.PATCH:
+                part = block.lean_on(fresh.prefixes, rows[taken:], fresh.encoded)
+            else:
+                part = block.fitting(rows[taken:], fresh.encoded)
+            if len(part):
+                block.append(fresh.sources, fresh.which[part], fresh.offsets[part], fresh.encoded[part])
+                block.took(fresh.bases.take(part))
+                numbers[part] = block.number
+                taken += len(part)
+            if block.full or not len(part):
                 self._close(depth)
 
     def _close(self, depth: int) -> None:
         block = self._open.pop(depth)
-        kind = self._kind if depth else fmt.RAW
-        self._closed[block.number] = fmt.encode_block(block.buffer[: block.used], kind, depth, self._compressor)
+        self._closed[block.number] = self._encoder.close(block)
+        self._snapshot = None
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:
         """Append segment recipes; return where they lie. `chunks` are the rows of all of them, `counts` of each."""
@@ -189,58 +207,103 @@ class ContainerBuilder:
             self._features.setdefault(sketch, []).append((ordinals, super_features))
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return the directory as far as it goes: chunks are complete, blocks and recipes are left out."""
+        """Return the directory as far as it goes: chunks, prefixes and recipes are complete, of blocks their kinds."""
         assert container == self.container
         if self._snapshot is None:
-            none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
-            blocks = BlockTable(np.zeros(0, np.uint64), none32, none32, none8, none8, none8)
-            segments = SegmentTable(np.zeros(1, np.uint32), none8, Locations.empty())
+            kinds, depths = self._kinds_and_depths()
+            wide, narrow = np.zeros(self.blocks, np.uint64), np.zeros(self.blocks, np.uint32)
+            blocks = BlockTable(wide, narrow, narrow, np.zeros(self.blocks, np.uint8), kinds, depths)
             self._snapshot = Directory(
-                container, self._domain, self._depth_max, (), blocks, self._chunk_table(), segments, 0, 0, 0
+                container,
+                self._domain,
+                self._depth_max,
+                tuple(self._sketch_names),
+                blocks,
+                self._chunk_table(kinds, depths),
+                self._segment_table(),
+                self._prefix_table(),
+                0,
+                0,
+                0,
             )
         return self._snapshot
 
-    def block(self, container: ContainerId, block: int) -> U8:
-        """Return a block's decoded bytes, open or closed."""
-        assert container == self.container
-        closed = self._closed.get(block)
-        if closed is not None:
-            return fmt.decode_block(b"".join([closed.header, closed.payload]), "open container")
-        found = next(b for b in self._open.values() if b.number == block)
-        return found.buffer[: found.used]
+    def open_block(self, block: int) -> U8 | None:
+        """Return the bytes of a block that may still grow, None for a closed one."""
+        found = next((b for b in self._open.values() if b.number == block), None)
+        return None if found is None else found.bytes_so_far
 
-    def is_closed(self, block: int) -> bool:
-        """Return whether a block will not grow any more."""
-        return block in self._closed
+    def record(self, block: int) -> bytes:
+        """Return a closed block as it will be stored."""
+        closed = self._closed[block].block
+        return b"".join([closed.header, closed.payload])
 
-    def _chunk_table(self) -> ChunkTable:
+    def _kinds_and_depths(self) -> tuple[U8, U8]:
+        kinds, depths = np.zeros(self.blocks, np.uint8), np.zeros(self.blocks, np.uint8)
+        for block in self._open.values():
+            kinds[block.number], depths[block.number] = block.kind, block.depth
+        for number, closed in self._closed.items():
+            kinds[number], depths[number] = closed.block.kind, closed.block.depth
+        return kinds, depths
+
+    def _chunk_table(self, kinds: U8, block_depths: U8) -> ChunkTable:
         added = self._added
-        blocks: U32 = np.concatenate([np.zeros(0, np.uint32), *self._block_numbers])
-        encoded: U32 = np.concatenate([np.zeros(0, np.uint32), *(a.encoded for a in added)])
-        return ChunkTable(
-            np.concatenate([np.zeros((0, 32), np.uint8), *(a.names for a in added)]),
-            np.concatenate([np.zeros(0, np.uint32), *(a.lengths for a in added)]),
-            blocks,
-            fmt.positions_in_blocks(blocks, encoded),
-            encoded,
-            np.concatenate([np.zeros(0, np.uint8), *(a.depths for a in added)]),
-            Locations.join([a.bases for a in added]),
-            np.concatenate([np.zeros(0, np.uint8), *(a.ranks for a in added)]),
-        )
+        if len(added) > 1:
+            self._added = added = [_joined(added)]
+            self._block_numbers = [np.concatenate(self._block_numbers)]
+        if not added:
+            none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+            none = Locations.empty()
+            return ChunkTable(np.zeros((0, 32), np.uint8), none32, none32, none32, none32, none8, none, none8)
+        (all_of,), (blocks,) = added, self._block_numbers
+        encoded, bases, ranks = all_of.encoded, all_of.bases, all_of.ranks
+        changed = [number for number, closed in self._closed.items() if closed.encoded is not None]
+        if changed:  # became deltas when they closed
+            encoded = encoded.copy()
+            for number in changed:
+                encoded[blocks == number] = self._closed[number].encoded
+        depths = block_depths[blocks] if self.blocks else np.zeros(0, np.uint8)
+        alone = (kinds[blocks] == fmt.RAW) & (all_of.depths > 0)
+        if alone.any():  # became raw when they closed
+            ranks = np.where(alone, np.uint8(0), ranks)
+            bases = Locations(np.where(alone, np.uint64(0), bases.containers), np.where(alone, 0, bases.ordinals))
+            bases = Locations(bases.containers, bases.ordinals.astype(np.uint32))
+        positions = fmt.positions_in_blocks(blocks, encoded)
+        return ChunkTable(all_of.names, all_of.lengths, blocks, positions, encoded, depths, bases, ranks)
+
+    def _segment_table(self) -> SegmentTable:
+        if len(self._recipes) > 1:
+            self._recipes = [Locations.join(self._recipes)]
+        counts: U32 = np.concatenate([np.zeros(1, np.uint32), *self._segment_counts])
+        sketches: U8 = np.concatenate([np.zeros(0, np.uint8), *self._segment_sketches])
+        return SegmentTable(np.cumsum(counts, dtype=np.uint32), sketches, Locations.join(self._recipes))
+
+    def _prefix_table(self) -> PrefixTable:
+        counts, parts = np.zeros(self.blocks, np.uint32), []
+        for number in range(self.blocks):
+            closed = self._closed.get(number)
+            if closed is not None and len(closed.prefix):
+                counts[number] = len(closed.prefix)
+                parts.append(closed.prefix)
+        bounds = np.zeros(self.blocks + 1, np.uint32)
+        np.cumsum(counts, out=bounds[1:])
+        return PrefixTable(bounds, Locations.join(parts))
 
     def seal(self) -> SealedContainer:
         """Close all blocks and return the container, read back once before anything depends on it."""
         for depth in list(self._open):
             self._close(depth)
-        counts: U32 = np.concatenate([np.zeros(1, np.uint32), *self._segment_counts])
-        segments = SegmentTable(
-            np.cumsum(counts, dtype=np.uint32),
-            np.concatenate([np.zeros(0, np.uint8), *self._segment_sketches]),
-            Locations.join(self._recipes),
-        )
-        blocks = [self._closed[number] for number in range(self.blocks)]
+        kinds, depths = self._kinds_and_depths()
+        blocks = [self._closed[number].block for number in range(self.blocks)]
         data, _, _ = fmt.encode_container(
-            self.container, self._domain, self._depth_max, self._sketch_names, blocks, self._chunk_table(), segments
+            self.container,
+            self._domain,
+            self._depth_max,
+            self._sketch_names,
+            blocks,
+            self._chunk_table(kinds, depths),
+            self._segment_table(),
+            self._prefix_table(),
         )
         claims = ContainerClaims(
             fmt.decode_container(data, "a container just built"),
@@ -251,3 +314,17 @@ class ContainerBuilder:
             },
         )
         return SealedContainer(self.container, data, claims)
+
+
+def _joined(added: list[Encodings]) -> Encodings:
+    return Encodings(
+        np.concatenate([a.names for a in added]),
+        np.concatenate([a.lengths for a in added]),
+        np.concatenate([a.depths for a in added]),
+        (_NO_BYTES, _NO_BYTES),
+        np.zeros(0, np.int32),
+        np.zeros(0, np.uint64),
+        np.concatenate([a.encoded for a in added]),
+        Locations.join([a.bases for a in added]),
+        np.concatenate([a.ranks for a in added]),
+    )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.config import DeltaSettings
 from nearkin.errors import Corrupt, choose
-from nearkin.formats.container import XDELTA3
+from nearkin.formats.container import PATCH, XDELTA3
 from nearkin.kernels import xdelta3
 from nearkin.kernels.gather import gather_new
 from nearkin.records import U8, U32, U64
@@ -44,7 +44,9 @@ Encode = Callable[[Pairs, U32], Deltas]
 """(pairs, limit of each in bytes) -> deltas."""
 
 
-def _xdelta3(settings: DeltaSettings) -> Encode:
+def xdelta3_encoder(level: int) -> Encode:
+    """Return the encoder of VCDIFF deltas, by xdelta3 at `level`."""
+
     def encode(pairs: Pairs, limits: U32) -> Deltas:
         payload, lengths = xdelta3.encode_many(
             pairs.targets,
@@ -53,7 +55,7 @@ def _xdelta3(settings: DeltaSettings) -> Encode:
             pairs.bases,
             pairs.base_offsets,
             pairs.base_lengths,
-            level=settings.level,
+            level=level,
             limit_bytes=limits,
         )
         offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
@@ -62,26 +64,27 @@ def _xdelta3(settings: DeltaSettings) -> Encode:
     return encode
 
 
-def _none(settings: DeltaSettings) -> Encode:
+def _no_encoder(level: int) -> Encode:
     def encode(pairs: Pairs, limits: U32) -> Deltas:
         return Deltas(np.zeros(0, np.uint8), np.zeros(len(pairs), np.uint64), np.zeros(len(pairs), np.uint32))
 
     return encode
 
 
-CODECS: Mapping[str, tuple[int, Callable[[DeltaSettings], Encode]]] = {
-    "xdelta3": (XDELTA3, _xdelta3),
-    "none": (XDELTA3, _none),
+CODECS: Mapping[str, tuple[int, Callable[[int], Encode]]] = {
+    "xdelta3": (XDELTA3, xdelta3_encoder),
+    "patch": (PATCH, _no_encoder),  # whole blocks are encoded: blocks.py
+    "none": (XDELTA3, _no_encoder),
 }
 NAMES = tuple(CODECS)
 
 
 def codec(settings: DeltaSettings) -> tuple[int, Encode]:
-    """Return (block kind, encoder) of the codec named. Raises ConfigError listing the known names."""
+    """Return (block kind, encoder of single chunks) of the codec named. Raises ConfigError listing the known names."""
     if settings.codec not in CODECS:
         raise choose("delta.codec", settings.codec, NAMES)
     kind, make = CODECS[settings.codec]
-    return kind, make(settings)
+    return kind, make(settings.level)
 
 
 def check_round_trip(pairs: Pairs, deltas: Deltas, kept: NDArray[np.intp]) -> None:

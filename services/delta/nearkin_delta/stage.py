@@ -1,10 +1,11 @@
 """Delta stage. Invariant: the index is asked again before a chunk is stored (I5); every kept delta was decoded (I7).
 
-recheck -> encode -> arbitrate -> place in the open container -> recipes -> seal when it is full
+recheck -> bases -> encode -> arbitrate -> place in the open container -> recipes -> seal when it is full
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,12 +13,16 @@ from numpy.typing import NDArray
 
 from nearkin.claims import SealedContainer
 from nearkin.config import Settings
+from nearkin.formats.container import PATCH
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.records import U8, U32, U64, ZERO, Bools, Locations, PairedBatch
 from nearkin.stage import Contents, Facts, Reads
+from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
-from nearkin_delta.builder import ContainerBuilder, Encodings, new_container_id
+from nearkin_delta.bases import Chosen, Targets, try_bases
+from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
+from nearkin_delta.gaps import Alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +76,92 @@ class DeltaStage:
         self._domain = domain
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
+        self._local = settings.base.policy != "first-fit" and settings.delta.codec != "none"
+        self._similar = settings.base.policy != "locality"
+        self._tries = self._local or self._kind == PATCH
+        """Whether bases are tried before they are used, and too deep ones replaced by their own."""
+        self.stream: Hashable = None
+        """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
+        self._alignment = Alignment()
+        self._found_near: Chosen | None = None
         self.builder = self._new_builder()
 
     def _new_builder(self) -> ContainerBuilder:
         container = new_container_id(self._last)
         self._last = container
         return ContainerBuilder(
-            container, self._domain, self._settings.block, self._settings.delta.max_depth, self._kind
+            container, self._domain, self._settings.block, self._settings.delta, self._kind, self._depth_bound
         )
+
+    @property
+    def _depth_bound(self) -> int:
+        """Return below which depth a chunk is offered as a base: any, where deep ones are replaced."""
+        return self._settings.delta.max_depth + self._tries
 
     def reads(self, batch: PairedBatch, facts: Facts) -> Reads | None:
         """Ask for the fresh chunks once more, then for the bytes of the bases of those that are still unknown."""
         rows = batch.fresh.fresh
         if facts.chunks is None:
             names = batch.fresh.batch.names[rows]
-            if self._asks_bases_again and len(rows):
-                return Reads(names=names, sketch=batch.sketch, super_features=batch.super_features[~batch.base_found])
-            return Reads(names=names)
-        if facts.contents is None:
+            gaps = self._alignment.gaps(batch, self.stream) if self._local and len(rows) else None
+            if self._asks_bases_again and self._similar and len(rows):
+                unknown = batch.super_features[~batch.base_found]
+                return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
+            return Reads(names=names, gaps=gaps)
+        below = self._settings.delta.max_depth if self._tries else None
+        if facts.neighbours is not None and facts.contents is None:
+            self._found_near = None
+            return Reads(contents=facts.neighbours.chunks, depth_below=below)
+        if self._similar and facts.similar is None:
             paired = _with_bases(batch, facts)
-            return Reads(contents=paired.bases.take(paired.base_found & ~facts.chunks.found))
+            return Reads(similar=paired.bases.take(self._asked(paired, facts)), depth_below=below)
         return None
+
+    def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
+        """Return what locality found of bases that are worth it; tried once a batch, between two rounds of reading."""
+        if facts.neighbours is None or facts.contents is None:
+            return None
+        if self._found_near is None:
+            bounds = np.append(np.uint32(0), np.cumsum(facts.neighbours.fresh, dtype=np.uint32))
+            self._found_near = try_bases(_targets(batch), bounds, facts.contents, facts.neighbours.bounds)
+        return self._found_near
+
+    def _asked(self, batch: PairedBatch, facts: Facts) -> Bools:
+        """Return which fresh chunks need the base that a super-feature found."""
+        assert facts.chunks is not None
+        near = self._near(batch, facts)
+        asked: Bools = batch.base_found & ~facts.chunks.found
+        return asked if near is None else asked & ~near.found
+
+    def _chosen(self, batch: PairedBatch, facts: Facts) -> tuple[Chosen, Contents]:
+        """Return the bases of all fresh chunks, and their bytes."""
+        count = len(batch.fresh.fresh)
+        parts: list[choice.Part] = []
+        near = self._near(batch, facts)
+        if near is not None and facts.contents is not None:
+            parts.append(choice.Part(np.arange(count), near, facts.contents, choice.local_ranks(count)))
+        if facts.similar is not None:
+            asked = np.flatnonzero(self._asked(batch, facts))
+            if self._tries:
+                each = np.arange(len(asked) + 1, dtype=np.uint32)
+                similar = try_bases(_targets(batch).take(asked), each, facts.similar, each)
+            else:
+                similar = choice.untried(facts.similar, self._settings.delta.max_depth)
+            parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
+        return choice.joined(count, parts)
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
         assert facts.chunks is not None
-        assert facts.contents is not None
         batch = _with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~facts.chunks.found
         rows = fresh.fresh[still]
-        candidates = np.flatnonzero(batch.base_found[still])
-        encodings = self._encodings(batch, rows, candidates, still, facts.contents)
+        chosen, bases = self._chosen(batch, facts)
+        self._alignment.follow(batch, self.stream, facts.neighbours)
+        self._found_near = None
+        chosen = choice.only(chosen, still)
+        encodings = self._patches(batch, rows, chosen, bases) or self._deltas(batch, rows, chosen, bases)
         placed = self.builder.add(encodings)
 
         locations = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
@@ -119,7 +178,7 @@ class DeltaStage:
             locations.ordinals[first],
         )
 
-        eligible = encodings.depths < self._settings.delta.max_depth
+        eligible = encodings.depths < self._depth_bound
         super_features = batch.super_features[still][eligible]
         base_chunks = placed.take(eligible)
         self.builder.add_super_features(batch.sketch, base_chunks.ordinals, super_features)
@@ -128,7 +187,8 @@ class DeltaStage:
         stored[rows] = True
         delta, delta_bytes = np.zeros(len(stored), np.bool_), np.zeros(len(stored), np.uint32)
         delta[rows] = encodings.depths > 0
-        delta_bytes[rows] = np.where(encodings.depths > 0, encodings.encoded, 0)
+        rest = chosen.rest if encodings.prefixes is not None else encodings.encoded
+        delta_bytes[rows] = np.where(encodings.depths > 0, rest, 0)
         sealed: tuple[SealedContainer, ...] = ()
         if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
             sealed = self.flush()
@@ -156,20 +216,43 @@ class DeltaStage:
         self.builder = self._new_builder()
         return (sealed,)
 
-    def _encodings(
-        self, batch: PairedBatch, rows: NDArray[np.intp], candidates: NDArray[np.intp], still: Bools, bases: Contents
-    ) -> Encodings:
-        """Return the fresh chunks as they will be written. `candidates` are the rows (of `rows`) with a base to try."""
+    def _patches(
+        self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents
+    ) -> Encodings | None:
+        """Return the fresh chunks for blocks that are encoded whole, with all their bases; None for another codec."""
+        if self._kind != PATCH:
+            return None
         segments = batch.fresh.batch
-        usable = bases.available & (bases.depths < self._settings.delta.max_depth) & (bases.lengths > 0)
-        tried = candidates[usable]
+        lengths, found = segments.lengths[rows], chosen.found
+        best, ranks = _best_bases(chosen, bases)
+        used = chosen.rows
+        return Encodings(
+            segments.names[rows],
+            lengths,
+            np.where(found, chosen.depths + np.uint8(1), np.uint8(0)).astype(np.uint8),
+            (segments.payload, np.zeros(0, np.uint8)),
+            np.zeros(len(rows), np.int32),
+            segments.offsets[rows],
+            lengths,
+            best,
+            ranks,
+            Prefixes(
+                chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
+            ),
+        )
+
+    def _deltas(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
+        """Return the fresh chunks as they will be written: each with a base as a delta, where that is smaller."""
+        segments = batch.fresh.batch
+        tried = np.flatnonzero(chosen.found)
+        first = chosen.rows[chosen.bounds[tried]]
         pairs = Pairs(
             segments.payload,
             segments.offsets[rows[tried]],
             segments.lengths[rows[tried]],
             bases.payload,
-            bases.offsets[usable],
-            bases.lengths[usable],
+            bases.offsets[first],
+            bases.lengths[first],
         )
         deltas = self._encode(pairs, pairs.target_lengths) if len(pairs) else _no_deltas()
         kept = np.flatnonzero(keep_delta(pairs.targets, pairs.target_offsets, pairs.target_lengths, deltas.lengths))
@@ -178,13 +261,13 @@ class DeltaStage:
         lengths = segments.lengths[rows]
         depths, which = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.int32)
         offsets, encoded = segments.offsets[rows], lengths.copy()
-        chosen, ranks = Locations.empty(len(rows)), np.zeros(len(rows), np.uint8)
-        depths[as_delta] = bases.depths[usable][kept] + 1
+        best, ranks = Locations.empty(len(rows)), np.zeros(len(rows), np.uint8)
+        depths[as_delta] = bases.depths[first[kept]] + 1
         which[as_delta] = 1
         offsets[as_delta], encoded[as_delta] = deltas.offsets[kept], deltas.lengths[kept]
-        found, found_rank = batch.bases.take(still), batch.base_rank[still]
-        chosen.containers[as_delta], chosen.ordinals[as_delta] = found.containers[as_delta], found.ordinals[as_delta]
-        ranks[as_delta] = found_rank[as_delta]
+        found, found_ranks = _best_bases(chosen, bases)
+        best.containers[as_delta], best.ordinals[as_delta] = found.containers[as_delta], found.ordinals[as_delta]
+        ranks[as_delta] = found_ranks[as_delta]
         return Encodings(
             segments.names[rows],
             lengths,
@@ -193,7 +276,7 @@ class DeltaStage:
             which,
             offsets,
             encoded,
-            chosen,
+            best,
             ranks,
         )
 
@@ -227,6 +310,24 @@ def _with_bases(batch: PairedBatch, facts: Facts) -> PairedBatch:
     bases.containers[asked] = facts.bases.locations.containers
     bases.ordinals[asked] = facts.bases.locations.ordinals
     return replace(batch, base_found=found, bases=bases, base_rank=ranks)
+
+
+def _targets(batch: PairedBatch) -> Targets:
+    rows, segments = batch.fresh.fresh, batch.fresh.batch
+    return Targets(segments.payload, segments.offsets[rows], segments.lengths[rows])
+
+
+def _best_bases(chosen: Chosen, bases: Contents) -> tuple[Locations, U8]:
+    """Return (location, rank) of the best base of each chunk, zeros where it has none."""
+    locations, ranks = Locations.empty(len(chosen.found)), np.zeros(len(chosen.found), np.uint8)
+    mine = np.flatnonzero(chosen.found)
+    first = chosen.rows[chosen.bounds[mine]]
+    locations.containers[mine], locations.ordinals[mine] = (
+        bases.locations.containers[first],
+        bases.locations.ordinals[first],
+    )
+    ranks[mine] = chosen.ranks[mine]
+    return locations, ranks
 
 
 def _no_deltas() -> Deltas:

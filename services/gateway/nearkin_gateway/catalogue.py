@@ -128,7 +128,7 @@ class Catalogue:
     def blob(self, tenant: str, manifest: Manifest, start: int, stop: int) -> Blob:
         """Return the bytes [start, stop) of a version, verified piece by piece."""
         mine = self._tenant(tenant)
-        return Blob(manifest.info, manifest, mine.containers, mine.fingerprinter, start, stop)
+        return Blob(manifest.info, manifest, mine.containers.counting(), mine.fingerprinter, start, stop)
 
     def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[Listed, int | None]:
         """Return versions of a key above `after`, oldest first, and the `after` for more. Raises NotFound."""

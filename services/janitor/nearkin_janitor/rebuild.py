@@ -129,8 +129,8 @@ def _leans_on(containers: ContainerStore, container: int) -> list[int]:
         directory = containers.directory(ContainerId(container))
     except Permanent:
         return []
-    named = np.unique(np.concatenate([directory.chunks.bases.containers, directory.segments.chunks.containers]))
-    return [int(other) for other in named if other not in (0, ZERO, container)]
+    recipes = np.unique(directory.segments.chunks.containers)
+    return [*directory.leans_on(), *(int(other) for other in recipes if other not in (0, ZERO, container))]
 
 
 def claims_of(

@@ -63,10 +63,9 @@ class Soundness:
     def leans_on(self, container: int) -> list[int]:
         """Return the other containers in which bases of this one lie; none where it cannot be read."""
         try:
-            bases = self._everyones.directory(ContainerId(container)).chunks.bases.containers
+            return self._everyones.directory(ContainerId(container)).leans_on()
         except Permanent:
             return []
-        return [int(base) for base in np.unique(bases) if base not in (0, container)]
 
     def check(self, container: ContainerId, *, deep: bool) -> None:
         """Look at one container, after those that it leans on: `deep` reads and decodes all of it."""
@@ -175,19 +174,34 @@ class Soundness:
             except Permanent as err:
                 problem = str(err)
             else:
-                problem = "" if len(decoded) == said else f"{name} block {block}: {len(decoded)} bytes, not {said}"
+                found = said if directory.blocks.kinds[block] == fmt.PATCH else len(decoded)  # when it is decoded
+                problem = "" if found == said else f"{name} block {block}: {found} bytes, not {said}"
             if problem:
                 self.problems.setdefault(name, problem)
                 blamed[directory.chunks.blocks == block] = directory.container
 
     def _check_bases(self, directory: Directory, blamed: U64) -> None:
-        """Blame the chunks whose base is lost or broken, shallow ones first: a base may lie in the same container."""
-        chunks = directory.chunks
+        """Blame the chunks whose base is lost or broken, shallow ones first: a base may lie in the same container.
+
+        In a patch block one broken base breaks every chunk.
+        """
+        chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
         for depth in range(1, int(chunks.depths.max(initial=0)) + 1):
             rows = np.flatnonzero((chunks.depths == depth) & (blamed == 0))
-            own = chunks.bases.containers[rows] == np.uint64(directory.container)
-            blamed[rows[own]] = blamed[chunks.bases.ordinals[rows[own]]]
-            blamed[rows[~own]] = self.blame(chunks.bases.take(rows[~own]), directory.domain)
+            blamed[rows] = self._blame_bases(directory, chunks.bases.take(rows), blamed)
+            for block in np.flatnonzero((blocks.depths == depth) & (blocks.kinds == fmt.PATCH)).tolist():
+                culprits = self._blame_bases(directory, prefixes.of(block), blamed)
+                if culprits.any():
+                    mine = (chunks.blocks == block) & (blamed == 0)
+                    blamed[mine] = culprits[culprits != 0][0]
+
+    def _blame_bases(self, directory: Directory, bases: Locations, blamed: U64) -> U64:
+        """Return what breaks each base: of the container's own chunks `blamed` says it."""
+        own = bases.containers == np.uint64(directory.container)
+        culprits = np.zeros(len(bases), np.uint64)
+        culprits[own] = blamed[bases.ordinals[own]]
+        culprits[~own] = self.blame(bases.take(~own), directory.domain)
+        return culprits
 
     def _check_names(self, directory: Directory, blamed: U64, name: str) -> None:
         """Decode every chunk that seems sound and compare it with its name; only SHA-1 where no tenant is known."""

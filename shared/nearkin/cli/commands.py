@@ -90,19 +90,21 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
 )
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")
+@click.option("--explain", "explained", is_flag=True, help="Tell on stderr what had to be read (a local store's get).")
 @shared_options
-def get(key: str, output: str | None, version: int | None, range_text: str | None) -> None:
+def get(key: str, output: str | None, version: int | None, range_text: str | None, explained: bool) -> None:
     """Write a version's bytes to stdout or a file.
 
     nearkin get db/dump -o dump.rdb
     nearkin get db/dump --version 2 | head -c 100
     nearkin get disk.img --range 0-511 -o boot.sector
     nearkin get app.log --range -4096              # the last 4096 bytes
+    nearkin get disk.img --range 0-1048575 --explain -o start
 
     Every chunk is verified before it is written. With -o a failed get leaves FILE as it was.
     """
     from nearkin.cli.arguments import check_key, parse_range
-    from nearkin.cli.output import print_json
+    from nearkin.cli.output import costs_json, costs_line, print_json
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.restored import Restored
     from nearkin.formats.answers import info_json
@@ -123,9 +125,15 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
         quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
         with Restored(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
             blob.write_to(file, progress=progress)
+    costs = getattr(blob, "costs", None)
+    if explained and costs is None:
+        raise BadInput("get --explain: a gateway does not tell what it read; run it where the store is")
     if session.as_json:
         seconds = time.perf_counter() - started
-        print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds})
+        more = {"reads": costs_json(costs)} if explained else {}
+        print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds, **more})
+    elif explained:
+        click.echo(costs_line(costs), err=True)
 
 
 @nearkin.command()

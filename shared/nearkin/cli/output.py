@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         VerifyReport,
         VersionInfo,
     )
+    from nearkin.store.containers import ReadCosts
 
 
 def print_version(*, as_json: bool) -> None:
@@ -144,7 +145,30 @@ def print_stats(stats: Stats) -> None:
         "depths       "
         + ", ".join(f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
     )
+    if stats.found_by:
+        found = sum(stats.found_by.values())
+        shares = sorted(stats.found_by.items(), key=lambda pair: -pair[1])
+        say("bases found  " + ", ".join(f"{printable(name)}: {count:,} ({count / found:.1%})" for name, count in shares))
     say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
+
+
+def costs_json(costs: ReadCosts) -> dict[str, int]:
+    """Return what a get had to read as JSON has it."""
+    return {
+        "containers": len(costs.containers),
+        "directory_reads": costs.directory_reads,
+        "block_reads": costs.block_reads,
+        "blocks_decoded": costs.blocks_decoded,
+        "bytes": costs.bytes_read,
+    }
+
+
+def costs_line(costs: ReadCosts) -> str:
+    """Return what a get had to read, for people."""
+    return (
+        f"read {human_bytes(costs.bytes_read)} of {counted(len(costs.containers), 'container')}: "
+        f"{costs.directory_reads:,} directories, {counted(costs.block_reads, 'block')}"
+    )
 
 
 def verify_json(report: VerifyReport, sample: float | None) -> dict[str, object]:

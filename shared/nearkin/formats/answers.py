@@ -168,6 +168,7 @@ def stats_json(stats: Stats) -> dict[str, object]:
         "parts": dict(stats.parts),
         "depths": {str(depth): chunks for depth, chunks in sorted(stats.depths.items())},
         "sketches": dict(stats.sketches),
+        "found_by": dict(stats.found_by),
         "base_cache_hits": stats.base_cache_hits,
         "base_cache_misses": stats.base_cache_misses,
     }
@@ -193,6 +194,7 @@ def stats_from(value: object) -> Stats:
         seconds=_number(told, "seconds"),
         deleted_versions=_count(told, "deleted_versions"),
         deleted_bytes=_count(told, "deleted_bytes"),
+        found_by=_counts(told, "found_by") if "found_by" in told else {},
     )
 
 

@@ -3,20 +3,21 @@
     0        4     6      8              16        32
     | NKC1 | ver | flags | container id | domain  | block ... | directory | footer |
 
-Chunks are numbered in stream order, across blocks; a delta names its base by (container, ordinal), and a segment recipe
-names its chunks the same way, so that a fingerprint is written once in the life of a chunk. docs/formats/container.md.
+Chunks are numbered in stream order, across blocks; deltas and patch blocks name their bases by (container, ordinal), and
+segment recipes name their chunks the same way, so that a fingerprint is written once in the life of a chunk.
+docs/formats/container.md.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
 import numpy as np
-from backports.zstd import ZstdCompressor
+from backports.zstd import ZstdCompressor, ZstdDict
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
@@ -24,8 +25,9 @@ from nearkin.formats import columns, runs
 from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations
 
-VERSION = 2
-"""1 named containers by u16; no release ever wrote it."""
+VERSION = 3
+"""3 has patch blocks. 2, which had none, is still read. 1 named containers by u16; no release ever wrote it."""
+VERSION_MIN = 2
 DOMAIN_BYTES = 16
 CONTAINER_BYTES_MAX = 1 << 30
 BLOCK_RAW_BYTES_MAX = 32 * 1024 * 1024
@@ -45,14 +47,22 @@ assert FOOTER.size == 32  # docs/formats/container.md
 
 STORED, ZSTD = 0, 1
 """How a block's bytes are compressed."""
-RAW, XDELTA3 = 0, 1
-"""What a block's bytes are: chunks as they came, or VCDIFF deltas, one after another."""
-KINDS = ("raw", "xdelta3")
+RAW, XDELTA3, PATCH = 0, 1, 2
+"""What a block's bytes are: chunks as they came; VCDIFF deltas, one after another; chunks as they came, in a frame that
+refers to the bytes of bases, which are its prefix."""
+KINDS = ("raw", "xdelta3", "patch")
+PREFIX_BYTES_MAX = 32 * 1024 * 1024
+"""Bases of one patch block, together."""
+LOCALITY_RANK = 255
+"""Of a delta whose base no super-feature found: it lay beside the chunks around it when those were stored."""
+_MAGIC_2, _MAGIC = b"NKD1", b"NKD2"
 
 _BLOCK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "u1", "u1", "u1")]
 _CHUNK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u2")]
 _DELTA_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
+_PATCHED_COLUMNS = [np.dtype(t) for t in ("<u4", "u1")]
+_PREFIX_COLUMNS = [np.dtype("<u4")]
 _SEGMENT_COLUMNS = [np.dtype(t) for t in ("<u4", "u1")]
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4")]
 
@@ -62,7 +72,8 @@ class ChunkTable:
     """How the chunks of one container are kept; all arrays have one row a chunk, in stream order.
 
     `blocks` says in which block the encoding lies, `positions` and `encoded` where in the decoded block (bytes).
-    `bases` is (0, 0) for a chunk at depth 0; `ranks` says which super-feature found the base.
+    `bases` is (0, 0) for a chunk at depth 0; of a chunk in a patch block it is the one that gives most of its bytes.
+    `ranks` says which super-feature found that base, or LOCALITY_RANK.
     """
 
     names: U8
@@ -94,6 +105,24 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixTable:
+    """The bases of patch blocks, in the order in which their bytes are the prefix: block b has rows bounds[b] to
+    bounds[b + 1] of `bases`, none if it is of another kind."""
+
+    bounds: U32
+    bases: Locations
+
+    @staticmethod
+    def empty(blocks: int) -> PrefixTable:
+        """Return the table of `blocks` blocks that lean on nothing."""
+        return PrefixTable(np.zeros(blocks + 1, np.uint32), Locations.empty())
+
+    def of(self, block: int) -> Locations:
+        """Return the bases of one block."""
+        return self.bases.take(slice(int(self.bounds[block]), int(self.bounds[block + 1])))
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentTable:
     """Segment recipes: segment j is rows bounds[j] .. bounds[j + 1] of `chunks`; `sketches` how each was sketched."""
 
@@ -116,6 +145,7 @@ class Directory:
     blocks: BlockTable
     chunks: ChunkTable
     segments: SegmentTable
+    prefixes: PrefixTable
     container_bytes: int
     directory_bytes: int
     recipe_bytes: int
@@ -123,7 +153,13 @@ class Directory:
     @property
     def memory_bytes(self) -> int:
         """Return about how much memory the decoded tables take."""
-        return len(self.chunks) * (NAME_BYTES + 30) + len(self.segments.chunks) * 12 + len(self.blocks) * 24 + 512
+        rows = len(self.segments.chunks) + len(self.prefixes.bases)
+        return len(self.chunks) * (NAME_BYTES + 30) + rows * 12 + len(self.blocks) * 28 + 512
+
+    def leans_on(self) -> list[int]:
+        """Return the other containers in which bases of this one lie, ascending."""
+        bases = np.concatenate([self.chunks.bases.containers, self.prefixes.bases.containers])
+        return [int(base) for base in np.unique(bases) if base not in (0, self.container)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +187,45 @@ def encode_block(raw: U8, kind: int, depth: int, compressor: ZstdCompressor) -> 
     frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
     payload: bytes | memoryview
     if len(frame) < len(raw):
-        if not np.array_equal(np.frombuffer(columns.inflate(frame, len(raw), "block"), np.uint8), raw):
-            raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+        _compare(columns.inflate(frame, len(raw), "block"), raw)
         codec, payload = ZSTD, frame
     else:
         codec, payload = STORED, raw.tobytes()
+    return _framed(raw, codec, kind, depth, payload)
+
+
+def encode_patch(raw: U8, prefix: bytes, depth: int, options: Mapping[int, int]) -> EncodedBlock:
+    """Return `raw` as one frame that refers to `prefix`, 8 bytes at least. Decoded and compared before it is kept (I7).
+
+    `options` are those of zstd. Raises Corrupt as `encode_block` does.
+    """
+    compressor = ZstdCompressor(options=dict(options), zstd_dict=ZstdDict(prefix, is_raw=True).as_prefix)
+    frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
+    _compare(columns.inflate(frame, len(raw), "block", prefix), raw)
+    return _framed(raw, ZSTD, PATCH, depth, frame)
+
+
+def _compare(decoded: bytes, raw: U8) -> None:
+    if not np.array_equal(np.frombuffer(decoded, np.uint8), raw):
+        raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+
+
+def _framed(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryview) -> EncodedBlock:
     fields = (b"NKB1", codec, kind, depth, 0, len(raw), len(payload))
     check = columns.check_bytes(BLOCK.pack(*fields, b"")[:-8], payload)
     return EncodedBlock(BLOCK.pack(*fields, check), payload, len(raw), codec, kind, depth)
 
 
-def decode_block(record: bytes | memoryview, what: str) -> U8:
-    """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`."""
+def kind_of(record: bytes | memoryview) -> int:
+    """Return the kind that a block's header gives, unchecked."""
+    return memoryview(record)[5] if len(record) > 5 else RAW
+
+
+def decode_block(record: bytes | memoryview, what: str, prefix: bytes | None = None) -> U8:
+    """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`.
+
+    `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it.
+    """
     view = memoryview(record)
     try:
         magic, codec, kind, _depth, reserved, raw_bytes, stored_bytes, check = BLOCK.unpack_from(view)
@@ -177,6 +240,12 @@ def decode_block(record: bytes | memoryview, what: str) -> U8:
         raise FormatTooNew(
             f"{what}: compression {codec}, kind {kind}, flags {reserved}: unknown to this Nearkin; upgrade"
         )
+    if kind == PATCH:
+        if codec != ZSTD:
+            raise Corrupt(f"{what}: a patch block that is not compressed")
+        if prefix is None:
+            return np.zeros(0, np.uint8)
+        return np.frombuffer(columns.inflate(payload, raw_bytes, what, prefix), np.uint8)
     if codec == STORED:
         if raw_bytes != stored_bytes:
             raise Corrupt(f"{what}: stored as {stored_bytes} bytes, announced as {raw_bytes}")
@@ -197,12 +266,14 @@ def encode_container(
     blocks: Sequence[EncodedBlock],
     chunks: ChunkTable,
     segments: SegmentTable,
+    prefixes: PrefixTable | None = None,
 ) -> tuple[bytes, int, int]:
     """Return (the container, its directory's bytes, of these the recipes' bytes)."""
     parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", VERSION, 0, container, domain)]
     for block in blocks:
         parts += [block.header, block.payload]
-    directory, recipe_bytes = _encode_directory(container, depth_max, sketch_names, blocks, chunks, segments)
+    prefixes = prefixes or PrefixTable.empty(len(blocks))
+    directory, recipe_bytes = _encode_directory(container, depth_max, sketch_names, blocks, chunks, segments, prefixes)
     offset = sum(len(part) for part in parts)
     lead = FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
     frame_check = columns.check_bytes(parts[0], lead)
@@ -217,33 +288,68 @@ def _encode_directory(
     blocks: Sequence[EncodedBlock],
     chunks: ChunkTable,
     segments: SegmentTable,
+    prefixes: PrefixTable,
 ) -> tuple[bytes, int]:
-    deltas = np.flatnonzero(chunks.depths)
+    kinds = np.array([b.kind for b in blocks], np.uint8)
+    of_chunks = kinds[chunks.blocks]
+    deltas, patched = np.flatnonzero(of_chunks == XDELTA3), np.flatnonzero(of_chunks == PATCH)
     bases = chunks.bases.take(deltas)
-    table, refs = runs.container_table(np.concatenate([bases.containers, segments.chunks.containers]), container)
-    base_refs, chunk_refs = refs[: len(deltas)], refs[len(deltas) :]
+    table, refs = runs.container_table(
+        np.concatenate([bases.containers, prefixes.bases.containers, segments.chunks.containers]), container
+    )
+    base_refs, prefix_refs, chunk_refs = np.split(refs, [len(deltas), len(deltas) + len(prefixes.bases)])
     # One run a base: each written as the step from the base before it in the same container.
-    singles = np.arange(len(deltas) + 1, dtype=np.uint32)
-    _, base_steps, _, _ = runs.compress(base_refs, bases.ordinals, singles)
+    base_steps = runs.compress(base_refs, bases.ordinals, _singles(deltas))[1]
+    prefix_runs = runs.compress(prefix_refs, prefixes.bases.ordinals, prefixes.bounds)
+    # In the same way each chunk's base by its place in the prefix, from that of the chunk before it in its block.
+    places = _places_in_prefix(chunks, patched, prefixes)
+    place_steps = runs.compress(chunks.blocks[patched] + np.uint32(2), places, _singles(patched))[1]
     run_refs, steps, counts, _ = runs.compress(chunk_refs, segments.chunks.ordinals, segments.bounds)
     names = b"".join([len(name.encode()).to_bytes(2, "little") + name.encode() for name in sketch_names])
     recipes = columns.pack([np.diff(segments.bounds).astype("<u4"), segments.sketches]) + columns.pack(
         [run_refs, steps, counts]
     )
-    head = DIRECTORY.pack(b"NKD1", len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
+    head = DIRECTORY.pack(_MAGIC, len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
     rest = columns.pack(
         [
             np.array([b.stored_bytes for b in blocks], "<u4"),
             np.array([b.raw_bytes for b in blocks], "<u4"),
             np.array([b.codec for b in blocks], "u1"),
-            np.array([b.kind for b in blocks], "u1"),
+            kinds,
             np.array([b.depth for b in blocks], "u1"),
         ]
     )
     rest += columns.pack([chunks.lengths.astype("<u4"), chunks.blocks.astype("<u2")])
     rest += columns.pack([chunks.encoded[deltas], base_refs, base_steps, chunks.ranks[deltas]])
+    rest += columns.pack([place_steps, chunks.ranks[patched]])
+    rest += columns.pack([np.diff(prefixes.bounds)[kinds == PATCH].astype("<u4")])
+    rest += columns.pack(list(prefix_runs[:3]))
     rest += columns.pack([table.astype("<u8")])
     return head + names + chunks.names[:, :28].tobytes() + rest + recipes, len(recipes)
+
+
+def _singles(rows: NDArray[np.intp]) -> U32:
+    return np.arange(len(rows) + 1, dtype=np.uint32)
+
+
+_PLACE = np.dtype([("block", "<u4"), ("container", "<u8"), ("ordinal", "<u4")])
+
+
+def _places_in_prefix(chunks: ChunkTable, patched: NDArray[np.intp], prefixes: PrefixTable) -> U32:
+    """Return where in its block's prefix the base of each patched chunk stands. Raises BadInput where it does not."""
+    counts = np.diff(prefixes.bounds)
+    rows = np.empty(len(prefixes.bases), _PLACE)
+    rows["block"] = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
+    rows["container"], rows["ordinal"] = prefixes.bases.containers, prefixes.bases.ordinals
+    wanted = np.empty(len(patched), _PLACE)
+    wanted["block"] = chunks.blocks[patched]
+    wanted["container"], wanted["ordinal"] = chunks.bases.containers[patched], chunks.bases.ordinals[patched]
+    order = np.argsort(rows, order=("block", "container", "ordinal"))
+    at = np.searchsorted(rows[order], wanted)
+    if len(wanted) and (not len(rows) or np.any(rows[order[np.minimum(at, len(rows) - 1)]] != wanted)):
+        raise BadInput("a chunk's base is not in the prefix of its block")
+    found = order[np.minimum(at, max(0, len(rows) - 1))] if len(wanted) else np.zeros(0, np.intp)
+    return (found - prefixes.bounds[wanted["block"]]).astype(np.uint32)
 
 
 def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId, bytes]:
@@ -258,7 +364,7 @@ def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId,
         raise FormatTooNew(
             f"{what}: container format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
         )
-    if version < VERSION or container < CONTAINER_ID_MIN:
+    if version < VERSION_MIN or container < CONTAINER_ID_MIN:
         raise Corrupt(f"{what}: container format {version}, id {container}: no release of Nearkin wrote such")
     return ContainerId(container), domain
 
@@ -298,7 +404,7 @@ def _decode_directory(
     view: memoryview, container: ContainerId, domain: bytes, container_bytes: int, what: str
 ) -> Directory:
     magic, block_count, chunk_count, segment_count, depth_max, sketch_count = DIRECTORY.unpack_from(view)
-    if magic != b"NKD1" or sketch_count > SKETCHES_MAX or depth_max > DEPTH_MAX or chunk_count > ROWS_MAX:
+    if magic not in (_MAGIC, _MAGIC_2) or sketch_count > SKETCHES_MAX or depth_max > DEPTH_MAX or chunk_count > ROWS_MAX:
         raise Corrupt(f"{what}: not a directory")
     position = DIRECTORY.size
     sketch_names: list[str] = []
@@ -318,6 +424,12 @@ def _decode_directory(
     block_columns = take(_BLOCK_COLUMNS, BLOCKS_MAX)
     chunk_columns = take(_CHUNK_COLUMNS, ROWS_MAX)
     delta_columns = take(_DELTA_COLUMNS, ROWS_MAX)
+    patched_columns = [np.zeros(0, dtype) for dtype in _PATCHED_COLUMNS]
+    prefix_counts, prefix_runs = np.zeros(0, np.uint32), [np.zeros(0, dtype) for dtype in _RUN_COLUMNS]
+    if magic == _MAGIC:
+        patched_columns = take(_PATCHED_COLUMNS, ROWS_MAX)
+        (prefix_counts,) = take(_PREFIX_COLUMNS, BLOCKS_MAX)
+        prefix_runs = take(_RUN_COLUMNS, ROWS_MAX)
     (table,) = take(_REF_COLUMNS, runs.TABLE_MAX)
     recipe_start = position
     segment_columns = take(_SEGMENT_COLUMNS, ROWS_MAX)
@@ -326,8 +438,10 @@ def _decode_directory(
     found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
     _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head says")
     blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what)
+    _expect(magic == _MAGIC or _below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format")
     scope = _Scope(container, table, what)
-    chunks = _chunks(names28, chunk_columns, delta_columns, blocks, scope)
+    prefixes = _prefixes(prefix_counts, prefix_runs, chunk_count, blocks, scope)
+    chunks = _chunks(names28, chunk_columns, delta_columns, patched_columns, blocks, prefixes, scope)
     segments = _segments(segment_columns, run_columns, chunk_count, scope)
     _expect(_below(segments.sketches, sketch_count), what, "a segment names an unknown sketch")
     directory_bytes, recipe_bytes = len(view), len(view) - recipe_start
@@ -339,6 +453,7 @@ def _decode_directory(
         blocks,
         chunks,
         segments,
+        prefixes,
         container_bytes,
         directory_bytes,
         recipe_bytes,
@@ -360,41 +475,84 @@ def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: s
     _expect(_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
     _expect(_below(codecs, ZSTD + 1) and _below(kinds, len(KINDS)), what, "a block of unknown kind")
     _expect(_below(depths, depth_max + 1), what, "a block deeper than its container allows")
+    _expect(bool(np.array_equal(kinds == RAW, depths == 0)), what, "a block whose depth its kind does not have")
     records = stored.astype(np.int64) + BLOCK.size
     _expect(HEADER.size + int(records.sum()) + FOOTER.size == other_bytes, what, "its blocks do not fill the container")
     offsets = HEADER.size + BLOCK.size + np.cumsum(records) - records
     return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths)
 
 
+def _prefixes(
+    counts: U32, found: list[NDArray[Any]], chunk_count: int, blocks: BlockTable, scope: _Scope
+) -> PrefixTable:
+    what = scope.what
+    patch = blocks.kinds == PATCH
+    _expect(len(counts) == np.count_nonzero(patch), what, "prefix counts differ from its patch blocks")
+    _expect(not len(counts) or int(counts.min()) > 0, what, "a patch block without bases")
+    refs, ordinals = runs.expand(*found, ROWS_MAX, what)
+    _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "prefixes do not add up")
+    _expect(not np.any(refs == ZERO), what, "the zero chunk as a base")
+    _expect(_below(ordinals[refs == SELF], chunk_count), what, "a base that is not there")
+    bounds = np.zeros(len(blocks) + 1, np.uint32)
+    bounds[1:][patch] = counts
+    np.cumsum(bounds, out=bounds)
+    return PrefixTable(bounds, runs.located(refs, ordinals, scope.table, scope.container, what))
+
+
 def _chunks(
-    names28: U8, found: list[NDArray[Any]], deltas_found: list[NDArray[Any]], blocks: BlockTable, scope: _Scope
+    names28: U8,
+    found: list[NDArray[Any]],
+    deltas_found: list[NDArray[Any]],
+    patched_found: list[NDArray[Any]],
+    blocks: BlockTable,
+    prefixes: PrefixTable,
+    scope: _Scope,
 ) -> ChunkTable:
     what, count = scope.what, len(names28)
     lengths, block_numbers = found[0], found[1].astype(np.uint32)
     delta_encoded, base_refs, base_steps, delta_ranks = deltas_found
     _expect(_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
     _expect(_below(lengths - np.uint32(1), SEGMENT_BYTES_MAX), what, "a chunk is empty, or longer than a segment")
-    depths = blocks.depths[block_numbers]
-    deltas = np.flatnonzero(depths)
+    depths, kinds = blocks.depths[block_numbers], blocks.kinds[block_numbers]
+    deltas, patched = np.flatnonzero(kinds == XDELTA3), np.flatnonzero(kinds == PATCH)
     _expect(len(deltas) == len(delta_encoded), what, "delta counts differ")
+    _expect(len(patched) == len(patched_found[0]), what, "counts of patched chunks differ")
     encoded = lengths.copy()
     encoded[deltas] = delta_encoded
     filled = np.bincount(block_numbers, weights=encoded, minlength=len(blocks)) if count else np.zeros(len(blocks))
     _expect(bool(np.array_equal(filled, blocks.raw)), what, "chunks do not fill their blocks")
     refs, ordinals = runs.expand(base_refs, base_steps, np.ones(len(base_refs), np.uint32), ROWS_MAX, what)
     _expect(not np.any(refs == ZERO), what, "a delta against the zero chunk")
-    own = refs == SELF
-    _expect(_below(ordinals[own], count), what, "a base that is not there")
-    _expect(not np.any(depths[ordinals[own]] >= depths[deltas[own]]), what, "a base is not shallower than its delta")
+    _expect(_below(ordinals[refs == SELF], count), what, "a base that is not there")
     bases, ranks = Locations.empty(count), np.zeros(count, np.uint8)
     bases.containers[deltas] = runs.from_table(refs, scope.table, scope.container, what)
     bases.ordinals[deltas] = ordinals
-    ranks[deltas] = delta_ranks
+    ranks[deltas], ranks[patched] = delta_ranks, patched_found[1]
+    rows = _rows_of_prefix(block_numbers[patched], patched_found[0], prefixes, what)
+    bases.containers[patched], bases.ordinals[patched] = prefixes.bases.containers[rows], prefixes.bases.ordinals[rows]
+    _shallower(bases, depths[deltas], deltas, depths, scope)
+    of_row = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
+    _shallower(prefixes.bases, blocks.depths[of_row], np.arange(len(of_row)), depths, scope)
     names = np.empty((count, NAME_BYTES), np.uint8)
     names[:, :28] = names28
     names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(count, 4)
     positions = positions_in_blocks(block_numbers, encoded)
     return ChunkTable(names, lengths, block_numbers, positions, encoded, depths, bases, ranks)
+
+
+def _rows_of_prefix(blocks: U32, steps: U32, prefixes: PrefixTable, what: str) -> NDArray[np.int64]:
+    """Return which row of the prefixes each patched chunk's base is."""
+    _, places = runs.expand(blocks + np.uint32(2), steps, np.ones(len(steps), np.uint32), ROWS_MAX, what)
+    rows = prefixes.bounds[blocks].astype(np.int64) + places
+    _expect(not np.any(rows >= prefixes.bounds[blocks + 1]), what, "a base beyond its block's prefix")
+    return rows
+
+
+def _shallower(bases: Locations, depths: U8, rows: NDArray[np.intp], chunk_depths: U8, scope: _Scope) -> None:
+    """Refuse bases of the container's own, in `rows`, that are no shallower than what leans on them."""
+    own = bases.containers[rows] == np.uint64(scope.container)
+    below = chunk_depths[bases.ordinals[rows[own]]]
+    _expect(not np.any(below >= depths[own]), scope.what, "a base is not shallower than its delta")
 
 
 def _segments(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nearkin.claims import ContainerClaims
+from nearkin.formats import container as fmt
 from nearkin.index.protocols import ContainerSummary
 from nearkin.records import Ledger
 
@@ -30,10 +31,18 @@ class CatalogEntry:
         return self.sequence % 2 == 1
 
 
+def finder_name(rank: int) -> str:
+    """Return what found a base of this rank."""
+    return "locality" if rank == fmt.LOCALITY_RANK else f"SF{rank}"
+
+
 def summarise(claims: ContainerClaims) -> ContainerSummary:
     """Return what `stats` needs of a container."""
     directory = claims.directory
     chunks, blocks = directory.chunks, directory.blocks
+    vcdiff = blocks.kinds[chunks.blocks] == fmt.XDELTA3
+    patched = int(blocks.stored[blocks.kinds == fmt.PATCH].sum())
+    ranks = np.bincount(chunks.ranks[chunks.depths > 0], minlength=1)
     deltas = chunks.depths > 0
     raw_blocks = blocks.depths == 0
     counted = np.bincount(directory.segments.sketches, minlength=len(directory.sketch_names))
@@ -50,7 +59,8 @@ def summarise(claims: ContainerClaims) -> ContainerSummary:
         delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
         unique_bytes=int(chunks.lengths.sum(dtype=np.uint64)),
         delta_chunk_bytes=int(chunks.lengths[deltas].sum(dtype=np.uint64)),
-        delta_bytes=int(chunks.encoded[deltas].sum(dtype=np.uint64)),
+        delta_bytes=int(chunks.encoded[vcdiff].sum(dtype=np.uint64)) + patched,
         depths=tuple(int(n) for n in np.bincount(chunks.depths)),
         sketches={name: int(n) for name, n in zip(directory.sketch_names, counted, strict=True) if n},
+        found_by={finder_name(rank): int(ranks[rank]) for rank in np.flatnonzero(ranks).tolist()},
     )

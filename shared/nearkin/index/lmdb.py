@@ -32,7 +32,7 @@ from nearkin.index.environments import Environment, acquire, release
 from nearkin.index.protocols import ContainerSummary, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 
-VERSION = 2
+VERSION = 3
 """Of an index of another version the store makes a new one, as if it were lost."""
 TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
 _LOCATION = Struct("<QI")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from nearkin.claims import ContainerClaims
@@ -35,6 +35,8 @@ class ContainerSummary:
     """Chunks by depth, from 0."""
     sketches: dict[str, int]
     """Segments by sketch."""
+    found_by: dict[str, int] = field(default_factory=dict)
+    """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
 
 
 @dataclass(frozen=True, slots=True)

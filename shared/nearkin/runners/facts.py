@@ -13,6 +13,7 @@ from nearkin.records import U8, ContainerId
 from nearkin.stage import Facts, Found, FoundBases, Reads
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource, ContainerStore
+from nearkin.store.neighbours import Neighbourhood
 from nearkin_delta.builder import ContainerBuilder
 
 
@@ -54,26 +55,29 @@ class InFlight:
             sealed = self._sealed.get(container)
         return sealed.claims.directory if sealed is not None else self._store.directory(container)
 
-    def block(self, container: ContainerId, block: int) -> U8:
-        """Return a decoded block; closed blocks of containers in flight share the store's cache."""
-        cached = self._store.blocks.get((container, block))
-        if cached is not None:
-            return cached
+    def decoded(self, container: ContainerId, block: int) -> U8 | None:
+        """Return a block's bytes: cached, or still open. Closed blocks of containers in flight share the store's cache."""
+        cached = self._store.decoded(container, block)
+        if cached is None and self.open is not None and self.open[0] == container:
+            return self.open[1].open_block(block)
+        return cached
+
+    def record(self, container: ContainerId, block: int) -> bytes | memoryview:
+        """Return a closed block as it is stored."""
         if self.open is not None and self.open[0] == container:
-            decoded, final = self.open[1].block(container, block), self.open[1].is_closed(block)
-        else:
-            with self._lock:
-                sealed = self._sealed.get(container)
-            if sealed is None:
-                return self._store.block(container, block)
-            table = sealed.claims.directory.blocks
-            start = int(table.offsets[block]) - fmt.BLOCK.size
-            # A copy: what is kept must not hold on to the container, which no cache has counted.
-            record = sealed.data[start : start + fmt.BLOCK.size + int(table.stored[block])]
-            decoded, final = fmt.decode_block(record, "a container in flight"), True
-        if final:
-            self._store.blocks.put((container, block), decoded, decoded.nbytes)
-        return decoded
+            return self.open[1].record(block)
+        with self._lock:
+            sealed = self._sealed.get(container)
+        if sealed is None:
+            return self._store.record(container, block)
+        table = sealed.claims.directory.blocks
+        start = int(table.offsets[block]) - fmt.BLOCK.size
+        # A copy: what is kept must not hold on to the container, which no cache has counted.
+        return sealed.data[start : start + fmt.BLOCK.size + int(table.stored[block])]
+
+    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Keep a decoded block in the store's cache."""
+        self._store.keep(container, block, decoded)
 
 
 class EmbeddedFacts:
@@ -82,6 +86,7 @@ class EmbeddedFacts:
     def __init__(self, index: PendingIndex, source: ContainerSource) -> None:
         self._index = index
         self._reader = ChunkReader(source)
+        self._neighbourhood = Neighbourhood(source)
 
     def answer(self, reads: Reads, facts: Facts) -> Facts:
         """Return `facts` with the answers added."""
@@ -92,6 +97,10 @@ class EmbeddedFacts:
         if reads.super_features is not None and reads.sketch is not None:
             locations, ranks, found = self._index.locate_bases(reads.sketch, reads.super_features)
             facts = replace(facts, bases=FoundBases(reads.super_features, locations, ranks, found))
+        if reads.gaps is not None:
+            facts = replace(facts, neighbours=self._neighbourhood.between(reads.gaps))
         if reads.contents is not None:
-            facts = replace(facts, contents=self._reader.contents(reads.contents))
+            facts = replace(facts, contents=self._reader.contents(reads.contents, reads.depth_below))
+        if reads.similar is not None:
+            facts = replace(facts, similar=self._reader.contents(reads.similar, reads.depth_below))
         return facts

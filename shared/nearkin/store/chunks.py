@@ -1,22 +1,28 @@
 """Reading chunks back. Invariant: memory is bounded by the batch asked for and the block cache, whatever the chain.
 
 wanted rows -> plan (directories) -> encodings (one visit a block) -> deltas: the same for their bases, level by level
+               a patch block -> its bases, which are rows again
+
+A chain is walked by a stack of tasks, never by recursion. What a task holds meanwhile is one batch or one prefix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
+from nearkin.formats import container as fmt
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
 from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
 from nearkin.stage import Contents
-from nearkin.store.containers import ContainerSource
+from nearkin.store.containers import ContainerSource, object_name
 
 
 @dataclass(slots=True)
@@ -33,6 +39,17 @@ class Plan:
     names: U8
     """uint8[n, 32]; zeros for the built-in zero chunk."""
     ranks: U8
+    kinds: U8
+    """Of the rows' blocks: docs/formats/container.md."""
+
+
+CONTENTS_BYTES_MAX = 32 * 1024 * 1024
+"""Of bases read for one batch, at most."""
+
+Task = Generator[Any, U8, U8]
+"""Returns bytes; yields what it must have before it can go on, and is sent it."""
+Wanted = tuple[ContainerId, int] | Plan
+"""A block, as (container, number), or rows."""
 
 
 def offsets_of(lengths: U32) -> U64:
@@ -60,13 +77,15 @@ class ChunkReader:
             Locations.empty(count),
             np.zeros((count, 32), np.uint8),
             np.zeros(count, np.uint8),
+            np.zeros(count, np.uint8),
         )
         for container, rows in grouped(locations.containers):
             ordinals = locations.ordinals[rows]
             if container == ZERO:
                 plan.lengths[rows] = ordinals
                 continue
-            chunks = self._source.directory(ContainerId(container)).chunks
+            directory = self._source.directory(ContainerId(container))
+            chunks = directory.chunks
             if int(ordinals.max()) >= len(chunks):
                 raise Corrupt(
                     f"container {container:016x} has {len(chunks)} chunks, number {int(ordinals.max())} is wanted"
@@ -80,13 +99,34 @@ class ChunkReader:
             plan.bases.ordinals[rows] = chunks.bases.ordinals[ordinals]
             plan.names[rows] = chunks.names[ordinals]
             plan.ranks[rows] = chunks.ranks[ordinals]
+            plan.kinds[rows] = directory.blocks.kinds[plan.blocks[rows]]
         return plan
 
     def fetch(self, plan: Plan) -> U8:
         """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
+        tasks: list[Task] = [self._rows(plan)]
+        answer: U8 | None = None
+        while True:
+            try:
+                wanted = next(tasks[-1]) if answer is None else tasks[-1].send(answer)
+            except StopIteration as done:
+                tasks.pop()
+                answer = done.value
+                if not tasks:
+                    return done.value  # type: ignore[no-any-return]  # what a Task returns
+                continue
+            answer = None
+            if isinstance(wanted, Plan):
+                tasks.append(self._rows(wanted))
+                continue
+            answer = self._source.decoded(wanted[0], wanted[1])
+            if answer is None:
+                tasks.append(self._block(*wanted))
+
+    def _rows(self, plan: Plan) -> Task:
         levels = [plan]
         while True:
-            deltas = np.flatnonzero(levels[-1].depths)
+            deltas = np.flatnonzero(levels[-1].kinds == fmt.XDELTA3)
             if not len(deltas):
                 break
             if len(levels) > DEPTH_MAX:
@@ -98,61 +138,111 @@ class ChunkReader:
         payload, lengths = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
         while levels:
             level = levels.pop()
-            payload, lengths = self._level(level, payload, lengths), level.lengths
+            payload = yield from self._level(level, payload, lengths)
+            lengths = level.lengths
         return payload
 
-    def contents(self, locations: Locations) -> Contents:
-        """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error."""
-        try:
-            plan = self.plan(locations)
-            payload = self.fetch(plan)
-        except (Corrupt, NotFound):
-            return self._contents_piecewise(locations)
-        return Contents(payload, offsets_of(plan.lengths), plan.lengths, plan.depths, np.ones(len(locations), np.bool_))
+    def _block(self, container: ContainerId, number: int) -> Task:
+        """Decode a block. All that it leans on is shallower: that ends every chain."""
+        record = self._source.record(container, number)
+        what = f"{object_name(container)} block {number}"
+        prefix: bytes | None = None
+        if fmt.kind_of(record) == fmt.PATCH:
+            fmt.decode_block(record, what)  # its checksum, before anything is read for it
+            directory = self._source.directory(container)
+            depth = int(directory.blocks.depths[number])
+            if directory.blocks.kinds[number] != fmt.PATCH:
+                raise Corrupt(f"{what}: a patch block, which its directory does not say")
+            plan = self.plan(directory.prefixes.of(number))
+            prefix_bytes = int(plan.lengths.sum(dtype=np.uint64))
+            if np.any(plan.depths >= depth) or prefix_bytes > fmt.PREFIX_BYTES_MAX:
+                raise Corrupt(f"{what}: bases of {prefix_bytes} bytes, or no shallower than what leans on them")
+            prefix = (yield plan).tobytes()
+        decoded = fmt.decode_block(record, what, prefix)
+        self._source.keep(container, number, decoded)
+        return decoded
 
-    def _contents_piecewise(self, locations: Locations) -> Contents:
+    def contents(self, locations: Locations, depth_below: int | None = None) -> Contents:
+        """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
+
+        With `depth_below` chunks as deep as that are replaced as `Reads` says. What comes after CONTENTS_BYTES_MAX is
+        not available either.
+        """
+        try:
+            return self._contents(locations, depth_below)
+        except (Corrupt, NotFound):
+            return self._contents_piecewise(locations, depth_below)
+
+    def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
+        plan = self.plan(locations)
+        if depth_below is not None:
+            plan = self._replaced(plan, depth_below)
+        distinct, which = _distinct(plan.locations)
+        lengths = plan.lengths[distinct]
+        kept = np.cumsum(lengths, dtype=np.uint64) <= CONTENTS_BYTES_MAX
+        lengths = np.where(kept, lengths, 0).astype(np.uint32)
+        payload = self.fetch(self.plan(plan.locations.take(distinct[kept])))
+        offsets = offsets_of(lengths)
+        return Contents(plan.locations, payload, offsets[which], lengths[which], plan.depths, kept[which])
+
+    def _replaced(self, plan: Plan, depth_below: int) -> Plan:
+        """Return the plan of the first ancestor of each row that is less deep than `depth_below`."""
+        for _ in range(DEPTH_MAX + 1):
+            deep = np.flatnonzero(plan.depths >= depth_below)
+            if not len(deep):
+                return plan
+            containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
+            containers[deep], ordinals[deep] = plan.bases.containers[deep], plan.bases.ordinals[deep]
+            plan = self.plan(Locations(containers, ordinals))
+        raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
+
+    def _contents_piecewise(self, locations: Locations, depth_below: int | None) -> Contents:
         """Read container by container, leaving out what fails: only on the way through damage."""
         count = len(locations)
         lengths, depths, available = np.zeros(count, np.uint32), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+        found = Locations(locations.containers.copy(), locations.ordinals.copy())
         offsets, parts, position = np.zeros(count, np.uint64), [], 0
         for _, rows in grouped(locations.containers):
             try:
-                plan = self.plan(locations.take(rows))
-                payload = self.fetch(plan)
+                part = self._contents(locations.take(rows), depth_below)
             except (Corrupt, NotFound):
                 continue
-            lengths[rows], depths[rows], available[rows] = plan.lengths, plan.depths, True
-            offsets[rows] = offsets_of(plan.lengths) + np.uint64(position)
-            parts.append(payload)
-            position += len(payload)
-        return Contents(np.concatenate(parts) if parts else np.zeros(0, np.uint8), offsets, lengths, depths, available)
+            lengths[rows], depths[rows], available[rows] = part.lengths, part.depths, part.available
+            found.containers[rows], found.ordinals[rows] = part.locations.containers, part.locations.ordinals
+            offsets[rows] = part.offsets + np.uint64(position)
+            parts.append(part.payload)
+            position += len(part.payload)
+        payload = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+        return Contents(found, payload, offsets, lengths, depths, available)
 
-    def _level(self, plan: Plan, bases: U8, base_lengths: U32) -> U8:
+    def _level(self, plan: Plan, bases: U8, base_lengths: U32) -> Task:
         """Return the rows' bytes; `bases` are those of the deltas' bases, in order, each of its base length."""
         zero = plan.locations.containers == np.uint64(ZERO)
         total = int(plan.lengths.sum(dtype=np.uint64))
         out = np.zeros(total, np.uint8) if zero.any() else np.empty(total, np.uint8)
         starts = offsets_of(plan.lengths)
-        self._copy(plan, np.flatnonzero((plan.depths == 0) & ~zero), out, starts)
-        deltas = np.flatnonzero(plan.depths)
+        is_delta = plan.kinds == fmt.XDELTA3
+        yield from self._copy(plan, np.flatnonzero(~is_delta & ~zero), out, starts)
+        deltas = np.flatnonzero(is_delta)
         if len(deltas):
             sizes, lengths = plan.encoded[deltas], plan.lengths[deltas]
             at = offsets_of(sizes)
             encodings = np.empty(int(sizes.sum(dtype=np.uint64)), np.uint8)
             places = np.zeros(len(plan.lengths), np.uint64)
             places[deltas] = at
-            self._copy(plan, deltas, encodings, places)
+            yield from self._copy(plan, deltas, encodings, places)
             decoded = decode_many(encodings, at, sizes, bases, offsets_of(base_lengths), base_lengths, lengths)
             gather([decoded], np.zeros(len(deltas), np.int32), offsets_of(lengths), lengths, out, starts[deltas])
         return out
 
-    def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> None:
+    def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, U8, None]:
         """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block, one call each."""
         order = wanted[np.lexsort((plan.blocks[wanted], plan.locations.containers[wanted]))]
         containers, blocks = plan.locations.containers[order], plan.blocks[order]
         changes = np.flatnonzero((containers[1:] != containers[:-1]) | (blocks[1:] != blocks[:-1])) + 1
         for rows in np.split(order, changes) if len(order) else []:
-            block = self._source.block(ContainerId(int(plan.locations.containers[rows[0]])), int(plan.blocks[rows[0]]))
+            first = rows[0]
+            block = yield ContainerId(int(plan.locations.containers[first])), int(plan.blocks[first])
             which, positions = np.zeros(len(rows), np.int32), plan.positions[rows].astype(np.uint64)
             gather([block], which, positions, plan.encoded[rows], out, places[rows])
 
@@ -166,3 +256,18 @@ def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
     order = np.argsort(containers, kind="stable")
     changes = np.flatnonzero(np.diff(containers[order])) + 1
     return [(int(containers[rows[0]]), rows) for rows in np.split(order, changes)]
+
+
+def _distinct(locations: Locations) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return (a row of each location, in the order of its first mention; which of these each row is)."""
+    order = np.lexsort((locations.ordinals, locations.containers))
+    containers, ordinals = locations.containers[order], locations.ordinals[order]
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (containers[1:] != containers[:-1]) | (ordinals[1:] != ordinals[:-1])
+    firsts = order[new]  # lexsort is stable: each group starts with its first mention
+    by_mention = np.argsort(firsts)
+    place = np.empty(len(firsts), np.intp)
+    place[by_mention] = np.arange(len(firsts))
+    which = np.empty(len(order), np.intp)
+    which[order] = place[np.cumsum(new) - 1]
+    return firsts[by_mention], which

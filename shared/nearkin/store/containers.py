@@ -6,6 +6,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
 from nearkin.errors import Corrupt, NotFound
@@ -69,8 +70,25 @@ class ContainerSource(Protocol):
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
 
-    def block(self, container: ContainerId, block: int) -> U8:
-        """Return a decoded block. Raises NotFound, Corrupt or StoreUnavailable."""
+    def decoded(self, container: ContainerId, block: int) -> U8 | None:
+        """Return a block's bytes where they are at hand: in a cache, or because the block is still open."""
+
+    def record(self, container: ContainerId, block: int) -> bytes | memoryview:
+        """Return a block as it is stored, header and payload. Raises NotFound, Corrupt or StoreUnavailable."""
+
+    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Take a decoded block into the cache."""
+
+
+@dataclass(slots=True)
+class ReadCosts:
+    """What reading has cost so far; caches make it less. `containers` are those of which anything was read."""
+
+    containers: set[ContainerId] = field(default_factory=set)
+    directory_reads: int = 0
+    block_reads: int = 0
+    bytes_read: int = 0
+    blocks_decoded: int = 0
 
 
 def object_name(container: ContainerId) -> str:
@@ -87,11 +105,18 @@ class ContainerStore:
         self._domain: bytes | None = domain
         self._directories: ByteBoundedLru[ContainerId, Directory] = ByteBoundedLru(DIRECTORY_CACHE_BYTES)
         self.blocks: ByteBoundedLru[tuple[ContainerId, int], U8] = ByteBoundedLru(block_cache_bytes)
+        self.costs = ReadCosts()
 
     def of(self, domain: bytes | None) -> Self:
         """Return the same store, and the same caches, for another domain; None: for all, which is the janitor's."""
         other = copy.copy(self)
         other._domain = domain
+        return other
+
+    def counting(self) -> Self:
+        """Return the same store, and the same caches, with costs of its own."""
+        other = copy.copy(self)
+        other.costs = ReadCosts()
         return other
 
     def put(self, container: ContainerId, data: bytes) -> None:
@@ -137,6 +162,9 @@ class ContainerStore:
             (data,) = self._objects.get_ranges(name, [offset], [offset + length])
         directory = fmt.decode_directory(data, container, domain, size_bytes, check, name)
         self._directories.put(container, directory, directory.memory_bytes)
+        self.costs.containers.add(container)
+        self.costs.directory_reads += 1
+        self.costs.bytes_read += len(header) + size_bytes - min(offset, tail_start)
         return self._ours(directory, name)
 
     def _ours(self, directory: Directory, name: str) -> Directory:
@@ -145,11 +173,12 @@ class ContainerStore:
             raise Corrupt(f"{name}: belongs to another tenant")
         return directory
 
-    def block(self, container: ContainerId, block: int) -> U8:
-        """Return a decoded block, from the cache or with one ranged read."""
-        known = self.blocks.get((container, block))
-        if known is not None:
-            return known
+    def decoded(self, container: ContainerId, block: int) -> U8 | None:
+        """Return a decoded block from the cache."""
+        return self.blocks.get((container, block))
+
+    def record(self, container: ContainerId, block: int) -> bytes:
+        """Return a block as it is stored, with one ranged read."""
         directory = self.directory(container)
         if block >= len(directory.blocks):
             raise NotFound(f"{object_name(container)}: has no block {block}")
@@ -161,6 +190,12 @@ class ContainerStore:
             raise Corrupt(
                 f"{object_name(container)}: missing since its directory was read: run `nearkin verify`"
             ) from err
-        decoded = fmt.decode_block(record, f"{object_name(container)} block {block}")
+        self.costs.containers.add(container)
+        self.costs.block_reads += 1
+        self.costs.bytes_read += end - start
+        return record
+
+    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Keep a decoded block in the cache."""
+        self.costs.blocks_decoded += 1
         self.blocks.put((container, block), decoded, decoded.nbytes)
-        return decoded

@@ -13,7 +13,7 @@ from backports.zstd import CompressionParameter, ZstdCompressor
 
 from nearkin.formats import columns
 from nearkin.formats import container as fmt
-from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, SegmentTable
+from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark
 from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Ledger, Locations
@@ -85,6 +85,42 @@ def small_container() -> bytes:
         chunks=Locations(np.array(holders, np.uint64), np.array(ordinals, np.uint32)),
     )
     return fmt.encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+
+
+PATCHED_BASES = (b"".join(b"row %04d of the first base; " % i for i in range(40)), bytes(noise(500, "second base")))
+"""Bytes of chunk 0 of `patched_container` and of chunk 77 of OLDER."""
+
+
+def patched_container() -> bytes:
+    """Return a container of 4 chunks: a base, and a patch block that leans on it and on another container's chunk."""
+    first, second = PATCHED_BASES
+    raw = np.frombuffer(first, np.uint8)
+    targets = [first[100:600] + b"!" + first[600:900], second[:300] + first[:50], second[200:] + b"?"]
+    patched = np.frombuffer(b"".join(targets), np.uint8)
+    options = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+    blocks = [
+        fmt.encode_block(raw, fmt.RAW, 0, compressor()),
+        fmt.encode_patch(patched, first + second, 2, options),
+    ]
+    lengths = [len(first), *map(len, targets)]
+    bases = Locations(np.array([CONTAINER, OLDER], np.uint64), np.array([0, 77], np.uint32))
+    chunks = ChunkTable(
+        names=names_of(lengths),
+        lengths=np.array(lengths, np.uint32),
+        blocks=np.array([0, 1, 1, 1], np.uint32),
+        positions=np.array([0, 0, lengths[1], lengths[1] + lengths[2]], np.uint32),
+        encoded=np.array(lengths, np.uint32),
+        depths=np.array([0, 2, 2, 2], np.uint8),
+        bases=Locations(np.array([0, CONTAINER, OLDER, OLDER], np.uint64), np.array([0, 0, 77, 77], np.uint32)),
+        ranks=np.array([0, fmt.LOCALITY_RANK, 1, fmt.LOCALITY_RANK], np.uint8),
+    )
+    segments = SegmentTable(
+        bounds=np.array([0, 4], np.uint32),
+        sketches=np.array([0], np.uint8),
+        chunks=Locations(np.full(4, CONTAINER, np.uint64), np.arange(4, dtype=np.uint32)),
+    )
+    prefixes = PrefixTable(np.array([0, 0, 2], np.uint32), bases)
+    return fmt.encode_container(CONTAINER, DOMAIN, 3, SKETCHES[:1], blocks, chunks, segments, prefixes)[0]
 
 
 def empty_container() -> bytes:

@@ -3,7 +3,8 @@
 member of a tenant's versions   key, each NUL followed by 255; NUL NUL; version 8 big-endian; rest
 rest                            1, manifest's bytes 8, seconds as a double 8, ledger 12 x 8
 field of a tenant's marks       the member's start -> "highest mark, bytes of all" in decimal
-summary of a container          12 numbers; depths: count 1, then 4 each; sketches: (length 1, name, count 4) each
+summary of a container          12 numbers; depths: count 1, then 4 each; named counts: (length 1, name, count 4) each
+                                of segments by sketch, and of chunks by what found their base, its name after a `?`
 """
 
 from __future__ import annotations
@@ -82,10 +83,11 @@ def pack_summary(summary: ContainerSummary) -> bytes:
     """Return a container's summary, without its id."""
     numbers = [getattr(summary, name) for name in _SUMMARY_FIELDS]
     depths = bytes([len(summary.depths)]) + b"".join(map(_COUNT.pack, summary.depths))
-    sketches = b"".join(
-        bytes([len(name.encode())]) + name.encode() + _COUNT.pack(count) for name, count in summary.sketches.items()
+    counts = summary.sketches | {f"?{name}": count for name, count in summary.found_by.items()}
+    named = b"".join(
+        bytes([len(name.encode())]) + name.encode() + _COUNT.pack(count) for name, count in counts.items()
     )
-    return _SUMMARY.pack(*numbers) + depths + sketches
+    return _SUMMARY.pack(*numbers) + depths + named
 
 
 def parse_summary(container: ContainerId, packed: bytes) -> ContainerSummary:
@@ -103,4 +105,6 @@ def parse_summary(container: ContainerId, packed: bytes) -> ContainerSummary:
     except (StructError, UnicodeDecodeError, IndexError) as err:
         raise Corrupt(f"index: the summary of container {container:016x} does not parse: run rebuild-index") from err
     known = dict(zip(_SUMMARY_FIELDS, numbers, strict=True))
-    return ContainerSummary(container=container, depths=depths, sketches=sketches, **known)
+    found_by = {name[1:]: count for name, count in sketches.items() if name.startswith("?")}
+    sketches = {name: count for name, count in sketches.items() if not name.startswith("?")}
+    return ContainerSummary(container=container, depths=depths, sketches=sketches, found_by=found_by, **known)

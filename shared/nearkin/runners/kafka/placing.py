@@ -224,6 +224,7 @@ class PlaceHandler:
         if len(wrong):
             raise Corrupt(f"{parts[0][0].named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
         lane.in_flight.open = opened.stage.builder.container, opened.stage.builder
+        opened.stage.stream = parts[0][1].envelope.blob
         outcome = run_stage(opened.stage, paired, lane.facts)
         placed = outcome.placed
         lane.pending.place(

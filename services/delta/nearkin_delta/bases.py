@@ -1,0 +1,206 @@
+"""Base choice. Invariant: a base is kept only where a trial shows that it takes enough off its chunk to be worth a level.
+
+    locality    what lay between the same neighbours when these were stored (gaps.py)
+    first-fit   the first chunk stored with one of the super-features (Finesse, section 5.1)
+
+The trial counts what chunk and base share (`kernels/overlap.py`) and prices the rest as the block compressor would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.formats.container import LOCALITY_RANK
+from nearkin.kernels.estimate import compressed_bytes_estimate
+from nearkin.kernels.overlap import shared_bytes
+from nearkin.records import U8, U32, U64, Bools, Locations
+from nearkin.stage import Contents
+from nearkin_delta.arbiter import RAW_CONTEXT
+
+GAIN = 0.6
+"""With its bases a chunk must be estimated at this share of what it takes without, or it stays without."""
+MATCH_BYTES = 5
+"""What zstd writes for a match, lengths and offset, on average."""
+SAVING_BYTES_MIN = 64
+"""A base that saves less is not worth the bytes it adds to the prefix, 3 of them in the directory."""
+DEEP_SHARE = 0.1
+"""The deepest bases of a chunk are dropped where they make up less than this of what all save."""
+BASES_MAX = 8
+"""A chunk's bases at most: those that save most."""
+PER_BYTE = 0.15
+"""What a byte takes after compression, about, where chunk and base share so much that no estimate is made."""
+CLEAR_SHARE = 48
+"""As in arbiter.py: below 1/48 of the chunk the rest is small whatever it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """For fresh chunks: `found` bool[f]; chunk i has rows bounds[i] to bounds[i + 1] of `rows`, the best base first.
+
+    `rows` index the contents tried; `depths` uint8[f] of the deepest base of each; `rest` uint32[f] the estimate of
+    what each takes with them.
+    """
+
+    found: Bools
+    bounds: U32
+    rows: NDArray[np.intp]
+    depths: U8
+    rest: U32
+    ranks: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Fresh chunks to try, cut out of their batch's payload."""
+
+    payload: U8
+    offsets: U64
+    lengths: U32
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, rows: NDArray[np.intp]) -> Targets:
+        """Return some of them."""
+        return Targets(self.payload, self.offsets[rows], self.lengths[rows])
+
+
+def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32) -> Chosen:
+    """Return the bases that are worth it, of those in each target's group (`shared_bytes` says what a group is)."""
+    shared = shared_bytes(
+        targets.payload,
+        targets.offsets,
+        targets.lengths,
+        target_bounds,
+        bases.payload,
+        bases.offsets,
+        bases.lengths,
+        base_bounds,
+    )
+    of = shared[:, 0].astype(np.intp)
+    count = len(targets)
+    covered = np.bincount(of, shared[:, 2], count)
+    written = np.bincount(of, shared[:, 3], count) * MATCH_BYTES
+    lengths = targets.lengths.astype(np.float64)
+    clear = (written + (lengths - covered)) * CLEAR_SHARE <= lengths
+    alone = lengths * PER_BYTE
+    unclear = np.flatnonzero(~clear & (covered >= SAVING_BYTES_MIN))
+    estimated = compressed_bytes_estimate(targets.payload, targets.offsets[unclear], targets.lengths[unclear])
+    alone[unclear] = estimated * RAW_CONTEXT
+    saving = shared[:, 2] * (alone / np.maximum(lengths, 1))[of] - shared[:, 3].astype(np.float64) * MATCH_BYTES
+    depths = bases.depths[shared[:, 1].astype(np.intp)].astype(np.int64)
+    kept = _best(of, saving, count)
+    kept = _without_deep_ones(of, saving, depths, kept, alone)
+    saved = np.bincount(of[kept], saving[kept], count)
+    found = (saved > 0) & (clear | (alone - saved <= GAIN * alone))
+    kept = kept[found[of[kept]]]
+    order = kept[np.lexsort((-saving[kept], of[kept]))]
+    bounds = np.zeros(count + 1, np.uint32)
+    np.cumsum(np.bincount(of[order], minlength=count), out=bounds[1:])
+    deepest = np.zeros(count, np.int64)
+    np.maximum.at(deepest, of[order], depths[order])
+    rest = np.clip(alone - saved, 1, lengths).astype(np.uint32)
+    return Chosen(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest)
+
+
+def _best(of: NDArray[np.intp], saving: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Return the rows that save enough, BASES_MAX of each target at most."""
+    kept = np.flatnonzero(saving > SAVING_BYTES_MIN)
+    order = kept[np.lexsort((-saving[kept], of[kept]))]
+    first = np.searchsorted(of[order], np.arange(count))
+    return order[np.arange(len(order)) - first[of[order]] < BASES_MAX]
+
+
+def _without_deep_ones(
+    of: NDArray[np.intp],
+    saving: NDArray[np.float64],
+    depths: NDArray[np.int64],
+    kept: NDArray[np.intp],
+    alone: NDArray[np.float64],
+) -> NDArray[np.intp]:
+    """Return `kept` without the deepest bases of targets that do nearly as well with the others."""
+    count = len(alone)
+    while True:
+        saved = np.bincount(of[kept], saving[kept], count)
+        deepest = np.full(count, -1, np.int64)
+        np.maximum.at(deepest, of[kept], depths[kept])
+        deep = depths[kept] == deepest[of[kept]]
+        lost = np.bincount(of[kept][deep], saving[kept][deep], count)
+        little = (lost > 0) & (lost < DEEP_SHARE * saved) & (alone - (saved - lost) <= GAIN * alone)
+        dropped = deep & little[of[kept]]
+        if not dropped.any():
+            return kept
+        kept = kept[~dropped]
+
+
+def untried(bases: Contents, max_depth: int) -> Chosen:
+    """Return a choice that takes base i for chunk i wherever it can be read and is less deep than `max_depth`."""
+    found = bases.available & (bases.depths < max_depth) & (bases.lengths > 0)
+    bounds = np.zeros(len(found) + 1, np.uint32)
+    np.cumsum(found, out=bounds[1:])
+    return Chosen(found, bounds, np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one policy chose: for the fresh chunks `chunks`, bases out of `bases`, found as `ranks` uint8[c] say."""
+
+    chunks: NDArray[np.intp]
+    chosen: Chosen
+    bases: Contents
+    ranks: U8
+
+
+def joined(count: int, parts: list[Part]) -> tuple[Chosen, Contents]:
+    """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only."""
+    payload = np.concatenate([np.zeros(0, np.uint8), *(part.bases.payload for part in parts)])
+    found, depths, rest = np.zeros(count, np.bool_), np.zeros(count, np.uint8), np.zeros(count, np.uint32)
+    ranks, sizes = np.zeros(count, np.uint8), np.zeros(count, np.int64)
+    owners, rows, byte_start, row_start = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], 0, 0
+    offsets = [np.zeros(0, np.uint64)]
+    for part in parts:
+        chunks, chosen, bases = part.chunks, part.chosen, part.bases
+        mine = chunks[chosen.found]
+        found[mine], depths[mine], rest[mine] = True, chosen.depths[chosen.found], chosen.rest[chosen.found]
+        ranks[mine], sizes[mine] = part.ranks[chosen.found], np.diff(chosen.bounds)[chosen.found]
+        owners.append(np.repeat(chunks, np.diff(chosen.bounds)))
+        rows.append(chosen.rows + row_start)
+        offsets.append(bases.offsets + np.uint64(byte_start))
+        byte_start += len(bases.payload)
+        row_start += len(bases.lengths)
+    order = np.argsort(np.concatenate(owners), kind="stable")
+    bounds = np.zeros(count + 1, np.uint32)
+    np.cumsum(sizes, out=bounds[1:])
+    everything = Contents(
+        Locations.join([part.bases.locations for part in parts]),
+        payload,
+        np.concatenate(offsets),
+        np.concatenate([np.zeros(0, np.uint32), *(part.bases.lengths for part in parts)]),
+        np.concatenate([np.zeros(0, np.uint8), *(part.bases.depths for part in parts)]),
+        np.concatenate([np.zeros(0, np.bool_), *(part.bases.available for part in parts)]),
+    )
+    return Chosen(found, bounds, np.concatenate(rows)[order], depths, rest, ranks), everything
+
+
+def local_ranks(count: int) -> U8:
+    """Return the ranks of `count` bases that locality found."""
+    return np.full(count, LOCALITY_RANK, np.uint8)
+
+
+def only(chosen: Chosen, wanted: Bools) -> Chosen:
+    """Return the choices of the wanted chunks alone."""
+    of_row = np.repeat(wanted, np.diff(chosen.bounds))
+    bounds = np.zeros(np.count_nonzero(wanted) + 1, np.uint32)
+    np.cumsum(np.diff(chosen.bounds)[wanted], out=bounds[1:])
+    return replace(
+        chosen,
+        found=chosen.found[wanted],
+        bounds=bounds,
+        rows=chosen.rows[of_row],
+        depths=chosen.depths[wanted],
+        rest=chosen.rest[wanted],
+        ranks=chosen.ranks[wanted],
+    )
