@@ -95,7 +95,8 @@ def _shares(plan: Plan, source: ContainerSource) -> list[int]:
         mine, blocks = patched[rows], source.directory(ContainerId(container)).blocks
         numbers = plan.blocks[mine]
         shares[mine] = shares[mine] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)
-    return shares.tolist()
+    told: list[int] = shares.tolist()
+    return told
 
 
 def _first_own(

@@ -63,7 +63,9 @@ class Scripted:
             facts = replace(facts, bases=FoundBases(reads.super_features, where, np.zeros(count, np.uint8), found))
         if reads.gaps is not None:
             count = len(reads.gaps)
-            none = Neighbours(reads.gaps.fresh, np.zeros(count + 1, np.uint32), Locations.empty(), Locations.empty(count))
+            none = Neighbours(
+                reads.gaps.fresh, np.zeros(count + 1, np.uint32), Locations.empty(), Locations.empty(count)
+            )
             facts = replace(facts, neighbours=none)
         if reads.contents is not None:
             facts = replace(facts, contents=self._contents(reads.contents))

@@ -1,4 +1,4 @@
-"""Base choice. Invariant: a base is kept only where a trial shows that it takes enough off its chunk to be worth a level.
+"""Base choice. Invariant: a base is kept only where a trial shows that it takes enough off its chunk.
 
     locality    what lay between the same neighbours when these were stored (gaps.py)
     first-fit   the first chunk stored with one of the super-features (Finesse, section 5.1)

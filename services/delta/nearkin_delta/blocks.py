@@ -87,19 +87,17 @@ class OpenBlock:
     def lean_on(self, prefixes: Prefixes, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Gather the bases of rows as far as these fit with them; return which do."""
         fit = self.fitting(rows, encoded)
-        bounds, lengths, offsets = prefixes.bounds, prefixes.lengths, prefixes.offsets
-        for number, row in enumerate(fit.tolist()):
-            some = range(int(bounds[row]), int(bounds[row + 1]))
-            keys = [(int(prefixes.bases.containers[i]), int(prefixes.bases.ordinals[i])) for i in some]
-            new = {key: i for key, i in zip(keys, some, strict=True) if key not in self._places}
-            added = sum(int(lengths[i]) for i in new.values())
-            too_much = len(self._prefix) + added > PREFIX_BYTES_MAX or len(self._places) + len(new) > PREFIX_BASES_MAX
-            if too_much and self._places:
+        places, prefix, payload = self._places, self._prefix, prefixes.payload.data
+        starts, ends = prefixes.bounds[fit].tolist(), prefixes.bounds[fit + 1].tolist()
+        for number, (first, end) in enumerate(zip(starts, ends, strict=True)):
+            new = {key: piece for key, piece in prefixes.pieces[first:end] if key not in places}
+            added = sum(stop - start for start, stop in new.values())
+            too_much = len(prefix) + added > PREFIX_BYTES_MAX or len(places) + len(new) > PREFIX_BASES_MAX
+            if too_much and places:
                 return fit[:number]
-            for key, i in new.items():
-                self._places[key] = len(self._prefix)
-                start = int(offsets[i])
-                self._prefix += prefixes.payload[start : start + int(lengths[i])].data
+            for key, (start, stop) in new.items():
+                places[key] = len(prefix)
+                prefix += payload[start:stop]
         return fit
 
     def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
@@ -130,8 +128,9 @@ class BlockEncoder:
 
     def __init__(self, block: BlockSettings, delta: DeltaSettings) -> None:
         self._level = block.level
-        options = {CompressionParameter.compression_level: block.level, CompressionParameter.content_size_flag: 1}
-        self._compressor = ZstdCompressor(options=options)
+        self._compressor = ZstdCompressor(
+            options={CompressionParameter.compression_level: block.level, CompressionParameter.content_size_flag: 1}
+        )
         self._encode_deltas = xdelta3_encoder(delta.level)
 
     def close(self, open_block: OpenBlock) -> ClosedBlock:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import container as fmt
-from nearkin.formats.container import BlockTable, ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
+from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations
 from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
 
@@ -47,14 +47,15 @@ class Prefixes:
     bounds: U32
     bases: Locations
     payload: U8
-    offsets: U64
-    lengths: U32
+    pieces: list[tuple[tuple[int, int], tuple[int, int]]]
+    """Of each row (container, ordinal) and (start, stop) in `payload`."""
 
     @staticmethod
-    def none(chunks: int) -> Prefixes:
-        """Return those of chunks that have none."""
-        none32 = np.zeros(0, np.uint32)
-        return Prefixes(np.zeros(chunks + 1, np.uint32), Locations.empty(), _NO_BYTES, np.zeros(0, np.uint64), none32)
+    def of(bounds: U32, bases: Locations, payload: U8, offsets: U64, lengths: U32) -> Prefixes:
+        """Return the bases whose bytes lie in `payload`: a row of each array for each of `bases`."""
+        keys = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
+        places = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
+        return Prefixes(bounds, bases, payload, list(zip(keys, places, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +258,11 @@ class ContainerBuilder:
             return ChunkTable(np.zeros((0, 32), np.uint8), none32, none32, none32, none32, none8, none, none8)
         (all_of,), (blocks,) = added, self._block_numbers
         encoded, bases, ranks = all_of.encoded, all_of.bases, all_of.ranks
-        changed = [number for number, closed in self._closed.items() if closed.encoded is not None]
+        changed = {number: closed.encoded for number, closed in self._closed.items() if closed.encoded is not None}
         if changed:  # became deltas when they closed
             encoded = encoded.copy()
-            for number in changed:
-                encoded[blocks == number] = self._closed[number].encoded
+            for number, delta_bytes in changed.items():
+                encoded[blocks == number] = delta_bytes
         depths = block_depths[blocks] if self.blocks else np.zeros(0, np.uint8)
         alone = (kinds[blocks] == fmt.RAW) & (all_of.depths > 0)
         if alone.any():  # became raw when they closed

@@ -56,7 +56,7 @@ class Alignment:
         right_kinds, rights = _taken(anchors, right[ends])
         left_kinds[part[starts] > 0] = Anchor.CONTINUED
         right_kinds[np.append(run[starts[1:]] == run[ends[:-1]], False)] = Anchor.NONE
-        for gap in np.flatnonzero((left_kinds == Anchor.NONE)).tolist():
+        for gap in np.flatnonzero(left_kinds == Anchor.NONE).tolist():
             place = self._places.get((stream, int(blobs[starts[gap]])))
             if place is not None:
                 left_kinds[gap], lefts.containers[gap], lefts.ordinals[gap] = place

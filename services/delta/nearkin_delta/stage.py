@@ -216,9 +216,7 @@ class DeltaStage:
         self.builder = self._new_builder()
         return (sealed,)
 
-    def _patches(
-        self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents
-    ) -> Encodings | None:
+    def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings | None:
         """Return the fresh chunks for blocks that are encoded whole, with all their bases; None for another codec."""
         if self._kind != PATCH:
             return None
@@ -236,7 +234,7 @@ class DeltaStage:
             lengths,
             best,
             ranks,
-            Prefixes(
+            Prefixes.of(
                 chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
             ),
         )

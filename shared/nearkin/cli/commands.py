@@ -108,6 +108,7 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.restored import Restored
     from nearkin.formats.answers import info_json
+    from nearkin.restore import Blob
 
     session = current_session()
     check_key(key)
@@ -122,17 +123,17 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
             info = store.info(key, version)
             start, stop = wanted.resolve(info.size_bytes)
             blob = store.get(key, info.version, start=start, stop=stop)
+        if explained and not isinstance(blob, Blob):
+            raise BadInput("get --explain: a gateway does not tell what it read; run it where the store is")
         quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
         with Restored(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
             blob.write_to(file, progress=progress)
-    costs = getattr(blob, "costs", None)
-    if explained and costs is None:
-        raise BadInput("get --explain: a gateway does not tell what it read; run it where the store is")
+    costs = blob.costs if explained and isinstance(blob, Blob) else None
     if session.as_json:
         seconds = time.perf_counter() - started
-        more = {"reads": costs_json(costs)} if explained else {}
+        more = {"reads": costs_json(costs)} if costs is not None else {}
         print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds, **more})
-    elif explained:
+    elif costs is not None:
         click.echo(costs_line(costs), err=True)
 
 

@@ -148,7 +148,9 @@ def print_stats(stats: Stats) -> None:
     if stats.found_by:
         found = sum(stats.found_by.values())
         shares = sorted(stats.found_by.items(), key=lambda pair: -pair[1])
-        say("bases found  " + ", ".join(f"{printable(name)}: {count:,} ({count / found:.1%})" for name, count in shares))
+        say(
+            "bases found  " + ", ".join(f"{printable(name)}: {count:,} ({count / found:.1%})" for name, count in shares)
+        )
     say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
 
 

@@ -3,7 +3,7 @@
     0        4     6      8              16        32
     | NKC1 | ver | flags | container id | domain  | block ... | directory | footer |
 
-Chunks are numbered in stream order, across blocks; deltas and patch blocks name their bases by (container, ordinal), and
+Chunks are numbered in stream order, across blocks; deltas and patch blocks name bases by (container, ordinal), and
 segment recipes name their chunks the same way, so that a fingerprint is written once in the life of a chunk.
 docs/formats/container.md.
 """
@@ -11,7 +11,7 @@ docs/formats/container.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
@@ -107,7 +107,8 @@ class BlockTable:
 @dataclass(frozen=True, slots=True)
 class PrefixTable:
     """The bases of patch blocks, in the order in which their bytes are the prefix: block b has rows bounds[b] to
-    bounds[b + 1] of `bases`, none if it is of another kind."""
+    bounds[b + 1] of `bases`, none if it is of another kind.
+    """
 
     bounds: U32
     bases: Locations
@@ -194,12 +195,12 @@ def encode_block(raw: U8, kind: int, depth: int, compressor: ZstdCompressor) -> 
     return _framed(raw, codec, kind, depth, payload)
 
 
-def encode_patch(raw: U8, prefix: bytes, depth: int, options: Mapping[int, int]) -> EncodedBlock:
+def encode_patch(raw: U8, prefix: bytes, depth: int, options: dict[int, int]) -> EncodedBlock:
     """Return `raw` as one frame that refers to `prefix`, 8 bytes at least. Decoded and compared before it is kept (I7).
 
     `options` are those of zstd. Raises Corrupt as `encode_block` does.
     """
-    compressor = ZstdCompressor(options=dict(options), zstd_dict=ZstdDict(prefix, is_raw=True).as_prefix)
+    compressor = ZstdCompressor(options=options, zstd_dict=ZstdDict(prefix, is_raw=True).as_prefix)
     frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
     _compare(columns.inflate(frame, len(raw), "block", prefix), raw)
     return _framed(raw, ZSTD, PATCH, depth, frame)
@@ -349,7 +350,8 @@ def _places_in_prefix(chunks: ChunkTable, patched: NDArray[np.intp], prefixes: P
     if len(wanted) and (not len(rows) or np.any(rows[order[np.minimum(at, len(rows) - 1)]] != wanted)):
         raise BadInput("a chunk's base is not in the prefix of its block")
     found = order[np.minimum(at, max(0, len(rows) - 1))] if len(wanted) else np.zeros(0, np.intp)
-    return (found - prefixes.bounds[wanted["block"]]).astype(np.uint32)
+    places: U32 = (found - prefixes.bounds[wanted["block"]]).astype(np.uint32)
+    return places
 
 
 def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId, bytes]:
@@ -404,7 +406,12 @@ def _decode_directory(
     view: memoryview, container: ContainerId, domain: bytes, container_bytes: int, what: str
 ) -> Directory:
     magic, block_count, chunk_count, segment_count, depth_max, sketch_count = DIRECTORY.unpack_from(view)
-    if magic not in (_MAGIC, _MAGIC_2) or sketch_count > SKETCHES_MAX or depth_max > DEPTH_MAX or chunk_count > ROWS_MAX:
+    if (
+        magic not in (_MAGIC, _MAGIC_2)
+        or sketch_count > SKETCHES_MAX
+        or depth_max > DEPTH_MAX
+        or chunk_count > ROWS_MAX
+    ):
         raise Corrupt(f"{what}: not a directory")
     position = DIRECTORY.size
     sketch_names: list[str] = []
@@ -489,7 +496,8 @@ def _prefixes(
     patch = blocks.kinds == PATCH
     _expect(len(counts) == np.count_nonzero(patch), what, "prefix counts differ from its patch blocks")
     _expect(not len(counts) or int(counts.min()) > 0, what, "a patch block without bases")
-    refs, ordinals = runs.expand(*found, ROWS_MAX, what)
+    run_refs, steps, run_counts = found
+    refs, ordinals = runs.expand(run_refs, steps, run_counts, ROWS_MAX, what)
     _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "prefixes do not add up")
     _expect(not np.any(refs == ZERO), what, "the zero chunk as a base")
     _expect(_below(ordinals[refs == SELF], chunk_count), what, "a base that is not there")

@@ -56,7 +56,7 @@ class InFlight:
         return sealed.claims.directory if sealed is not None else self._store.directory(container)
 
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
-        """Return a block's bytes: cached, or still open. Closed blocks of containers in flight share the store's cache."""
+        """Return a block's bytes: cached, or still open. Closed blocks in flight share the store's cache."""
         cached = self._store.decoded(container, block)
         if cached is None and self.open is not None and self.open[0] == container:
             return self.open[1].open_block(block)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.container import Directory
-from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
+from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
 from nearkin.stage import Anchor, Gaps, Neighbours
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ByteBoundedLru, ContainerSource
@@ -34,8 +34,9 @@ class _Places:
     most: Rows
 
     @property
-    def known(self) -> NDArray[np.bool_]:
-        return self.rows != NOWHERE
+    def known(self) -> Bools:
+        known: Bools = self.rows != NOWHERE
+        return known
 
 
 class Neighbourhood:
@@ -56,7 +57,7 @@ class Neighbourhood:
         whole &= (right.rows >= left.rows) & (right.rows <= left.rows + 2 * fresh + 4)
         ahead_until = np.where(whole, right.rows, np.minimum(left.most, left.rows + fresh + more))
         back = right.known & ~whole
-        # Both sides of a gap that was cut out of other surroundings; where only one is known, all that it may have been.
+        # Both sides where they come from different surroundings; where only one is known, all that it may be.
         back_from = np.maximum(0, right.rows - np.where(left.known, more, fresh + more))
         starts = np.concatenate([np.where(left.known, left.rows, 0), np.where(back, back_from, 0)])
         stops = np.concatenate([np.where(left.known, ahead_until, 0), np.where(back, right.rows, 0)])

@@ -97,7 +97,7 @@ def patched_container() -> bytes:
     raw = np.frombuffer(first, np.uint8)
     targets = [first[100:600] + b"!" + first[600:900], second[:300] + first[:50], second[200:] + b"?"]
     patched = np.frombuffer(b"".join(targets), np.uint8)
-    options = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+    options: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
     blocks = [
         fmt.encode_block(raw, fmt.RAW, 0, compressor()),
         fmt.encode_patch(patched, first + second, 2, options),

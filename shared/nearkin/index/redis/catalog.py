@@ -84,9 +84,7 @@ def pack_summary(summary: ContainerSummary) -> bytes:
     numbers = [getattr(summary, name) for name in _SUMMARY_FIELDS]
     depths = bytes([len(summary.depths)]) + b"".join(map(_COUNT.pack, summary.depths))
     counts = summary.sketches | {f"?{name}": count for name, count in summary.found_by.items()}
-    named = b"".join(
-        bytes([len(name.encode())]) + name.encode() + _COUNT.pack(count) for name, count in counts.items()
-    )
+    named = b"".join(bytes([len(name.encode())]) + name.encode() + _COUNT.pack(count) for name, count in counts.items())
     return _SUMMARY.pack(*numbers) + depths + named
 
 

@@ -1,0 +1,145 @@
+"""Patch blocks in a store: deep chains restore within bounds, formats live side by side, finders are told."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.formats import container as fmt
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import SMALL, containers, settings
+
+FROZEN = Path(__file__).parent.parent / "golden" / "store_v2.tar"
+
+
+def history(versions: int, size: int = 250_000, edits: int = 25) -> list[bytes]:
+    found = [text_like(size, 1)]
+    for version in range(1, versions):
+        found.append(mutated(found[-1], version, edits=edits, edit_bytes_max=60))
+    return found
+
+
+CODECS = ("patch", "xdelta3")
+POLICIES = ("first-fit", "locality", "locality+first-fit")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_codec_with_every_policy_restores_after_index_loss(tmp_path, codec, policy):
+    chosen = settings(SMALL, {"base": {"policy": policy}, "delta": {"codec": codec, "max_depth": 3}})
+    versions = history(5)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        for content in versions:
+            store.put("k", content)
+        live = store._index.writable().entries()
+        assert store.rebuild_index().skipped == ()
+        assert store._index.writable().entries() == live
+        stats = store.stats()
+        assert stats.ledger.delta_chunks > 50
+        assert max(stats.depths) <= 3
+        assert sum(stats.found_by.values()) == stats.ledger.delta_chunks
+        found = {name.rstrip("0123456789") for name in stats.found_by}
+        assert found <= {"first-fit": {"SF"}, "locality": {"locality"}}.get(policy, {"SF", "locality"})
+        assert ("locality" in found) == (policy != "first-fit")
+        told = store.explain("k", 3)
+        assert sum(told.found_by.values()) == told.delta_chunks > 0
+        assert any(name == "locality" for name in told.found_by) == (policy != "first-fit")
+        for number, content in enumerate(versions, 1):
+            assert store.get("k", number).read() == content
+        assert store.verify().damage == ()
+
+
+def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_nothing(tmp_path):
+    changes = {
+        "base": {"policy": "first-fit"},
+        "delta": {"max_depth": 40},
+        "features": {"count": 12, "super_features": 12},
+    }
+    versions = [text_like(30_000, 1)]
+    for number in range(1, 60):  # a byte in every chunk's window: only the newest neighbours stay alike
+        versions.append(mutated(versions[-1], number, edits=120, edit_bytes_max=30)[:30_000])
+    chosen = settings(SMALL, changes, {"base": {"policy": "locality+first-fit"}})
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        for content in versions:
+            store.put("k", content)
+        deepest = max(store.stats().depths)
+        assert deepest >= 6
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        store._restored.blocks._bytes_max = 0
+        depth, frame = 0, sys._getframe()
+        while frame is not None:
+            depth, frame = depth + 1, frame.f_back
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(depth + 60)
+        try:
+            for number in (1, 30, 60):
+                assert store.get("k", number).read() == versions[number - 1]
+        finally:
+            sys.setrecursionlimit(limit)
+
+
+def test_a_range_tells_what_it_read_and_reads_each_block_once(tmp_path):
+    versions = history(6, 600_000)
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        for content in versions:
+            store.put("k", content)
+    for number in (1, 6):
+        with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+            blob = store.get("k", number, start=200_000, stop=300_000)
+            assert blob.read() == versions[number - 1][200_000:300_000]
+            costs = blob.costs
+            assert costs.block_reads == costs.blocks_decoded
+            assert len(costs.containers) <= len(containers(tmp_path / "s"))
+            assert 0 < costs.block_reads <= (4 if number == 1 else 80)
+            again = store.get("k", number, start=200_000, stop=300_000)
+            again.read()
+            assert (again.costs.block_reads, again.costs.directory_reads) == (0, 0)
+
+
+def test_codecs_and_depths_may_change_between_puts(tmp_path):
+    versions = history(8)
+    for number, content in enumerate(versions):
+        changes = {
+            "delta": {"codec": ("patch", "xdelta3")[number % 2], "max_depth": (4, 2, 1, 3)[number % 4]},
+            "base": {"policy": POLICIES[number % 3]},
+        }
+        with open_store(tmp_path / "s", settings=settings(SMALL, changes)) as store:
+            store.put("k", content)
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        assert store.verify().damage == ()
+        for number, content in enumerate(versions, 1):
+            assert store.get("k", number).read() == content
+
+
+def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
+    with tarfile.open(FROZEN) as archive:
+        archive.extractall(tmp_path / "s", filter="data")
+    frozen = [text_like(60_000, 1)]
+    for version in range(1, 4):
+        frozen.append(mutated(frozen[-1], version, edits=20, edit_bytes_max=40))
+    chosen = settings(SMALL, {"features": {"count": 6, "super_features": 6}})
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        assert [store.get("history", n).read() for n in (1, 2, 3)] == frozen[:3]
+        assert store.put("history", frozen[3]).ledger.delta_chunks > 0
+        assert store.rebuild_index().skipped == ()
+        assert store.verify().damage == ()
+        assert [store.get("history", n).read() for n in (1, 2, 3, 4)] == frozen
+    formats = {path.read_bytes()[4] for path in containers(tmp_path / "s")}
+    assert formats == {2, fmt.VERSION}
+
+
+def test_a_paper_profile_has_no_patch_blocks(tmp_path):
+    from nearkin.config import load
+
+    with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0]) as store:
+        for content in history(3):
+            store.put("k", content)
+        stats = store.stats()
+        assert max(stats.depths) == 1
+        assert set(stats.found_by) <= {"SF0", "SF1", "SF2"}
+        for container in store._index.readable().container_ids().tolist():
+            assert fmt.PATCH not in store._bases.directory(container).blocks.kinds

@@ -1,0 +1,129 @@
+"""Blocks: bases once in a prefix, bounds that hold, and the smallest way to keep what was gathered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nearkin.config import BlockSettings, DeltaSettings
+from nearkin.errors import Corrupt
+from nearkin.formats import container as fmt
+from nearkin.kernels import xdelta3
+from nearkin.records import Locations
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin_delta import blocks as module
+from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
+from nearkin_delta.builder import Prefixes
+
+ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
+
+
+def prefixes(bases: list[list[tuple[int, bytes]]]) -> Prefixes:
+    """Return the bases of chunks, each by its ordinal in container 5."""
+    flat = [one for some in bases for one in some]
+    lengths = np.array([len(content) for _, content in flat], np.uint64)
+    return Prefixes.of(
+        np.cumsum([0, *map(len, bases)]).astype(np.uint32),
+        Locations(np.full(len(flat), 5, np.uint64), np.array([ordinal for ordinal, _ in flat], np.uint32)),
+        np.frombuffer(b"".join(content for _, content in flat), np.uint8),
+        (np.cumsum(lengths) - lengths).astype(np.uint64),
+        lengths.astype(np.uint32),
+    )
+
+
+def filled(
+    chunks: list[bytes], bases: list[list[tuple[int, bytes]]], limit_bytes: int = 1 << 20
+) -> tuple[OpenBlock, int]:
+    """Return a patch block that took as many of the chunks as it does, and how many."""
+    block = OpenBlock(0, fmt.PATCH, 2, limit_bytes)
+    lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
+    leaning = prefixes(bases)
+    part = block.lean_on(leaning, np.arange(len(chunks)), lengths)
+    offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+    payload = np.frombuffer(b"".join(chunks), np.uint8)
+    none = np.zeros(0, np.uint8)
+    block.append((payload, none), np.zeros(len(part), np.int32), offsets[part], lengths[part])
+    block.took(leaning.bases.take(leaning.bounds[part].astype(np.intp)))
+    return block, len(part)
+
+
+def read(closed: ClosedBlock, prefix: bytes) -> np.ndarray:
+    record = closed.block.header + bytes(closed.block.payload)
+    return fmt.decode_block(record, "b", prefix)
+
+
+def test_a_base_is_in_the_prefix_once_in_the_order_of_its_first_mention() -> None:
+    one, two = text_like(4000, 1), text_like(4000, 2)
+    chunks = [mutated(one, 1), mutated(two, 2), mutated(one, 3)]
+    block, taken = filled(chunks, [[(7, one)], [(3, two), (7, one)], [(7, one), (3, two)]])
+    assert taken == 3
+    assert bytes(block.prefix) == one + two
+    assert block.prefix_bases.ordinals.tolist() == [7, 3]
+    closed = ENCODER.close(block)
+    assert closed.block.kind == fmt.PATCH
+    assert closed.block.depth == 2
+    assert read(closed, one + two).tobytes() == b"".join(chunks)
+    assert closed.prefix.ordinals.tolist() == [7, 3]
+
+
+def test_a_block_takes_no_chunk_whose_bases_would_not_fit_but_always_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = [random_bytes(5000, n) for n in range(4)]
+    monkeypatch.setattr(module, "PREFIX_BYTES_MAX", 10_000)
+    assert filled(base, [[(n, content)] for n, content in enumerate(base)])[1] == 2
+    assert filled(base, [[(0, base[0])]] * 4)[1] == 4
+    assert filled(base[:1], [[(n, content) for n, content in enumerate(base)]])[1] == 1
+    monkeypatch.setattr(module, "PREFIX_BASES_MAX", 1)
+    assert filled(base, [[(n, content)] for n, content in enumerate(base)])[1] == 1
+
+
+def test_a_block_ends_with_the_chunk_that_fills_it() -> None:
+    block, taken = filled([random_bytes(3000, n) for n in range(5)], [[(1, bytes(9))]] * 5, limit_bytes=6500)
+    assert (taken, block.used, block.full) == (3, 9000, True)
+
+
+def test_bases_that_help_little_are_left_out_and_the_block_has_no_depth() -> None:
+    chunks = [text_like(8000, n) for n in range(4)]
+    closed = ENCODER.close(filled(chunks, [[(1, random_bytes(8000, 9))]] * 4)[0])
+    assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (fmt.RAW, 0, 0)
+    assert read(closed, b"").tobytes() == b"".join(chunks)
+
+
+def test_noise_on_noise_is_stored_as_it_is() -> None:
+    closed = ENCODER.close(filled([random_bytes(8000, 1)], [[(1, random_bytes(8000, 9))]])[0])
+    assert (closed.block.kind, closed.block.codec) == (fmt.RAW, fmt.STORED)
+
+
+def test_bases_shorter_than_zstd_takes_are_left_out() -> None:
+    closed = ENCODER.close(filled([b"abcdefg" * 30], [[(1, b"abcdefg")]])[0])
+    assert (closed.block.kind, closed.block.depth) == (fmt.RAW, 0)
+
+
+def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = random_bytes(8000, 1)
+    chunks = [mutated(base, n, edits=2) for n in range(3)]
+    block, _ = filled(chunks, [[(4, base)]] * 3)
+    patch = ENCODER.close(block)
+    assert patch.block.kind == fmt.PATCH
+    wide = ClosedBlock(patch.block, patch.chunk_bytes, patch.prefix)
+    object.__setattr__(wide.block, "payload", bytes(patch.block.payload) + bytes(10_000))  # a patch that came out badly
+    closed = ENCODER._as_deltas(block, block.bytes_so_far, wide)
+    assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (fmt.XDELTA3, 2, 0)
+    sizes = closed.encoded
+    found = xdelta3.decode_many(
+        read(closed, b""),
+        (np.cumsum(sizes, dtype=np.uint64) - sizes).astype(np.uint64),
+        sizes,
+        np.frombuffer(base, np.uint8),
+        np.zeros(3, np.uint64),
+        np.full(3, len(base), np.uint32),
+        np.array([len(chunk) for chunk in chunks], np.uint32),
+    )
+    assert found.tobytes() == b"".join(chunks)
+
+
+def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = text_like(8000, 1)
+    block, _ = filled([mutated(base, 1)], [[(4, base)]])
+    monkeypatch.setattr(fmt.columns, "inflate", lambda *args: bytes(8000))
+    with pytest.raises(Corrupt, match="check this machine's memory"):
+        ENCODER.close(block)

@@ -1,0 +1,206 @@
+"""Gaps: where fresh chunks stand, and what lay there when their neighbours were stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nearkin.errors import Corrupt
+from nearkin.formats.container import ChunkTable, Directory, PrefixTable, SegmentTable
+from nearkin.records import ContainerId, FreshBatch, Locations, PairedBatch, SegmentBatch
+from nearkin.stage import Anchor, Gaps
+from nearkin.store.neighbours import Neighbourhood
+from nearkin_delta.gaps import GAP_CHUNKS_MAX, STREAMS_MAX, Alignment
+
+OLD, NEW = 50, 60
+
+
+def locations(rows: list[tuple[int, int]]) -> Locations:
+    return Locations(np.array([c for c, _ in rows], np.uint64), np.array([o for _, o in rows], np.uint32))
+
+
+def batch(text: str, blobs: str | None = None) -> PairedBatch:
+    """Return a batch of one-chunk segments: `f` fresh, `z` zero, `r` repeated, `s` a known segment, `k` a known chunk.
+
+    The chunk in row i, where it is known, is chunk (or segment) 10 i of OLD.
+    """
+    count = len(text)
+    rows = np.arange(count)
+    is_fresh = np.array([c == "f" for c in text], np.bool_)
+    in_segment = np.array([c == "s" for c in text], np.bool_)
+    alone = np.array([c == "k" for c in text], np.bool_)
+    first = rows.astype(np.int64)
+    first[[c == "r" for c in text]] = int(np.argmax(is_fresh))
+    where = (10 * rows).astype(np.uint32)
+    segments = SegmentBatch(
+        np.zeros(count, np.uint8),
+        rows.astype(np.uint64),
+        np.ones(count, np.uint32),
+        np.zeros((count, 32), np.uint8),
+        np.array([c == "z" for c in text], np.bool_),
+        np.arange(count + 1, dtype=np.uint32),
+        np.array([ord(c) for c in blobs] if blobs else [0] * count, np.uint32),
+        np.zeros((count, 20), np.uint8),
+    )
+    fresh = FreshBatch(
+        segments,
+        in_segment,
+        Locations(np.where(in_segment, np.uint64(OLD), np.uint64(0)), np.where(in_segment, where, np.uint32(0))),
+        ~is_fresh,
+        Locations(np.where(alone, np.uint64(OLD), np.uint64(0)), np.where(alone, where, np.uint32(0))),
+        first,
+        np.flatnonzero(is_fresh),
+    )
+    none = len(fresh.fresh)
+    return PairedBatch(
+        fresh, "none", np.zeros((none, 1), np.uint64), np.zeros(none, np.bool_), Locations.empty(none),
+        np.zeros(none, np.uint8),
+    )  # fmt: skip
+
+
+def told(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
+    """Return (left kind, left ordinal, right kind, right ordinal, fresh) of each gap."""
+    rows = zip(gaps.left_kinds, gaps.left.ordinals, gaps.right_kinds, gaps.right.ordinals, gaps.fresh, strict=True)
+    return [
+        (int(lk), int(lo) if lk in (1, 2, 3) else 0, int(rk), int(ro) if rk in (1, 2) else 0, int(n))
+        for lk, lo, rk, ro, n in rows
+    ]
+
+
+def test_gaps_lie_between_known_chunks_and_zeros_and_repeats_do_not_end_them() -> None:
+    found = told(Alignment().gaps(batch("kffzfrfskkf"), "s"))
+    assert found == [(Anchor.CHUNK, 0, Anchor.SEGMENT, 70, 4), (Anchor.CHUNK, 90, Anchor.NONE, 0, 1)]
+
+
+def test_a_gap_never_spans_blobs() -> None:
+    found = told(Alignment().gaps(batch("kffkf", "aabbb"), "s"))
+    assert found == [
+        (Anchor.CHUNK, 0, Anchor.NONE, 0, 1),
+        (Anchor.NONE, 0, Anchor.CHUNK, 30, 1),
+        (Anchor.CHUNK, 30, Anchor.NONE, 0, 1),
+    ]
+
+
+def test_a_long_gap_is_several_that_go_on() -> None:
+    found = told(Alignment().gaps(batch("k" + "f" * (2 * GAP_CHUNKS_MAX + 1) + "k"), "s"))
+    last = 10 * (2 * GAP_CHUNKS_MAX + 2)
+    assert found == [
+        (Anchor.CHUNK, 0, Anchor.NONE, 0, GAP_CHUNKS_MAX),
+        (Anchor.CONTINUED, 0, Anchor.NONE, 0, GAP_CHUNKS_MAX),
+        (Anchor.CONTINUED, 0, Anchor.CHUNK, last, 1),
+    ]
+
+
+def test_a_stream_goes_on_where_its_last_batch_ended() -> None:
+    alignment = Alignment()
+    alignment.follow(batch("ffk"), "s", None)
+    assert told(alignment.gaps(batch("ff"), "s"))[0][:2] == (Anchor.CHUNK, 20)
+    assert told(alignment.gaps(batch("ff"), "other"))[0][0] == Anchor.NONE
+    assert told(alignment.gaps(batch("ff", "bb"), "s"))[0][0] == Anchor.NONE
+
+
+def test_no_more_streams_are_remembered_than_the_bound() -> None:
+    alignment = Alignment()
+    for stream in range(STREAMS_MAX + 5):
+        alignment.follow(batch("k"), stream, None)
+    assert told(alignment.gaps(batch("f"), 4))[0][0] == Anchor.NONE
+    assert told(alignment.gaps(batch("f"), 5))[0][0] == Anchor.CHUNK
+
+
+# --- what lay there --------------------------------------------------------------------------------------------------
+
+
+class Directories:
+    """Directories as a test says them: container -> its recipes, one list a segment, of (container, ordinal)."""
+
+    def __init__(self, recipes: dict[int, list[list[tuple[int, int]]]]) -> None:
+        self.recipes = recipes
+
+    def directory(self, container: ContainerId) -> Directory:
+        if container not in self.recipes:
+            raise Corrupt("gone")
+        segments = self.recipes[container]
+        count = 1 + max((o for rows in segments for c, o in rows if c == container), default=-1)
+        rows = [row for segment in segments for row in segment]
+        none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+        chunks = ChunkTable(
+            np.zeros((count, 32), np.uint8), np.ones(count, np.uint32), none32, none32, none32, none8,
+            Locations.empty(count), none8,
+        )  # fmt: skip
+        bounds = np.cumsum([0, *map(len, segments)]).astype(np.uint32)
+        table = SegmentTable(bounds, np.zeros(len(segments), np.uint8), locations(rows))
+        return Directory(container, b"", 1, (), None, chunks, table, PrefixTable.empty(0), 100, 0, 0)  # type: ignore[arg-type]
+
+
+def own(container: int, *ordinals: int) -> list[tuple[int, int]]:
+    return [(container, ordinal) for ordinal in ordinals]
+
+
+def asked(*rows: tuple[Anchor, tuple[int, int], Anchor, tuple[int, int], int]) -> Gaps:
+    return Gaps(
+        locations([left for _, left, _, _, _ in rows]),
+        np.array([kind for kind, _, _, _, _ in rows], np.uint8),
+        locations([right for _, _, _, right, _ in rows]),
+        np.array([kind for _, _, kind, _, _ in rows], np.uint8),
+        np.array([n for _, _, _, _, n in rows], np.uint32),
+    )
+
+
+def between(recipes: dict[int, list[list[tuple[int, int]]]], *rows: object) -> list[list[int]]:
+    """Return the ordinals that lay in each gap."""
+    found = Neighbourhood(Directories(recipes)).between(asked(*rows))  # type: ignore[arg-type]
+    ordinals = found.chunks.ordinals.tolist()
+    return [ordinals[a:b] for a, b in zip(found.bounds[:-1], found.bounds[1:], strict=True)]
+
+
+NONE = (0, 0)
+RECIPES = {OLD: [own(OLD, *range(8)), own(OLD, *range(8, 20))]}
+
+
+def test_what_lay_between_two_chunks_is_all_that_did() -> None:
+    assert between(RECIPES, (Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 6), 1)) == [[4, 5]]
+    assert between(RECIPES, (Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 4), 5)) == [[]]
+
+
+def test_segments_are_anchors_too_and_gaps_cross_recipes() -> None:
+    assert between(RECIPES, (Anchor.SEGMENT, (OLD, 0), Anchor.CHUNK, (OLD, 10), 2)) == [[8, 9]]
+    assert between(RECIPES, (Anchor.CHUNK, (OLD, 5), Anchor.SEGMENT, (OLD, 1), 2)) == [[6, 7]]
+
+
+def test_where_one_side_is_known_somewhat_more_than_is_fresh_is_tried() -> None:
+    assert between(RECIPES, (Anchor.CHUNK, (OLD, 3), Anchor.NONE, NONE, 2)) == [[4, 5, 6, 7, 8]]
+    assert between(RECIPES, (Anchor.NONE, NONE, Anchor.CHUNK, (OLD, 10), 2)) == [[5, 6, 7, 8, 9]]
+    assert between(RECIPES, (Anchor.NONE, NONE, Anchor.NONE, NONE, 2)) == [[]]
+
+
+def test_sides_that_are_far_apart_are_both_tried() -> None:
+    found = between(RECIPES, (Anchor.CHUNK, (OLD, 1), Anchor.CHUNK, (OLD, 18), 2))
+    assert found == [[2, 3, 4, 5, 6, 15, 16, 17]]
+
+
+def test_a_gap_goes_on_where_the_one_before_it_ended() -> None:
+    found = between(
+        RECIPES,
+        (Anchor.CHUNK, (OLD, 1), Anchor.NONE, NONE, 4),
+        (Anchor.CONTINUED, NONE, Anchor.NONE, NONE, 4),
+        (Anchor.CONTINUED, NONE, Anchor.CHUNK, (OLD, 12), 2),
+    )
+    assert found == [[2, 3, 4, 5, 6, 7, 8, 9], [6, 7, 8, 9, 10, 11, 12, 13], [10, 11]]
+
+
+def test_a_repeated_chunk_stands_where_it_was_first_and_holes_are_no_bases() -> None:
+    recipes = {OLD: [[*own(OLD, 0, 1), (1, 4096), *own(OLD, 2, 1, 3)]]}
+    assert between(recipes, (Anchor.CHUNK, (OLD, 1), Anchor.NONE, NONE, 2)) == [[2, 1, 3]]
+
+
+def test_a_recipe_that_names_older_chunks_gives_them_too() -> None:
+    recipes = {**RECIPES, NEW: [[(OLD, 2), (NEW, 0), (OLD, 4)]]}
+    found = Neighbourhood(Directories(recipes)).between(asked((Anchor.CHUNK, (NEW, 0), Anchor.NONE, NONE, 1)))
+    assert list(zip(found.chunks.containers.tolist(), found.chunks.ordinals.tolist(), strict=True)) == [(OLD, 4)]
+    assert (found.ends.containers.tolist(), found.ends.ordinals.tolist()) == ([NEW], [3])
+
+
+@pytest.mark.parametrize("kind", [Anchor.CHUNK, Anchor.SEGMENT, Anchor.ROW])
+def test_what_is_lost_or_not_there_has_no_neighbours(kind: Anchor) -> None:
+    assert between(RECIPES, (kind, (NEW, 3), kind, (NEW, 5), 1)) == [[]]
+    assert between(RECIPES, (kind, (OLD, 999), Anchor.NONE, NONE, 1)) == [[]]
