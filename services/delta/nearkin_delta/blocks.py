@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 PREFIX_BYTES_MAX = 2 * MIB
 """A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
 PREFIX_BASES_MAX = 4096
+SPAN_BYTES_MAX = 16 * MIB
+"""A patch block closes when the stream has gone on so far: what lay close together then leans on what lay close
+together, and a restore meets the blocks that it needs one behind the other."""
 DEPTH_COSTS = 0.9
 """Bases must take a tenth off a block, or it is kept without them: nothing is then ever read for it."""
 PLAIN_TRIED = 4
@@ -49,6 +52,8 @@ class OpenBlock:
         self._places: dict[tuple[int, int], int] = {}
         """Of each base: where its bytes start in the prefix."""
         self._prefix = bytearray()
+        self.span_bytes = 0
+        """How far the stream has gone on since the block was opened, duplicates included."""
         self.lengths: list[U32] = []
         self.bases: list[Locations] = []
 

@@ -22,7 +22,7 @@ from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import container as fmt
 from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations
-from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
+from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockEncoder, ClosedBlock, OpenBlock
 
 CHUNKS_MAX = 1 << 20
 """A container is sealed before it names more chunks, whatever their size."""
@@ -177,6 +177,13 @@ class ContainerBuilder:
                 numbers[part] = block.number
                 taken += len(part)
             if block.full or not len(part):
+                self._close(depth)
+
+    def passed(self, stream_bytes: int) -> None:
+        """Hear how far the stream went on; close patch blocks that would span too much of it."""
+        for depth, block in list(self._open.items()):
+            block.span_bytes += stream_bytes
+            if block.kind == fmt.PATCH and block.span_bytes >= SPAN_BYTES_MAX:
                 self._close(depth)
 
     def _close(self, depth: int) -> None:

@@ -163,6 +163,7 @@ class DeltaStage:
         chosen = choice.only(chosen, still)
         encodings = self._patches(batch, rows, chosen, bases) or self._deltas(batch, rows, chosen, bases)
         placed = self.builder.add(encodings)
+        self.builder.passed(segments.logical_bytes)
 
         locations = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
         zero = segments.zero

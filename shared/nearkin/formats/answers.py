@@ -194,7 +194,7 @@ def stats_from(value: object) -> Stats:
         seconds=_number(told, "seconds"),
         deleted_versions=_count(told, "deleted_versions"),
         deleted_bytes=_count(told, "deleted_bytes"),
-        found_by=_counts(told, "found_by") if "found_by" in told else {},
+        found_by=_counts(told, "found_by"),
     )
 
 
