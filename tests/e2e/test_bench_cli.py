@@ -269,18 +269,24 @@ def test_a_terminal_gets_the_table_and_a_bar(corpus: Path, tmp_path: Path) -> No
     assert not (tmp_path / "kernels.png").exists()
 
 
-def test_a_terminated_run_leaves_no_store_and_no_process(corpus: Path, tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_its_finished_rounds_and_no_store_and_no_process(corpus: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
-    words = command("store", "--corpus", corpus, "--runs", "99", "--peers", "none", "--work", work, "--out", tmp_path)
+    words = command(
+        "store", "--corpus", corpus, "--runs", "99", "--peers", "nearkin", "--work", work, "--out", tmp_path
+    )
     with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
-        while not list(work.glob("nearkin-bench-*/repository")) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if (tmp_path / "store.json").exists() and list(work.glob("nearkin-bench-*/repository")):
+                break
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (143, b"nearkin: terminated\n")
     assert list(work.iterdir()) == []
+    rows = json.loads((tmp_path / "store.json").read_text())["rows"]
+    assert [row["tool"] for row in rows] == ["nearkin"]
     assert [one.pid for one in psutil.process_iter(["cmdline"]) if str(work) in str(one.info["cmdline"])] == []
 
 

@@ -136,9 +136,10 @@ def store_(peers: str | None, **given: Any) -> None:
     peer, such as borg-fine. Nearkin runs as a command (nearkin) and as one process (nearkin-embedded), unless one is
     named, also with a profile: nearkin@finesse-paper. What is not installed is left out: the table says how to get it.
 
-    Puts are durable, and every version is read back and compared. A whole run of botocore takes about half an hour.
+    Puts are durable, and every version is read back and compared. A whole run of botocore takes about half an hour:
+    table and record are written after every round.
     """
-    from nearkin.lab import store_room
+    from nearkin.lab import report, store_room
     from nearkin.lab.peers import choose_peers
 
     asked = _asked(peers, _STORE_PEERS, **given)
@@ -150,7 +151,10 @@ def store_(peers: str | None, **given: Any) -> None:
         chosen = [with_config(peer, config) if issubclass(peer, Nearkin) else peer for peer in chosen]
 
     def measure(corpora: list[Any], **more: Any) -> Record:
-        return store_room.run(corpora, chosen, work=asked.work, **more)
+        # without charts: what draws them would stay in the memory of this process, below which no child's peak is seen
+        return store_room.run(
+            corpora, chosen, work=asked.work, save=lambda record: report.write(record, asked.out, ()), **more
+        )
 
     _run("store", asked, None, measure)
 

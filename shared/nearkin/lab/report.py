@@ -9,20 +9,15 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from nearkin.errors import BadInput, ConfigError, StoreUnavailable
-from nearkin.lab import kernels_room, pairs_room, store_room
 from nearkin.lab.record import Record, Spread
 
 KINDS = ("svg", "png")
 EXTRA = "pip install 'nearkin[bench]'"
-_ROOMS: dict[str, Callable[[Record], list[str]]] = {
-    "kernels": kernels_room.markdown,
-    "pairs": pairs_room.markdown,
-    "store": store_room.markdown,
-}
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
@@ -52,6 +47,8 @@ def chart_kinds(words: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
 
 def markdown(record: Record) -> str:
     """Return the tables, and above them what they depend on."""
+    # the room that ran is imported already; the others would only add to the memory that no child's peak is below
+    tables: list[str] = import_module(f"nearkin.lab.{record.room}_room").markdown(record)
     machine = record.machine
     core = "not pinned" if record.core is None else f"core {record.core} of {machine['cores']}"
     load = machine["load_1_minute"]
@@ -68,7 +65,7 @@ def markdown(record: Record) -> str:
         f"One stream of OpenSSL's SHA-1 over 8 KiB blocks, through hashlib: {sha1.median:.0f} MB/s"
         f" ({sha1.low:.0f} to {sha1.high:.0f}).",
         "",
-        *_ROOMS[record.room](record),
+        *tables,
     ]
     if record.left_out:
         told = dict.fromkeys(one.text() for one in record.left_out)

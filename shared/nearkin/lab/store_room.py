@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import resource
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -48,11 +49,13 @@ def run(
     work: Path | None,
     command: str,
     steps: Steps | None,
+    save: Callable[[Record], object] = lambda _: None,
 ) -> Record:
     """Measure every peer that is installed over every corpus, `runs` times, round by round.
 
     work: a folder on the file system to measure; None: the temporary folder's. Before the first round every program
-    is started once and every file is read once; `warmups` whole rounds are not counted.
+    is started once and every file is read once; `warmups` whole rounds are not counted. `save` is told the record after
+    each round: a whole run takes long, and what ended it early must not take all of it along.
     Raises Permanent when nothing at all could be measured.
     """
     record = Record("store", command, core, runs, warmups, corpora)
@@ -65,6 +68,7 @@ def run(
         for corpus in corpora:
             read_through(corpus.paths)
             found: dict[type[Peer], list[dict[str, float | None]]] = {peer: [] for peer in versions}
+            before = list(record.rows)
             for number in rounds:  # round by round, so that a slow minute of the machine hits every store
                 sha1 = sha1_mbps()
                 if number >= 0:
@@ -82,7 +86,10 @@ def run(
                     figures["put_again_by_sha1"] = None if again is None else again / sha1
                     if number >= 0:
                         found[peer].append(figures)
-            record.rows += [_row(corpus, peer, versions[peer], figures) for peer, figures in found.items() if figures]
+                rows = [_row(corpus, peer, versions[peer], figures) for peer, figures in found.items() if figures]
+                record.rows = before + rows
+                if rows:
+                    save(record)
     if not record.rows:
         raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out)}")
     return record
@@ -118,7 +125,7 @@ def measure(peer_class: type[Peer], corpus: Corpus, work: Path | None) -> dict[s
             return _through(peer, sources)
     except NearkinError:
         raise
-    except (OSError, ValueError, KeyError) as error:  # a peer's files or answers are not what they should be
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:  # its files or answers are amiss
         raise CommandFailed(f"{peer_class.name}: {type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
