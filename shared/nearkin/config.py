@@ -292,8 +292,8 @@ class KafkaSettings:
     ca_file: str | None = None
     compression: Annotated[str, OneOf(KAFKA_COMPRESSIONS)] = "lz4"
     """lz4 halves the work of the broker for 5 % more of ours, on data that compress at all (bench/pipeline.py)."""
-    batch_messages: Annotated[int, Between(1, 256)] = 16
-    """Messages a worker takes at a time: 14 MiB at their largest."""
+    batch_messages: Annotated[int, Between(1, 256)] = 32
+    """Messages a worker takes at a time: 32 MiB at their largest."""
     session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000
     upload_idle_seconds: Annotated[int, Between(1, 86_400)] = 300
     """An upload whose frames stop coming is ended as failed after this long."""

@@ -25,7 +25,7 @@ from nearkin.records import U8, SegmentBatch
 from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import BoundedCache, RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.loop import Record
+from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
 from nearkin.runners.kafka.merging import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin.stage import Facts
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
@@ -123,7 +123,7 @@ class ChunkHandler:
             self._cut_guarded(part, blob, record)
         self._reached({record.partition for record in records})
 
-    def idle(self) -> None:
+    def idle(self) -> float:
         """End uploads whose frames have stopped coming."""
         oldest = time.monotonic() - self._settings.kafka.upload_idle_seconds
         for number, part in self._partitions.items():
@@ -132,6 +132,7 @@ class ChunkHandler:
                 self._fail(part, blob, f"the upload stopped: no frame came for {seconds} s", None)
                 self._reached([number])
         self._awaiting.settle()
+        return IDLE_SECONDS
 
     def drain(self, partition: int) -> None:
         """Wait until Kafka has all that was cut."""

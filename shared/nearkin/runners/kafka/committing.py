@@ -25,7 +25,7 @@ from nearkin.formats.message import End, Envelope, Placed
 from nearkin.records import Ledger, Locations
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.loop import Record
+from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lanes
 from nearkin.store.manifests import ManifestStore
@@ -100,7 +100,7 @@ class CommitHandler:
         self._outbox.flush()
         self._done(done)
 
-    def idle(self) -> None:
+    def idle(self) -> float:
         """Fail blobs whose segments have stopped coming: one of them was put aside on the way."""
         oldest = time.monotonic() - 2 * self._settings.kafka.upload_idle_seconds
         late = [blob for blob in self._open.values() if blob.last_seen < oldest]
@@ -108,6 +108,7 @@ class CommitHandler:
             self._tell_failed(blob, "some of its segments never came; look among the dead letters", None)
             self._outbox.flush()
             self._done(self._finish(blob))
+        return IDLE_SECONDS
 
     def drain(self, partition: int) -> None:
         """Nothing waits that could be ended sooner: blobs that are not whole are gathered again elsewhere."""

@@ -30,7 +30,9 @@ from nearkin.runners.kafka.clients import consumer, group, topic
 _log = logging.getLogger("nearkin.config")
 
 CHANGES_BYTES_MAX = 64 * 1024
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
+WATCH_MS = 500
+"""How often the watcher of the file looks up: each time it takes the interpreter's lock from the work."""
 
 
 def revision_of(settings: Settings) -> str:
@@ -151,7 +153,7 @@ class HotSettings:
         # It tells of every change in the folder: where a log lies beside the file, each line would cause the next.
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
         # The folder: editors and Kubernetes replace a file, they do not write into it.
-        for _ in watch(self._file.absolute().parent, stop_event=self._stop, recursive=False, debounce=200):
+        for _ in watch(self._file.absolute().parent, stop_event=self._stop, recursive=False, debounce=WATCH_MS, step=WATCH_MS):
             self.reread()
 
     def _watch_topic(self) -> None:

@@ -23,7 +23,7 @@ from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.loop import Record, patiently
+from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
 from nearkin.runners.kafka.merging import follows, merged_pairs, segments_of
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lane, Lanes
@@ -139,17 +139,22 @@ class PlaceHandler:
             self._outbox.flush()
         self._collect()
 
-    def idle(self) -> None:
+    def idle(self) -> float:
         """Seal what is due: a blob ended and nothing follows, or chunks have waited long enough."""
         now, busy, self._busy = time.monotonic(), self._busy, False
+        linger_seconds, due_seconds = self._settings.kafka.linger_ms / 1000, IDLE_SECONDS
         for opened in self._open.values():
             if not opened.held:
                 continue
             settled = opened.ended is not None and not busy and now - opened.ended >= SETTLE_SECONDS
-            if settled or now - opened.since >= self._settings.kafka.linger_ms / 1000:
+            if settled or now - opened.since >= linger_seconds:
                 self._seal(opened)
+            else:
+                left = linger_seconds - (now - opened.since)
+                due_seconds = min(due_seconds, left if opened.ended is None else SETTLE_SECONDS)
         self._committer.check()
         self._collect()
+        return due_seconds
 
     def drain(self, partition: int) -> None:
         """Seal and commit everything: the containers of one partition's chunks are those of all."""

@@ -18,7 +18,7 @@ from nearkin.formats.message import End, Fresh, Message, Paired, Segments, encod
 from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.loop import Record, patiently
+from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
 from nearkin.runners.kafka.merging import Size, follows, merged, size_of
 from nearkin.runners.kafka.tenants import Lanes
 from nearkin.runners.together import run_stage_many
@@ -75,8 +75,9 @@ class RelayHandler:
             self._leave(blob)
         self._awaiting.batch({record.partition: (record.offset + 1, "") for record in records})
 
-    def idle(self) -> None:  # noqa: D102
+    def idle(self) -> float:  # noqa: D102
         self._awaiting.settle()
+        return IDLE_SECONDS
 
     def drain(self, partition: int) -> None:
         """Wait until Kafka has all results."""
