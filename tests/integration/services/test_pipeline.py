@@ -170,7 +170,10 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
         sketches = store.stats().sketches
     by_algorithm = {kind: sum(n for name, n in sketches.items() if kind in name) for kind in ("finesse", "ntransform")}
     assert all(by_algorithm.values()), sketches
-    assert "fineese" in (pipeline.folder / "delta.log").read_text()
+    deadline = time.monotonic() + 10
+    while "fineese" not in (pipeline.folder / "delta.log").read_text():
+        assert time.monotonic() < deadline, "the refused value was never told"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(("service", "reads"), [("chunker", "frames"), ("resemblance", "fresh")])

@@ -153,7 +153,8 @@ class HotSettings:
         # It tells of every change in the folder: where a log lies beside the file, each line would cause the next.
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
         # The folder: editors and Kubernetes replace a file, they do not write into it.
-        for _ in watch(self._file.absolute().parent, stop_event=self._stop, recursive=False, debounce=WATCH_MS, step=WATCH_MS):
+        folder = self._file.absolute().parent
+        for _ in watch(folder, stop_event=self._stop, recursive=False, debounce=WATCH_MS, step=WATCH_MS):
             self.reread()
 
     def _watch_topic(self) -> None:
