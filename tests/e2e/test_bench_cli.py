@@ -116,6 +116,7 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
     ran = [
         "nearkin",
         "nearkin-embedded",
+        "nearkin-embedded@archive",
         *([beside] if beside else []),
         *(["zstd-long", "zstd-long-9"] if solid else []),
     ]

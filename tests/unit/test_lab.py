@@ -68,7 +68,8 @@ def test_a_command_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> N
 
 
 def test_nearkin_comes_along_unless_it_is_named() -> None:
-    assert [peer.name for peer in peers.choose_peers(["borg-fine"])] == ["nearkin", "nearkin-embedded", "borg-fine"]
+    always = ["nearkin", "nearkin-embedded", "nearkin-embedded@archive"]
+    assert [peer.name for peer in peers.choose_peers(["borg-fine"])] == [*always, "borg-fine"]
     assert [peer.name for peer in peers.choose_peers(["zstd-long", "nearkin"])] == [
         "nearkin",
         "zstd-long",

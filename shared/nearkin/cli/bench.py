@@ -133,8 +133,9 @@ def store_(peers: str | None, **given: Any) -> None:
     NEARKIN_DELTA__MAX_DEPTH=4 nearkin bench store --peers none
 
     Peers: restic, borg, kopia, zstd-long (`zstd -3` and `-9 --long=31` over the whole history); or one setting of a
-    peer, such as borg-fine. Nearkin runs as a command (nearkin) and as one process (nearkin-embedded), unless one is
-    named, also with a profile: nearkin@finesse-paper. What is not installed is left out: the table says how to get it.
+    peer, such as borg-fine. Nearkin runs as a command (nearkin) and as one process (nearkin-embedded, and under the
+    profile archive), unless one is named, also with another profile: nearkin@finesse-paper. What is not installed is
+    left out: the table says how to get it.
 
     Puts are durable, and every version is read back and compared. A whole run of botocore takes about half an hour:
     table and record are written after every round.

@@ -27,7 +27,7 @@ import numpy as np
 from backports.zstd import ZstdDict, compress
 
 from nearkin.errors import BadInput
-from nearkin.kernels import chunking, estimate, features, fingerprint, xdelta3
+from nearkin.kernels import chunking, estimate, features, fingerprint, overlap, xdelta3
 from nearkin.kernels._select import USE_CYTHON
 from nearkin.lab.measuring import CommandFailed
 from nearkin.lab.peer import MissingPeer
@@ -380,6 +380,15 @@ def _xdelta3_decode(material: Material) -> Prepared:
         ),
         some.total_bytes,
     )
+
+
+@kernel("overlap", group=DELTAS, settings="how much of each target its base holds, a group a pair")
+def _overlap(material: Material) -> Prepared:
+    targets, bases = material.pairs.targets, material.pairs.bases
+    bounds = np.arange(len(targets) + 1, dtype=np.uint32)
+    places = (targets.payload, targets.offsets, targets.lengths, bounds)
+    theirs = (bases.payload, bases.offsets, bases.lengths, bounds)
+    return timed(lambda: overlap.shared_bytes(*places, *theirs), targets.total_bytes)
 
 
 @kernel("zstd-prefix", group=DELTAS, settings="level 3, the base as prefix, a call a pair", ours=False)

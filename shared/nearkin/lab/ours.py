@@ -121,6 +121,7 @@ class NearkinEmbedded(Nearkin):
 
 
 OURS: Sequence[type[Nearkin]] = (Nearkin, NearkinEmbedded)
+"""Those that a name chooses, plain or as NAME@PROFILE."""
 
 
 def with_profile(base: type[Nearkin], profile: str) -> type[Nearkin]:

@@ -170,8 +170,8 @@ PEERS: Mapping[str, Sequence[type[Peer]]] = {
 def choose_peers(names: Sequence[str]) -> list[type[Peer]]:
     """Return what `names` ask for, in their order, Nearkin first: tools, or single settings such as `borg-fine`.
 
-    Nearkin always comes along, as `nearkin` and `nearkin-embedded`, unless one of them is named, plain or with a
-    profile (`nearkin@finesse-paper`): then those alone. Raises BadInput with every known name.
+    Nearkin always comes along, as `nearkin`, `nearkin-embedded` and `nearkin-embedded@archive`, unless one of them is
+    named, plain or with a profile (`nearkin@finesse-paper`): then those alone. Raises BadInput with every known name.
     """
     ours: list[type[Peer]] = []
     others: list[type[Peer]] = []
@@ -188,4 +188,6 @@ def choose_peers(names: Sequence[str]) -> list[type[Peer]]:
         else:
             known = dict.fromkeys([*PEERS, *alone, *mine])
             raise BadInput(f'peer "{name}": choose among {", ".join(known)} (or nearkin@PROFILE)')
-    return list(dict.fromkeys([*(ours or OURS), *others]))
+    if not ours:
+        ours = [*OURS, with_profile(mine["nearkin-embedded"], "archive")]
+    return list(dict.fromkeys([*ours, *others]))
