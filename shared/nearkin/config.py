@@ -134,7 +134,7 @@ class BaseSettings:
 
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
     """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
-    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 128 * MIB
+    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 160 * MIB
 
 
 @dataclass(frozen=True)

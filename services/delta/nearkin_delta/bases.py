@@ -156,7 +156,8 @@ class Part:
 
 def joined(count: int, parts: list[Part]) -> tuple[Chosen, Contents]:
     """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only."""
-    payload = np.concatenate([np.zeros(0, np.uint8), *(part.bases.payload for part in parts)])
+    payloads = [part.bases.payload for part in parts]
+    payload = payloads[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *payloads])
     found, depths, rest = np.zeros(count, np.bool_), np.zeros(count, np.uint8), np.zeros(count, np.uint32)
     ranks, sizes = np.zeros(count, np.uint8), np.zeros(count, np.int64)
     owners, rows, byte_start, row_start = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], 0, 0

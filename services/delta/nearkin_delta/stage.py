@@ -147,7 +147,8 @@ class DeltaStage:
                 similar = try_bases(_targets(batch).take(asked), each, facts.similar, each)
             else:
                 similar = choice.untried(facts.similar, self._settings.delta.max_depth)
-            parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
+            if similar.found.any():
+                parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
         return choice.joined(count, parts)
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:

@@ -18,7 +18,7 @@ from nearkin.formats.container import Directory
 from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
 from nearkin.stage import Anchor, Gaps, Neighbours
 from nearkin.store.chunks import grouped
-from nearkin.store.containers import ByteBoundedLru, ContainerSource
+from nearkin.store.containers import ByteBoundedCache, ContainerSource
 
 ROWS_CACHE_BYTES = 8 * 1024 * 1024
 NOWHERE = -1
@@ -44,7 +44,7 @@ class Neighbourhood:
 
     def __init__(self, source: ContainerSource) -> None:
         self._source = source
-        self._brought: ByteBoundedLru[ContainerId, U32] = ByteBoundedLru(ROWS_CACHE_BYTES)
+        self._brought: ByteBoundedCache[ContainerId, U32] = ByteBoundedCache(ROWS_CACHE_BYTES)
 
     def between(self, gaps: Gaps) -> Neighbours:
         """Return for each gap the stored chunks that lay there: 2 n + 4 at most where n chunks are fresh."""
