@@ -44,13 +44,14 @@ WINDOW_LOG_MAX = 27
 class OpenBlock:
     """A block that still grows, and the bases gathered for it."""
 
-    def __init__(self, number: int, kind: int, depth: int, limit_bytes: int) -> None:
+    def __init__(self, number: int, kind: int, depth: int, limit_bytes: int, buffer: U8 | None = None) -> None:
+        """`buffer`: that of a closed block of the same limit, to be used again."""
         self.number = number
         self.kind = kind
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
-        self._buffer = np.empty(limit_bytes + SEGMENT_BYTES_MAX, np.uint8)
+        self.buffer: U8 = np.empty(limit_bytes + SEGMENT_BYTES_MAX, np.uint8) if buffer is None else buffer
         self._places: dict[tuple[int, int], int] = {}
         """Of each base: where its bytes start in the prefix."""
         self._prefix = bytearray()
@@ -67,7 +68,7 @@ class OpenBlock:
     @property
     def bytes_so_far(self) -> U8:
         """Return the encodings that it holds; a view."""
-        return self._buffer[: self.used]
+        return self.buffer[: self.used]
 
     @property
     def prefix(self) -> bytearray:
@@ -110,7 +111,7 @@ class OpenBlock:
     def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
         """Copy encodings behind what is there."""
         sizes = np.cumsum(encoded, dtype=np.int64)
-        gather(list(sources), which, offsets, encoded, self._buffer, (sizes - encoded + self.used).astype(np.uint64))
+        gather(list(sources), which, offsets, encoded, self.buffer, (sizes - encoded + self.used).astype(np.uint64))
         self.used += int(sizes[-1])
         self.lengths.append(encoded)
 

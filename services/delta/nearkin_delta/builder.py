@@ -31,6 +31,8 @@ RECIPE_CHUNKS_MAX = 1 << 22
 """Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
 NAMED_MAX = 1 << 15
 """Nor do its bases and recipes name more containers: the ids alone are 256 KiB then, read whenever it is opened."""
+SPARES_MAX = 2
+"""Buffers of closed blocks kept for the next ones, of each limit."""
 _NO_BYTES: U8 = np.zeros(0, np.uint8)
 
 
@@ -101,6 +103,7 @@ class ContainerBuilder:
         self._depth_max = delta.max_depth if depth_bound is None else depth_bound
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
+        self._spares: tuple[list[U8], list[U8]] = [], []
         self._closed: dict[int, ClosedBlock] = {}
         self.blocks = 0
         self._added: list[Encodings] = []
@@ -165,7 +168,9 @@ class ContainerBuilder:
         while taken < len(rows):
             block = self._open.get(depth)
             if block is None:
-                block = self._open[depth] = OpenBlock(self.blocks, kind, depth, self._limits[1 if depth else 0])
+                limit, spare = self._limits[depth > 0], self._spares[depth > 0]
+                buffer = spare.pop() if spare else None  # a new one of 5 MiB costs 1,200 page faults
+                block = self._open[depth] = OpenBlock(self.blocks, kind, depth, limit, buffer)
                 self.blocks += 1
             if fresh.prefixes is not None and kind == fmt.PATCH:
                 part = block.lean_on(fresh.prefixes, rows[taken:], fresh.encoded)
@@ -189,6 +194,9 @@ class ContainerBuilder:
     def _close(self, depth: int) -> None:
         block = self._open.pop(depth)
         self._closed[block.number] = self._encoder.close(block)
+        spare = self._spares[depth > 0]
+        if len(spare) < SPARES_MAX:
+            spare.append(block.buffer)
         self._snapshot = None
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:

@@ -76,13 +76,16 @@ def unpack(data: memoryview, dtypes: Sequence[np.dtype[Any]], rows_max: int, wha
     return columns, end
 
 
-def inflate(frame: bytes | memoryview, raw_bytes: int, what: str, prefix: bytes = b"") -> bytes:
+def inflate(frame: bytes | memoryview, raw_bytes: int, what: str, prefix: bytes | ZstdDict = b"") -> bytes:
     """Return the `raw_bytes` that one zstd frame holds; never allocates more. Raises Corrupt.
 
     `prefix`: the bytes that the frame refers to before its own; zstd knows none shorter than 8.
     """
-    dictionary = ZstdDict(prefix, is_raw=True).as_prefix if len(prefix) >= PREFIX_BYTES_MIN else None
-    decompressor = ZstdDecompressor(zstd_dict=dictionary)
+    if isinstance(prefix, bytes):
+        dictionary = ZstdDict(prefix, is_raw=True) if len(prefix) >= PREFIX_BYTES_MIN else None
+    else:
+        dictionary = prefix
+    decompressor = ZstdDecompressor(zstd_dict=None if dictionary is None else dictionary.as_prefix)
     try:
         # The announced size bounds what libzstd writes, and lets it write into one buffer: a third faster than growing.
         announced = get_frame_info(frame).decompressed_size

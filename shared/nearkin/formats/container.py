@@ -200,9 +200,10 @@ def encode_patch(raw: U8, prefix: bytes, depth: int, options: dict[int, int]) ->
 
     `options` are those of zstd. Raises Corrupt as `encode_block` does.
     """
-    compressor = ZstdCompressor(options=options, zstd_dict=ZstdDict(prefix, is_raw=True).as_prefix)
+    dictionary = ZstdDict(prefix, is_raw=True)
+    compressor = ZstdCompressor(options=options, zstd_dict=dictionary.as_prefix)
     frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
-    _compare(columns.inflate(frame, len(raw), "block", prefix), raw)
+    _compare(columns.inflate(frame, len(raw), "block", dictionary), raw)
     return _framed(raw, ZSTD, PATCH, depth, frame)
 
 
