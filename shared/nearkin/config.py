@@ -451,9 +451,10 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "default": {},
     # As few bytes as it can, for what is written once and seldom read: docs/decisions/0011.
     "archive": {
+        "chunker": {"min_bytes": 4 * KIB, "target_bytes": 16 * KIB, "max_bytes": 128 * KIB},
         "delta": {"max_depth": 32},
-        "block": {"raw_bytes": 16 * MIB, "delta_bytes": 2 * MIB, "level": 9},
-        "container": {"target_bytes": 32 * MIB},
+        "block": {"raw_bytes": 8 * MIB, "delta_bytes": MIB, "level": 9},
+        "container": {"target_bytes": 8 * MIB},
     },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {
