@@ -1,86 +1,75 @@
 """Messages between stages. Invariant: what `decode` returns is inside every bound that a stage relies on.
 
-    0      4     5      6       8         24         32         40        44         46       48
-    | NKS1 | ver | kind | fresh | blob id | position | sequence | payload | segments | chunks | SFs, name sizes, 0
-    64
-    | tenant | key | sketch | columns | payload |                                        docs/formats/message.md
-
-`position` is the byte of the blob at which the message's first byte lies, `sequence` the number of its first segment:
-the two make a repeated message recognisable. The payload is cut out of the received buffer, never copied.
+`nearkin.formats.message_layout` has the picture. An envelope's `position` is the byte of the blob at which the
+message's first byte lies, `sequence` the number of its first segment: the two make a repeated message recognisable.
+The payload is cut out of the received buffer, never copied.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from struct import Struct
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
-from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.errors import BadInput, Corrupt
 from nearkin.formats.manifest import encode_metadata
-from nearkin.kernels.gather import gather_new
-from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import (
-    NAME_BYTES,
-    SEGMENT_ID_BYTES,
-    U8,
-    U32,
-    Bools,
-    FreshBatch,
-    Ledger,
-    Locations,
-    PairedBatch,
-    SegmentBatch,
+from nearkin.formats.message_batches import read_fresh, read_paired, read_segments
+from nearkin.formats.message_layout import (
+    BLOB_BYTES,
+    CHUNKS_MAX,
+    COLUMNS,
+    HEADER,
+    LEDGER,
+    MAGIC,
+    MESSAGE_BYTES_MAX,
+    SEGMENTS_MAX,
+    VERSION,
+    Column,
+    Counts,
+    Envelope,
+    Kind,
+    Opened,
+    joined_flags,
+    opened,
+    problem_of,
 )
+from nearkin.kernels.gather import gather_new
+from nearkin.limits import SEGMENT_BYTES_MAX
+from nearkin.records import U8, U32, Bools, FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
 
-MAGIC = b"NKS1"
-VERSION = 1
-BLOB_BYTES = 16
-LENGTH_AT = 28
-"""In a name: after fingerprint and check tag."""
-MESSAGE_BYTES_MAX = 1_048_576 - 16 * 1024
-"""Kafka's default limit, less what a record batch and our headers take."""
-CHUNKS_MAX = 4096
-"""Chunks of a message: with SEGMENT_BYTES_MAX of payload and 24 bytes of SFs they stay below the limit above."""
-SEGMENTS_MAX = CHUNKS_MAX
+__all__ = [
+    "BLOB_BYTES",
+    "CHUNKS_MAX",
+    "FAILURE_CHARACTERS_MAX",
+    "MESSAGE_BYTES_MAX",
+    "SEGMENTS_MAX",
+    "SEGMENT_BYTES_MAX",
+    "End",
+    "Envelope",
+    "Frame",
+    "Fresh",
+    "Kind",
+    "Message",
+    "Opened",
+    "Paired",
+    "Placed",
+    "Segments",
+    "decode",
+    "encode",
+    "encode_paired",
+    "is_end",
+    "opened",
+    "read",
+]
+
 FAILURE_CHARACTERS_MAX = 500
-END_BYTES_MAX = 2 * METADATA_BYTES_MAX
-SKETCH_BYTES_MAX = 255
-SUPER_FEATURES_MAX = 16
-
-HEADER = Struct("<4sBBH16sQQIHHBBBxH10x")
-assert HEADER.size == 64  # docs/formats/message.md
-
-
-class Kind(IntEnum):
-    """What a message carries."""
-
-    FRAME = 1
-    SEGMENTS = 2
-    FRESH = 3
-    PAIRED = 4
-    PLACED = 5
-    END = 6
-
 
 _END = bytes([Kind.END])
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """Whose message it is and where in the blob it belongs. `blob` 16 bytes: one upload attempt."""
-
-    blob: bytes
-    tenant: str
-    key: str
-    position: int = 0
-    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,81 +137,14 @@ class End:
 
 Message = Frame | Segments | Fresh | Paired | Placed | End
 
-_LEDGER = Struct("<12Q")
 _LEDGER_FIELDS = tuple(Ledger.__slots__)
 assert len(_LEDGER_FIELDS) == 12
-
-_Array = NDArray[Any]
-
-# Columns of each kind in the order they are written: (name, dtype, rows as a function of the counts, see `_rows`).
-_SEGMENT_COLUMNS = (
-    ("chunk_bounds", "<u4", "segments+1"),
-    ("segment_ids", "u1", "segments*20"),
-    ("names", "u1", "chunks*32"),
-    ("zero", "u1", "chunks"),
-)
-_FRESH_COLUMNS = (
-    ("segment_containers", "<u8", "segments"),
-    ("chunk_containers", "<u8", "chunks"),
-    ("segment_ordinals", "<u4", "segments"),
-    ("chunk_ordinals", "<u4", "chunks"),
-    *_SEGMENT_COLUMNS[:1],
-    ("first", "<u2", "chunks"),
-    ("segment_known", "u1", "segments"),
-    ("chunk_known", "u1", "chunks"),
-    *_SEGMENT_COLUMNS[1:],
-)
-_PAIRED_COLUMNS = (
-    ("super_features", "<u8", "fresh*super_features"),
-    ("base_containers", "<u8", "fresh"),
-    *_FRESH_COLUMNS[:2],
-    ("base_ordinals", "<u4", "fresh"),
-    *_FRESH_COLUMNS[2:],
-    ("base_found", "u1", "fresh"),
-    ("base_rank", "u1", "fresh"),
-)
-_PLACED_COLUMNS = (
-    ("containers", "<u8", "segments"),
-    ("ordinals", "<u4", "segments"),
-    ("lengths", "<u4", "segments"),
-    ("known", "u1", "segments"),
-)
-_COLUMNS: dict[Kind, tuple[tuple[str, str, str], ...]] = {
-    Kind.FRAME: (),
-    Kind.SEGMENTS: _SEGMENT_COLUMNS,
-    Kind.FRESH: _FRESH_COLUMNS,
-    Kind.PAIRED: _PAIRED_COLUMNS,
-    Kind.PLACED: _PLACED_COLUMNS,
-    Kind.END: (),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    segments: int = 0
-    chunks: int = 0
-    fresh: int = 0
-    super_features: int = 0
-
-    def rows(self, rule: str) -> int:
-        """Return how many rows a column has."""
-        match rule:
-            case "segments+1":
-                return self.segments + 1
-            case "segments*20":
-                return self.segments * SEGMENT_ID_BYTES
-            case "chunks*32":
-                return self.chunks * NAME_BYTES
-            case "fresh*super_features":
-                return self.fresh * self.super_features
-            case _:
-                return int(getattr(self, rule))
 
 
 def encode(message: Message) -> bytes:
     """Return the message's bytes. Raises BadInput for what `decode` would refuse."""
-    sketch, counts = "", _Counts()
-    columns: dict[str, _Array] = {}
+    sketch, counts = "", Counts()
+    columns: dict[str, Column] = {}
     payload: bytes | memoryview
     match message:
         case Frame():
@@ -240,22 +162,69 @@ def encode(message: Message) -> bytes:
             counts = _counts(fresh.batch, len(fresh.fresh), message.batch.super_features.shape[1])
             columns, payload = _paired_columns(message.batch), _gathered(fresh.batch, fresh.fresh)
         case Placed():
-            kind, counts = Kind.PLACED, _Counts(segments=len(message.segments))
+            kind, counts = Kind.PLACED, Counts(segments=len(message.segments))
             columns = {
                 "containers": message.segments.containers,
                 "ordinals": message.segments.ordinals,
                 "lengths": message.lengths,
                 "known": message.known,
             }
-            payload = _LEDGER.pack(*(getattr(message.ledger, name) for name in _LEDGER_FIELDS))
+            payload = LEDGER.pack(*(getattr(message.ledger, name) for name in _LEDGER_FIELDS))
         case End():
             kind, payload = Kind.END, _end_text(message)
     envelope = message.envelope
     tenant, key, named = envelope.tenant.encode(), envelope.key.encode(), sketch.encode()
-    problem = _problem(len(tenant), len(key), len(named), counts, len(payload), kind)
+    problem = problem_of(len(tenant), len(key), len(named), counts, len(payload), kind)
     if problem is not None or len(envelope.blob) != BLOB_BYTES:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
-    header = HEADER.pack(
+    header = _header(kind, envelope, counts, len(payload), len(tenant), len(named), len(key))
+    written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
+    return _whole([header, tenant, key, named, *written, payload])
+
+
+def encode_paired(message: Opened, paired: PairedBatch) -> bytes:
+    """Return the bytes of the Paired that a message of kind FRESH became: what it says is copied as it lies there.
+
+    Equal to `encode` of the same, without a column being made twice. Raises BadInput.
+    """
+    assert message.kind is Kind.FRESH
+    counts, envelope, sketch = message.counts, message.envelope, paired.sketch.encode()
+    fresh, super_features = paired.super_features.shape
+    if not len(paired.base_found) == len(paired.bases) == len(paired.base_rank) == fresh == counts.fresh:
+        raise BadInput(f"{message.what}: {fresh} pairs for {counts.fresh} fresh chunks")
+    tenant, key = envelope.tenant.encode(), envelope.key.encode()
+    counts = Counts(counts.segments, counts.chunks, fresh, super_features)
+    problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, Kind.PAIRED)
+    if problem is not None:
+        raise BadInput(f"message: {problem}")
+    return _whole(
+        [
+            _header(Kind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
+            tenant,
+            key,
+            sketch,
+            np.ascontiguousarray(paired.super_features, "<u8"),
+            np.ascontiguousarray(paired.bases.containers, "<u8"),
+            message.columns("segment_containers", "chunk_containers"),
+            np.ascontiguousarray(paired.bases.ordinals, "<u4"),
+            message.columns("segment_ordinals", "zero"),
+            np.ascontiguousarray(paired.base_found, "u1"),
+            np.ascontiguousarray(paired.base_rank, "u1"),
+            message.payload,
+        ]
+    )
+
+
+def _header(
+    kind: Kind,
+    envelope: Envelope,
+    counts: Counts,
+    payload_bytes: int,
+    tenant_bytes: int,
+    sketch_bytes: int,
+    key_bytes: int,
+) -> bytes:
+    return HEADER.pack(
         MAGIC,
         VERSION,
         kind,
@@ -263,18 +232,18 @@ def encode(message: Message) -> bytes:
         envelope.blob,
         envelope.position,
         envelope.sequence,
-        len(payload),
+        payload_bytes,
         counts.segments,
         counts.chunks,
         counts.super_features,
-        len(tenant),
-        len(named),
-        len(key),
+        tenant_bytes,
+        sketch_bytes,
+        key_bytes,
     )
-    parts = [header, tenant, key, named]
-    for name, dtype, _ in _COLUMNS[kind]:
-        parts.append(np.ascontiguousarray(columns[name], dtype).tobytes())
-    data = b"".join([*parts, payload])
+
+
+def _whole(parts: Sequence[Buffer]) -> bytes:
+    data = b"".join(parts)
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; lower segment.max_bytes")
     return data
@@ -287,112 +256,38 @@ def is_end(data: bytes) -> bool:
 
 def decode(data: bytes, what: str) -> Message:
     """Return the message; its payload is a view of `data`. Raises Corrupt, or FormatTooNew, naming `what`."""
-    if len(data) > MESSAGE_BYTES_MAX:
-        raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
-    if len(data) < HEADER.size or data[:4] != MAGIC:
-        raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {data[:4]!r})")
-    if data[4] != VERSION:
-        raise FormatTooNew(
-            f"{what}: message format {data[4]}; this Nearkin reads {VERSION}: upgrade the workers together"
-        )
-    fields = HEADER.unpack_from(data)
-    _, _, code, fresh, blob, position, sequence, payload_bytes, segments, chunks, ranks = fields[:11]
-    tenant_bytes, sketch_bytes, key_bytes = fields[11:]
-    counts = _Counts(segments, chunks, fresh, ranks)
-    if code not in _COLUMNS:
-        raise Corrupt(f"{what}: message kind {code} is not known")
-    kind = Kind(code)
-    problem = _problem(tenant_bytes, key_bytes, sketch_bytes, counts, payload_bytes, kind)
-    if problem is not None:
-        raise Corrupt(f"{what}: {problem}")
-    start = HEADER.size
+    return read(opened(data, what))
+
+
+def read(message: Opened) -> Message:
+    """Return what an opened message says. Raises Corrupt."""
+    envelope = message.envelope
     try:
-        tenant = data[start : start + tenant_bytes].decode()
-        start += tenant_bytes
-        key = data[start : start + key_bytes].decode()
-        start += key_bytes
-        sketch = data[start : start + sketch_bytes].decode()
-        start += sketch_bytes
-    except UnicodeDecodeError as err:
-        raise Corrupt(f"{what}: names are not UTF-8") from err
-    columns: dict[str, _Array] = {}
-    for name, dtype, rule in _COLUMNS[kind]:
-        rows = counts.rows(rule)
-        width = np.dtype(dtype).itemsize
-        if start + rows * width > len(data):
-            raise Corrupt(f"{what}: cut short in {name}")
-        columns[name] = np.frombuffer(data, dtype, rows, start)
-        start += rows * width
-    if start + payload_bytes != len(data):
-        raise Corrupt(f"{what}: {len(data) - start} bytes of payload, {payload_bytes} announced")
-    payload = np.frombuffer(data, np.uint8, payload_bytes, start)
-    envelope = Envelope(blob, tenant, key, position, sequence)
-    try:
-        return _message(kind, envelope, counts, columns, sketch, payload, what)
+        match message.kind:
+            case Kind.FRAME:
+                return Frame(envelope, message.payload)
+            case Kind.SEGMENTS:
+                return Segments(envelope, read_segments([message]).part(0))
+            case Kind.FRESH:
+                return Fresh(envelope, read_fresh([message])[0])
+            case Kind.PAIRED:
+                return Paired(envelope, read_paired([message])[0])
+            case Kind.PLACED:
+                ledger = Ledger(*LEDGER.unpack(message.payload))
+                segments = Locations(message.column("containers"), message.column("ordinals"))
+                known = joined_flags([message], "known")
+                return Placed(envelope, segments, known, message.column("lengths"), ledger)
+            case Kind.END:
+                return _end(envelope, message.payload)
     except (BadInput, ValueError, KeyError, TypeError, RecursionError, struct.error) as err:
-        raise Corrupt(f"{what}: does not parse: {err}") from err
-
-
-def _message(
-    kind: Kind,
-    envelope: Envelope,
-    counts: _Counts,
-    columns: dict[str, _Array],
-    sketch: str,
-    payload: U8,
-    what: str,
-) -> Message:
-    match kind:
-        case Kind.FRAME:
-            return Frame(envelope, payload)
-        case Kind.SEGMENTS:
-            zero = _flags(columns["zero"])
-            return Segments(envelope, _segment_batch(columns, payload, ~zero, counts, what))
-        case Kind.FRESH:
-            return Fresh(envelope, _fresh_batch(columns, payload, counts, what))
-        case Kind.PAIRED:
-            paired = PairedBatch(
-                fresh=_fresh_batch(columns, payload, counts, what),
-                sketch=sketch,
-                super_features=columns["super_features"].reshape(counts.fresh, counts.super_features),
-                base_found=_flags(columns["base_found"]),
-                bases=Locations(columns["base_containers"], columns["base_ordinals"]),
-                base_rank=columns["base_rank"],
-            )
-            return Paired(envelope, paired)
-        case Kind.PLACED:
-            ledger = Ledger(*_LEDGER.unpack(payload))
-            segments = Locations(columns["containers"], columns["ordinals"])
-            return Placed(envelope, segments, _flags(columns["known"]), columns["lengths"], ledger)
-        case Kind.END:
-            return _end(envelope, payload)
-
-
-def _problem(
-    tenant_bytes: int, key_bytes: int, sketch_bytes: int, counts: _Counts, payload_bytes: int, kind: Kind
-) -> str | None:
-    """Return what leaves its bound, if anything does: asked before writing and after reading."""
-    payload_max = {Kind.END: END_BYTES_MAX, Kind.PLACED: _LEDGER.size}.get(kind, SEGMENT_BYTES_MAX)
-    for name, found, most in (
-        ("tenant bytes", tenant_bytes, TENANT_BYTES_MAX),
-        ("key bytes", key_bytes, KEY_BYTES_MAX),
-        ("sketch name bytes", sketch_bytes, SKETCH_BYTES_MAX),
-        ("payload bytes", payload_bytes, payload_max),
-        ("chunks", counts.chunks, CHUNKS_MAX),
-        ("segments", counts.segments, SEGMENTS_MAX),
-        ("fresh chunks", counts.fresh, counts.chunks),
-        ("super-features", counts.super_features, SUPER_FEATURES_MAX),
-    ):
-        if found > most:
-            return f"{found} {name}: want at most {most}"
-    return None
+        raise Corrupt(f"{message.what}: does not parse: {err}") from err
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def _counts(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> _Counts:
-    return _Counts(batch.segments, len(batch.lengths), fresh, super_features)
+def _counts(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> Counts:
+    return Counts(batch.segments, len(batch.lengths), fresh, super_features)
 
 
 def _gathered(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
@@ -406,7 +301,7 @@ def _gathered(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
     return gather_new([batch.payload], np.zeros(len(rows), np.int32), offsets, lengths).data
 
 
-def _segment_columns(batch: SegmentBatch) -> dict[str, _Array]:
+def _segment_columns(batch: SegmentBatch) -> dict[str, Column]:
     return {
         "chunk_bounds": batch.chunk_bounds,
         "segment_ids": batch.segment_ids.reshape(-1),
@@ -415,7 +310,7 @@ def _segment_columns(batch: SegmentBatch) -> dict[str, _Array]:
     }
 
 
-def _fresh_columns(fresh: FreshBatch) -> dict[str, _Array]:
+def _fresh_columns(fresh: FreshBatch) -> dict[str, Column]:
     return _segment_columns(fresh.batch) | {
         "segment_containers": fresh.segment_locations.containers,
         "segment_ordinals": fresh.segment_locations.ordinals,
@@ -427,7 +322,7 @@ def _fresh_columns(fresh: FreshBatch) -> dict[str, _Array]:
     }
 
 
-def _paired_columns(paired: PairedBatch) -> dict[str, _Array]:
+def _paired_columns(paired: PairedBatch) -> dict[str, Column]:
     return _fresh_columns(paired.fresh) | {
         "super_features": paired.super_features.reshape(-1),
         "base_containers": paired.bases.containers,
@@ -435,60 +330,6 @@ def _paired_columns(paired: PairedBatch) -> dict[str, _Array]:
         "base_found": paired.base_found,
         "base_rank": paired.base_rank,
     }
-
-
-def _flags(column: U8) -> Bools:
-    if len(column) and int(column.max()) > 1:
-        raise ValueError(f"a flag of {int(column.max())}: want 0 or 1")
-    return column.view(np.bool_)
-
-
-def _segment_batch(
-    columns: dict[str, _Array], payload: U8, carried: Bools | NDArray[np.intp], counts: _Counts, what: str
-) -> SegmentBatch:
-    """Return the batch; only the `carried` chunks have bytes, the offsets of the others are 0."""
-    names = columns["names"].reshape(counts.chunks, NAME_BYTES)
-    lengths = np.ascontiguousarray(names[:, LENGTH_AT:]).view("<u4").reshape(-1).astype(np.uint32)
-    bounds = columns["chunk_bounds"].astype(np.uint32)
-    steps = np.diff(bounds.astype(np.int64))
-    if int(bounds[0]) or int(bounds[-1]) != counts.chunks or (len(steps) and int(steps.min()) < 1):
-        raise Corrupt(f"{what}: segments of {steps.tolist()[:8]} chunks, {counts.chunks} in all")
-    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= SEGMENT_BYTES_MAX:
-        raise Corrupt(f"{what}: a chunk of {int(lengths.max())} bytes: want 1 to {SEGMENT_BYTES_MAX}")
-    offsets = np.zeros(counts.chunks, np.uint64)
-    sizes = lengths[carried].astype(np.uint64)
-    if int(sizes.sum()) != len(payload):
-        raise Corrupt(f"{what}: chunks of {int(sizes.sum())} bytes in a payload of {len(payload)}")
-    offsets[carried] = np.cumsum(sizes) - sizes
-    return SegmentBatch(
-        payload=payload,
-        offsets=offsets,
-        lengths=lengths,
-        names=names,
-        zero=_flags(columns["zero"]),
-        chunk_bounds=bounds,
-        blobs=np.zeros(counts.segments, np.uint32),
-        segment_ids=columns["segment_ids"].reshape(counts.segments, SEGMENT_ID_BYTES),
-    )
-
-
-def _fresh_batch(columns: dict[str, _Array], payload: U8, counts: _Counts, what: str) -> FreshBatch:
-    known, first = _flags(columns["chunk_known"]), columns["first"].astype(np.int64)
-    own = np.arange(counts.chunks, dtype=np.int64)
-    if np.any(first > own) or np.any(known[first] & (first != own)) or np.any(first[first] != first):
-        raise Corrupt(f"{what}: a chunk repeats one that is not fresh before it")
-    fresh = np.flatnonzero(~known & (first == own))
-    if len(fresh) != counts.fresh:
-        raise Corrupt(f"{what}: {len(fresh)} fresh chunks, {counts.fresh} announced")
-    return FreshBatch(
-        batch=_segment_batch(columns, payload, fresh, counts, what),
-        segment_known=_flags(columns["segment_known"]),
-        segment_locations=Locations(columns["segment_containers"], columns["segment_ordinals"]),
-        chunk_known=known,
-        chunk_locations=Locations(columns["chunk_containers"], columns["chunk_ordinals"]),
-        first=first,
-        fresh=fresh,
-    )
 
 
 # --- the end of a blob -----------------------------------------------------------------------------------------------
