@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,20 @@ from nearkin.config import Settings, with_changes
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import message as fmt
-from nearkin.formats.message import End, Envelope, Frame, Fresh, Paired, Placed, Segments, decode, encode
+from nearkin.formats.message import (
+    End,
+    Envelope,
+    Frame,
+    Fresh,
+    Kind,
+    Paired,
+    Placed,
+    Segments,
+    decode,
+    encode,
+    encode_paired,
+)
+from nearkin.formats.message_batches import read_fresh, read_paired, read_segments
 from nearkin.records import FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
 from nearkin.stage import Facts, Found, FoundBases
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
@@ -187,3 +202,77 @@ def test_damage_is_refused_or_stays_inside_every_bound(
             carried = (found.batch if isinstance(found, Fresh) else found.batch.fresh).fresh
         ends = batch.offsets[carried] + batch.lengths[carried]
         assert not len(ends) or int(ends.max()) <= len(batch.payload)
+
+
+def joint(values: list[bytes]) -> list[SegmentBatch | FreshBatch | PairedBatch]:
+    """Read messages of one kind together."""
+    messages = [fmt.opened(value, f"message {number}") for number, value in enumerate(values)]
+    if messages[0].kind is Kind.SEGMENTS:
+        joined = read_segments(messages)
+        return [joined.part(number) for number in range(len(messages))]
+    return [*(read_fresh if messages[0].kind is Kind.FRESH else read_paired)(messages)]
+
+
+def assert_equal(found: object, expected: object) -> None:
+    assert type(found) is type(expected)
+    if not is_dataclass(found):
+        np.testing.assert_array_equal(found, expected)  # type: ignore[arg-type]
+        return
+    for one in fields(found):
+        assert_equal(getattr(found, one.name), getattr(expected, one.name))
+
+
+SEVERAL = [segmented(mixed_content(seed)[: 50_000 * seed]) for seed in (1, 2, 5)]
+BY_KIND = [
+    [encode(Segments(BLOB, batch)) for batch in SEVERAL],
+    [encode(Fresh(BLOB, deduplicated(batch))) for batch in SEVERAL],
+    [encode(Paired(BLOB, paired(deduplicated(batch)))) for batch in SEVERAL],
+]
+
+
+@pytest.mark.parametrize("values", BY_KIND)
+def test_messages_read_together_say_what_each_says_alone(values: list[bytes]) -> None:
+    for found, value in zip(joint(values), values, strict=True):
+        alone = decode(value, "alone")
+        assert isinstance(alone, Segments | Fresh | Paired)
+        assert_equal(found, alone.batch)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.integers(0, len(BY_KIND) - 1),
+    which=st.integers(0, len(SEVERAL) - 1),
+    flips=st.lists(st.tuples(st.integers(64, 6000), st.integers(0, 255)), min_size=1, max_size=3),
+)
+def test_a_damaged_message_is_refused_among_others_exactly_when_it_is_refused_alone(
+    kind: int, which: int, flips: list[tuple[int, int]]
+) -> None:
+    values = list(BY_KIND[kind])
+    data = bytearray(values[which])
+    for place, value in flips:
+        data[place % len(data)] = value
+    values[which] = bytes(data)
+    try:
+        alone = decode(values[which], "alone")
+    except Corrupt:
+        with pytest.raises(Corrupt):
+            joint(values)
+        return
+    assert isinstance(alone, Segments | Fresh | Paired)
+    assert_equal(joint(values)[which], alone.batch)
+
+
+def test_kinds_are_not_read_together() -> None:
+    messages = [fmt.opened(values[0], "mixed") for values in BY_KIND[:2]]
+    with pytest.raises(TypeError, match="does not belong"):
+        read_segments(messages)
+
+
+def test_pairs_made_of_a_fresh_message_are_the_bytes_of_pairs_made_anew() -> None:
+    for batch in SEVERAL:
+        fresh = deduplicated(batch)
+        pairs = paired(fresh)
+        made = encode_paired(fmt.opened(encode(Fresh(BLOB, fresh)), "fresh"), pairs)
+        assert made == encode(Paired(BLOB, pairs))
+    with pytest.raises(BadInput, match="fresh chunks"):
+        encode_paired(fmt.opened(BY_KIND[1][0], "fresh"), pairs)

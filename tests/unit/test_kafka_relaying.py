@@ -12,7 +12,7 @@ import pytest
 from nearkin.config import Settings
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.message import End, Envelope, Fresh, Message, Paired, Segments, decode, encode
+from nearkin.formats.message import End, Envelope, Fresh, Message, Opened, Paired, Segments, decode, encode
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.records import Locations, SegmentBatch
 from nearkin.runners.kafka import loop
@@ -22,7 +22,7 @@ from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.loop import Record
 from nearkin.runners.kafka.merging import merged_fresh, merged_pairs
 from nearkin.runners.kafka.offsets import PartitionOffsets
-from nearkin.runners.kafka.relaying import RelayHandler, Work, dedup_work, resemblance_work
+from nearkin.runners.kafka.relaying import RelayHandler, Told, Work, dedup_work, resemblance_work
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.runners.together import run_stage_many
 from nearkin.stage import Facts, run_stage
@@ -145,7 +145,7 @@ def test_what_is_left_of_many_messages_leaves_as_few(tenants: Lanes) -> None:
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
     tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
     sent = messages((random_bytes(MIB, 2) + random_bytes(50_000, 9)) * 6)
-    found = handled(dedup_work(tenants), [*map(encode, sent), end()]).told
+    found = handled(dedup_work(SETTINGS, tenants), [*map(encode, sent), end()]).told
     assert len(sent) > 6
     assert len(found) == 2
     assert isinstance(found[0], Fresh)
@@ -162,7 +162,7 @@ def test_what_is_left_of_many_messages_leaves_as_few(tenants: Lanes) -> None:
 
 def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(tenants: Lanes) -> None:
     sent = messages(random_bytes(4 * MIB, 3))
-    outbox = handled(dedup_work(tenants), [encode(m) for m in sent])
+    outbox = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in sent])
     found = [message for message in outbox.told if isinstance(message, Fresh)]
     assert sum(m.batch.batch.segments for m in found) == sum(m.batch.segments for m in sent)
     paired = handled(resemblance_work(tenants, lambda: SETTINGS), outbox.values)
@@ -175,7 +175,7 @@ def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: Lanes) 
     data = random_bytes(2 * MIB, 4)
     ours, theirs = messages(data), messages(data, "u", other)
     mixed = [encode(m) for pair in zip(ours, theirs, strict=False) for m in pair]
-    told = handled(dedup_work(tenants), [*mixed, end(), end(other, "u")]).told
+    told = handled(dedup_work(SETTINGS, tenants), [*mixed, end(), end(other, "u")]).told
     for blob in (BLOB, other):
         mine = [m for m in told if m.envelope.blob == blob]
         assert isinstance(mine[-1], End)
@@ -186,11 +186,45 @@ def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: Lanes) 
 
 def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: Lanes) -> None:
     sent = [encode(m) for m in messages(random_bytes(2 * MIB, 5))]
-    told = handled(dedup_work(tenants), [*sent, *sent]).told
+    told = handled(dedup_work(SETTINGS, tenants), [*sent, *sent]).told
     fresh = [m for m in told if isinstance(m, Fresh)]
     sequences = [m.envelope.sequence for m in fresh]
     assert sequences.count(0) == 2
     assert not any(m.envelope.sequence == 0 and m.batch.batch.segments > len(sent) * 64 for m in fresh)
+
+
+def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants: Lanes) -> None:
+    known = chunked(random_bytes(MIB, 11))
+    places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
+    nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
+    tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    again, other = random_bytes(300_000, 12), b"fedcba9876543210"
+    ours = messages((random_bytes(MIB, 11) + again) * 2 + random_bytes(2 * MIB, 13) + again + bytes(MIB))
+    theirs = messages(again + random_bytes(MIB, 11) + again, blob=other)
+    mixed = [*ours[:2], theirs[0], *ours[2:], *theirs[1:]]
+    told = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in mixed]).told
+    alone = {
+        (m.envelope.blob, m.envelope.sequence): Fresh(m.envelope, run_stage(DedupStage(), m.batch, tenants["t"].facts))
+        for m in mixed
+    }
+    seen = 0
+    for found in told:
+        assert isinstance(found, Fresh)
+        blob, first = found.envelope.blob, found.envelope.sequence
+        reached = range(first, first + found.batch.batch.segments)
+        parts = [part for (of, sequence), part in alone.items() if of == blob and sequence in reached]
+        seen += len(parts)
+        expected = decode(encode(Fresh(found.envelope, merged_fresh([part.batch for part in parts]))), "expected")
+        assert encode(found) == encode(expected)
+    assert seen == len(mixed) > len(told) > 2
+
+
+def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: Lanes) -> None:
+    sent = [encode(m) for m in messages(random_bytes(MIB, 14))]
+    told = handled(dedup_work(SETTINGS, tenants), [*sent, end(), *sent, end()]).told
+    kinds = [type(message).__name__ for message in told]
+    assert kinds.count("End") == 2
+    assert kinds[len(kinds) // 2 - 1] == kinds[-1] == "End"
 
 
 def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_once(tenants: Lanes) -> None:
@@ -210,9 +244,9 @@ def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: Lanes) -> 
     poison = b"poison-poison-po"
     good = [encode(m) for m in messages(random_bytes(2 * MIB, 6))]
     bad = encode(Segments(Envelope(poison, "t", "key"), chunked(random_bytes(9000, 7))))
-    plain = dedup_work(tenants)
+    plain = dedup_work(SETTINGS, tenants)
 
-    def work(tenant: str, some: Sequence[Message]) -> Sequence[Message]:
+    def work(tenant: str, some: Sequence[Opened]) -> Sequence[Told | None]:
         if any(m.envelope.blob == poison for m in some):
             raise ValueError("it cannot be worked on")
         return plain(tenant, some)
@@ -237,7 +271,7 @@ def test_a_kind_that_does_not_belong_is_put_aside(tenants: Lanes) -> None:
 def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "RETRY_SECONDS_MAX", 0.2)
 
-    def away(tenant: str, some: Sequence[Message]) -> Sequence[Message]:
+    def away(tenant: str, some: Sequence[Opened]) -> Sequence[Told | None]:
         raise StoreUnavailable("redis: away")
 
     outbox = Scripted()
@@ -250,7 +284,7 @@ def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monke
 
 def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants: Lanes) -> None:
     outbox = Scripted()
-    handler = relay(dedup_work(tenants), outbox)
+    handler = relay(dedup_work(SETTINGS, tenants), outbox)
     first, second = (records([encode(m)])[0] for m in messages(random_bytes(2 * MIB, 8))[:2])
     handler.handle([first])
     handler.handle([replace(second, offset=1)])

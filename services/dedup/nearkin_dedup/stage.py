@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin.kernels.nametable import first_occurrence
-from nearkin.records import Bools, FreshBatch, Locations, SegmentBatch
+from nearkin.records import U8, U32, Bools, FreshBatch, Locations, SegmentBatch
 from nearkin.stage import Facts, Reads
 
 
@@ -16,6 +16,10 @@ class DedupStage:
     """Segments, then chunks."""
 
     name = "dedup"
+
+    def __init__(self, scopes: U32 | None = None) -> None:
+        """`scopes` uint32[s]: segments of one scope are decided as if they came alone. None: all are of one."""
+        self._scopes = scopes
 
     def reads(self, batch: SegmentBatch, facts: Facts) -> Reads | None:
         """Ask for all segments; then for the chunks of unknown segments that are not all zero."""
@@ -38,7 +42,10 @@ class DedupStage:
         locations.ordinals[asked] = facts.chunks.locations.ordinals
         first = np.arange(count, dtype=np.int64)
         unknown = np.flatnonzero(~known)
-        first[unknown] = unknown[first_occurrence(batch.names[unknown])]
+        scopes = None
+        if self._scopes is not None:
+            scopes = np.repeat(self._scopes, np.diff(batch.chunk_bounds))[unknown]
+        first[unknown] = unknown[first_occurrence(_scoped(batch.names[unknown], scopes))]
         return FreshBatch(
             batch=batch,
             segment_known=facts.segments.found,
@@ -49,10 +56,19 @@ class DedupStage:
             fresh=unknown[first[unknown] == unknown],
         )
 
-    @staticmethod
-    def _asked(batch: SegmentBatch, segment_known: Bools) -> Bools:
+    def _asked(self, batch: SegmentBatch, segment_known: Bools) -> Bools:
         """Return which chunks must be looked up: of segments neither known nor repeated in this batch, not all zero."""
-        first = first_occurrence(batch.segment_ids)
+        first = first_occurrence(_scoped(batch.segment_ids, self._scopes))
         skipped = segment_known | (first != np.arange(len(first)))
         asked: Bools = np.repeat(~skipped, np.diff(batch.chunk_bounds)) & ~batch.zero
         return asked
+
+
+def _scoped(keys: U8, scopes: U32 | None) -> U8:
+    """Return keys that are equal only within a scope."""
+    if scopes is None:
+        return keys
+    found = np.empty((len(keys), keys.shape[1] + 4), np.uint8)
+    found[:, :-4] = keys
+    found[:, -4:] = scopes.astype("<u4").view(np.uint8).reshape(-1, 4)
+    return found

@@ -11,7 +11,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from nearkin.config import Settings
 from nearkin.errors import NearkinError, Permanent, Retryable
-from nearkin.formats.message import End, Envelope, Message, decode, encode
+from nearkin.formats.message import End, Envelope, Kind, Message, Opened, decode, encode, opened, read
 from nearkin.runners.kafka.clients import Headers, Outbox
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.loop import Record, patiently
@@ -89,6 +89,17 @@ class RecordGuard:
         except Permanent as err:
             send_dead_letter(self._settings, self._outbox, record, self._stage, err)
             return None
+
+    def opened(self, record: Record) -> Opened | None:
+        """Return the record's message, its columns unread unless it is an end; None after putting it aside."""
+        try:
+            found = opened(record.value, record.named)
+            if found.kind is Kind.END:
+                read(found)
+        except Permanent as err:
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            return None
+        return found
 
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
         """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""

@@ -9,16 +9,18 @@ stage and the broker handle two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nearkin.formats.message import CHUNKS_MAX, MESSAGE_BYTES_MAX, SEGMENTS_MAX, Fresh, Paired
+from nearkin.formats.message_batches import JoinedSegments
 from nearkin.kernels.gather import gather_new
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.limits import KEY_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import FreshBatch, Locations, PairedBatch, SegmentBatch
+from nearkin.records import U8, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch
 
 CHUNK_BYTES_SENT = 48
 """What a chunk takes in the largest message besides its bytes and its super-features."""
@@ -57,14 +59,69 @@ class Size:
         )
 
 
-def size_of(message: Fresh, super_features: int) -> Size:
-    """Return what a message will take once it has its super-features."""
-    batch = message.batch
-    segments, chunks, fresh = batch.batch.segments, len(batch.batch.lengths), len(batch.fresh)
-    payload_bytes = int(batch.batch.lengths[batch.fresh].sum(dtype=np.uint64))
-    columns_bytes = SEGMENT_BYTES_SENT * segments + CHUNK_BYTES_SENT * chunks
-    columns_bytes += (FRESH_CHUNK_BYTES_SENT + 8 * super_features) * fresh
-    return Size(segments, chunks, payload_bytes, payload_bytes + columns_bytes)
+def runs_of(joined: JoinedSegments, fresh: FreshBatch, super_features: int) -> list[slice]:
+    """Return which messages leave as one: they follow one another in one blob, and together they fit.
+
+    `fresh` is what is known of `joined.batch`, each message decided for itself.
+    """
+    starts = joined.chunk_starts
+    logical = np.concatenate([np.zeros(1, np.int64), np.cumsum(joined.batch.lengths, dtype=np.int64)])[starts]
+    rows = np.searchsorted(fresh.fresh, starts)
+    carried = np.zeros(len(fresh.fresh) + 1, np.int64)
+    np.cumsum(joined.batch.lengths[fresh.fresh], out=carried[1:])
+    payloads, counts = np.diff(carried[rows]).tolist(), np.diff(rows).tolist()
+    runs: list[slice] = []
+    size, ends = Size(0, 0, 0, 0), None
+    for number, message in enumerate(joined.messages):
+        one, segments, chunks = message.envelope, message.counts.segments, message.counts.chunks
+        columns_bytes = SEGMENT_BYTES_SENT * segments + CHUNK_BYTES_SENT * chunks
+        columns_bytes += (FRESH_CHUNK_BYTES_SENT + 8 * super_features) * counts[number]
+        own = Size(segments, chunks, payloads[number], payloads[number] + columns_bytes)
+        if ends == (one.blob, one.sequence, one.position) and (whole := size + own).fits:
+            size = whole
+            runs[-1] = slice(runs[-1].start, number + 1)
+        else:
+            size = own
+            runs.append(slice(number, number + 1))
+        ends = one.blob, one.sequence + segments, one.position + int(logical[number + 1] - logical[number])
+    return runs
+
+
+def fresh_of_run(joined: JoinedSegments, fresh: FreshBatch, run: slice) -> FreshBatch:
+    """Return what is known of a run's messages as one batch; a chunk that two of them bring is fresh once."""
+    segments = slice(int(joined.segment_starts[run.start]), int(joined.segment_starts[run.stop]))
+    chunks = slice(int(joined.chunk_starts[run.start]), int(joined.chunk_starts[run.stop]))
+    known = fresh.chunk_known[chunks]
+    if run.stop == run.start + 1:
+        batch = joined.part(run.start)
+        first = fresh.first[chunks] - chunks.start
+        found = fresh.fresh[slice(*np.searchsorted(fresh.fresh, (chunks.start, chunks.stop)))] - chunks.start
+    else:
+        whole = joined.batch
+        source = np.repeat(
+            np.arange(run.stop - run.start, dtype=np.int32), np.diff(joined.chunk_starts[run.start : run.stop + 1])
+        )
+        apart = SegmentBatch(
+            payload=whole.payload,
+            offsets=whole.offsets[chunks],
+            lengths=whole.lengths[chunks],
+            names=whole.names[chunks],
+            zero=whole.zero[chunks],
+            chunk_bounds=whole.chunk_bounds[segments.start : segments.stop + 1] - np.uint32(chunks.start),
+            blobs=whole.blobs[segments],
+            segment_ids=whole.segment_ids[segments],
+        )
+        payloads = [message.payload for message in joined.messages[run]]
+        batch, first, found = _folded(apart, payloads, source, known)
+    return FreshBatch(
+        batch=batch,
+        segment_known=fresh.segment_known[segments],
+        segment_locations=fresh.segment_locations.take(segments),
+        chunk_known=known,
+        chunk_locations=fresh.chunk_locations.take(chunks),
+        first=first,
+        fresh=found,
+    )
 
 
 def follows(message: Fresh | Paired, last: Fresh | Paired) -> bool:
@@ -81,13 +138,6 @@ def follows(message: Fresh | Paired, last: Fresh | Paired) -> bool:
 def segments_of(message: Fresh | Paired) -> SegmentBatch:
     """Return the segments that a message is about."""
     return message.batch.batch if isinstance(message, Fresh) else message.batch.fresh.batch
-
-
-def merged(messages: Sequence[Fresh]) -> Fresh:
-    """Return one message for several that follow one another; a chunk that two of them bring is fresh once."""
-    if len(messages) == 1:
-        return messages[0]
-    return Fresh(messages[0].envelope, merged_fresh([message.batch for message in messages]))
 
 
 def merged_pairs(parts: Sequence[PairedBatch]) -> PairedBatch:
@@ -111,30 +161,23 @@ def merged_pairs(parts: Sequence[PairedBatch]) -> PairedBatch:
 def merged_fresh(parts: Sequence[FreshBatch]) -> FreshBatch:
     """Return one batch for several; their fresh bytes are copied into one payload."""
     batches = [part.batch for part in parts]
-    names, lengths = np.concatenate([b.names for b in batches]), np.concatenate([b.lengths for b in batches])
-    known = np.concatenate([part.chunk_known for part in parts])
-    counts = np.array([len(b.lengths) for b in batches])
-    starts = np.cumsum(counts) - counts
-    first = np.arange(len(lengths), dtype=np.int64)
-    unknown = np.flatnonzero(~known)
-    first[unknown] = unknown[first_occurrence(names[unknown])]
-    fresh = unknown[first[unknown] == unknown]
-    sizes, came_at = lengths[fresh], np.concatenate([b.offsets for b in batches])[fresh]
-    source = np.repeat(np.arange(len(parts), dtype=np.int32), counts)[fresh]
-    offsets = np.zeros(len(lengths), np.uint64)
-    offsets[fresh] = np.cumsum(sizes, dtype=np.uint64) - sizes
+    counts = [len(b.lengths) for b in batches]
+    starts = accumulate(counts[:-1], initial=0)
     bounds = [np.zeros(1, np.uint32)]
-    bounds += [b.chunk_bounds[1:] + np.uint32(start) for b, start in zip(batches, starts.tolist(), strict=True)]
-    batch = SegmentBatch(
-        payload=gather_new([b.payload for b in batches], source, came_at, sizes),
-        offsets=offsets,
-        lengths=lengths,
-        names=names,
+    bounds += [b.chunk_bounds[1:] + np.uint32(start) for b, start in zip(batches, starts, strict=True)]
+    apart = SegmentBatch(
+        payload=np.zeros(0, np.uint8),
+        offsets=np.concatenate([b.offsets for b in batches]),
+        lengths=np.concatenate([b.lengths for b in batches]),
+        names=np.concatenate([b.names for b in batches]),
         zero=np.concatenate([b.zero for b in batches]),
         chunk_bounds=np.concatenate(bounds),
         blobs=np.concatenate([b.blobs for b in batches]),
         segment_ids=np.concatenate([b.segment_ids for b in batches]),
     )
+    known = np.concatenate([part.chunk_known for part in parts])
+    source = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+    batch, first, fresh = _folded(apart, [b.payload for b in batches], source, known)
     return FreshBatch(
         batch=batch,
         segment_known=np.concatenate([part.segment_known for part in parts]),
@@ -144,3 +187,18 @@ def merged_fresh(parts: Sequence[FreshBatch]) -> FreshBatch:
         first=first,
         fresh=fresh,
     )
+
+
+def _folded(
+    apart: SegmentBatch, payloads: Sequence[U8], source: NDArray[np.int32], known: Bools
+) -> tuple[SegmentBatch, NDArray[np.int64], NDArray[np.intp]]:
+    """Return (batch, first, fresh): chunk i of `apart` lies in payloads[source[i]], fresh ones get one payload."""
+    first = np.arange(len(apart.lengths), dtype=np.int64)
+    unknown = np.flatnonzero(~known)
+    first[unknown] = unknown[first_occurrence(apart.names[unknown])]
+    fresh = unknown[first[unknown] == unknown]
+    sizes = apart.lengths[fresh]
+    offsets = np.zeros(len(apart.lengths), np.uint64)
+    offsets[fresh] = np.cumsum(sizes, dtype=np.uint64) - sizes
+    payload = gather_new(payloads, source[fresh], apart.offsets[fresh], sizes)
+    return replace(apart, payload=payload, offsets=offsets), first, fresh
