@@ -12,6 +12,7 @@ import pytest
 from nearkin.config import Settings
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats import message as fmt
 from nearkin.formats.message import End, Envelope, Fresh, Message, Opened, Paired, Segments, decode, encode
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.records import Locations, SegmentBatch
@@ -19,6 +20,7 @@ from nearkin.runners.kafka import loop
 from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.chunking import split_segments
 from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.handling import RecordGuard
 from nearkin.runners.kafka.loop import Record
 from nearkin.runners.kafka.merging import merged_fresh, merged_pairs
 from nearkin.runners.kafka.offsets import PartitionOffsets
@@ -266,6 +268,24 @@ def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: Lanes) -> 
 def test_a_kind_that_does_not_belong_is_put_aside(tenants: Lanes) -> None:
     outbox = handled(resemblance_work(tenants, lambda: SETTINGS), [encode(messages(b"x" * 9000)[0])])
     assert len(outbox.dead) == 1
+
+
+def test_one_damaged_message_among_pairs_is_put_aside_alone(tenants: Lanes) -> None:
+    fresh = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in messages(random_bytes(3 * MIB, 15))]).values
+    pairs = handled(resemblance_work(tenants, lambda: SETTINGS), fresh).values
+    assert len(pairs) > 2
+    opened = fmt.opened(pairs[1], "a pair")
+    damaged = bytearray(pairs[1])
+    damaged[len(pairs[1]) - opened.payload_bytes - 2 * opened.counts.fresh] = 7  # base_found of the first
+    outbox = Scripted()
+    guard = RecordGuard(SETTINGS, "delta", outbox, None)
+    found = guard.decoded_many(records([pairs[0], bytes(damaged), b"garbage", *pairs[2:], end()]))
+    assert [type(message).__name__ for message in found[:3]] == ["Paired", "NoneType", "NoneType"]
+    assert all(isinstance(message, Paired) for message in found[3:-1])
+    assert isinstance(found[-1], End)
+    assert len(outbox.dead) == 2
+    together = RecordGuard(SETTINGS, "delta", outbox, None).decoded_many(records(pairs))
+    assert [encode(message) for message in together if message is not None] == pairs
 
 
 def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:

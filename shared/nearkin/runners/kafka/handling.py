@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from nearkin.config import Settings
-from nearkin.errors import NearkinError, Permanent, Retryable
-from nearkin.formats.message import End, Envelope, Kind, Message, Opened, decode, encode, opened, read
+from nearkin.errors import Corrupt, NearkinError, Permanent, Retryable
+from nearkin.formats.message import End, Envelope, Kind, Message, Opened, Paired, decode, encode, opened, read
+from nearkin.formats.message_batches import read_paired
 from nearkin.runners.kafka.clients import Headers, Outbox
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.loop import Record, patiently
@@ -100,6 +101,27 @@ class RecordGuard:
             send_dead_letter(self._settings, self._outbox, record, self._stage, err)
             return None
         return found
+
+    def decoded_many(self, records: Sequence[Record]) -> list[Message | None]:
+        """Return what `decoded` would of each; pairs are read together, and alone where any of them is damaged."""
+        found = [self.opened(record) for record in records]
+        pairs = [message for message in found if message is not None and message.kind is Kind.PAIRED]
+        try:
+            batches = iter(read_paired(pairs) if pairs else ())
+        except Corrupt as err:
+            _log.debug("%d messages from %s", len(pairs), pairs[0].what, exc_info=err)
+            return [
+                self.decoded(record) if message is not None else None
+                for record, message in zip(records, found, strict=True)
+            ]
+        return [
+            None
+            if message is None
+            else Paired(message.envelope, next(batches))
+            if message.kind is Kind.PAIRED
+            else self.decoded(record)
+            for record, message in zip(records, found, strict=True)
+        ]
 
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
         """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""

@@ -122,9 +122,8 @@ class PlaceHandler:
         """Place what came."""
         self._busy = True
         aside, run = False, _Run()
-        for record in records:
+        for record, message in zip(records, self._guard.decoded_many(records), strict=True):
             self._offsets[record.partition].taken(record.offset)
-            message = self._guard.decoded(record)
             if isinstance(message, Paired) and run.takes(message):
                 run.add(record, message)
                 continue
