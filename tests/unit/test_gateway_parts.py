@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
@@ -188,6 +188,7 @@ def test_a_slot_is_given_back_whatever_happens() -> None:
 # --- bodies, ranges, headers, keys -----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from([1, 7, 65_536, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 2_000_000]),
