@@ -11,7 +11,7 @@ import threading
 import numpy as np
 
 from nearkin.claims import FEATURE_KEY_BYTES, feature_keys
-from nearkin.index.protocols import Index
+from nearkin.index.protocols import Index, SupportsAllRanks
 from nearkin.kernels.nametable import NameTable
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Locations
 
@@ -44,12 +44,20 @@ class PendingIndex:
         """Return (locations, rank, found): rank by rank, the durable holder before the pending one (stream order)."""
         count, ranks = super_features.shape
         locations, rank_found, found = Locations.empty(count), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+        if not super_features.any():
+            return locations, rank_found, found
         with self._lock:
+            all_ranks = None
+            if isinstance(self._index, SupportsAllRanks):
+                all_ranks = self._index.locate_ranks(sketch, super_features)
             for rank in range(ranks):
                 rows = np.flatnonzero(~found & (super_features[:, rank] != 0))
                 if not len(rows):
                     continue
-                durable, there = self._index.locate_rank(sketch, rank, super_features[rows, rank])
+                if all_ranks is not None:
+                    durable, there = all_ranks[0].take(rank * count + rows), all_ranks[1][rank * count + rows]
+                else:
+                    durable, there = self._index.locate_rank(sketch, rank, super_features[rows, rank])
                 keys = feature_keys(sketch, self._domain, rank, super_features[rows, rank])
                 hits, there = self._merged(self._features, keys, durable, there)
                 rows = rows[there]

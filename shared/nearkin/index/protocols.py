@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nearkin.claims import ContainerClaims
 from nearkin.formats.manifest import Manifest
@@ -62,6 +62,14 @@ class FeatureIndex(Protocol):
 
     def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint64[n] super-features of one rank: the first chunk stored with each."""
+
+
+@runtime_checkable
+class SupportsAllRanks(Protocol):
+    """An index that is asked about all ranks at once for less than about each in turn: a round trip, not one a rank."""
+
+    def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other."""
 
 
 class SegmentLedger(Protocol):

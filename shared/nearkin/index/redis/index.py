@@ -81,6 +81,16 @@ class RedisIndex:
         """Return (locations, found) for uint64[n] super-features of one rank."""
         return self._locate(FEATURES, rows.super_feature_keys(sketch, self._domain, rank, super_features))
 
+    def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other.
+
+        Asks for those too that a lower rank has found already: cheaper than a round trip a rank.
+        """
+        ranks = enumerate(np.ascontiguousarray(super_features.T))
+        parts = [rows.super_feature_keys(sketch, self._domain, rank, column) for rank, column in ranks]
+        locations, found = self._locate(FEATURES, Keys.join(parts))
+        return locations, found & (super_features.T != 0).ravel()
+
     def _locate(self, table: Table, keys: Keys) -> tuple[Locations, Bools]:
         if not len(keys):
             return Locations.empty(), np.zeros(0, np.bool_)

@@ -48,6 +48,7 @@ class RebuildTarget:
         self.locate_chunks = index.locate_chunks
         self.locate_segments = index.locate_segments
         self.locate_rank = index.locate_rank
+        self.locate_ranks = index.locate_ranks
         self.versions_of = index.versions_of
         self.catalog = index.catalog
         self.manifest_names = index.manifest_names

@@ -17,6 +17,7 @@ from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
+from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index, Marked
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 from nearkin.testing import samples
@@ -149,6 +150,18 @@ class IndexContract:
         index.publish(first_claims())
         assert rows(index.locate_rank(SKETCH, 1, np.array([70], np.uint64))) == [None]
         assert rows(index.locate_rank(OTHER_SKETCH, 0, np.array([70], np.uint64))) == [None]
+
+    def test_the_lowest_rank_that_is_known_finds_the_base(self, index: Index) -> None:
+        """Asked rank by rank or about all at once; what is pending is seen behind what is published."""
+        index.publish(first_claims())
+        index.publish(second_claims())
+        pending = PendingIndex(index, samples.DOMAIN)
+        asked = np.array([[80, 71, 0], [1, 92, 0], [0, 0, 0], [82, 1, 5], [6, 7, 8]], np.uint64)
+        locations, ranks, found = pending.locate_bases(SKETCH, asked)
+        assert rows((locations, found)) == [(FIRST, 1), (SECOND, 1), None, (SECOND, 2), None]
+        assert ranks[found].tolist() == [0, 1, 0]
+        nothing = np.zeros((0, 3), np.uint64)
+        assert not len(pending.locate_bases(SKETCH, nothing)[2])
 
     def test_no_super_feature_is_never_found(self, index: Index) -> None:
         """0 says that a chunk has none."""
