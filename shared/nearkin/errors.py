@@ -44,6 +44,10 @@ class StoreUnavailable(Retryable):
     """The object store or the index could not be reached or has no room."""
 
 
+class IndexUnfinished(StoreUnavailable):
+    """The index's file is there, what belongs in it is not: as good as no index."""
+
+
 class StoreLocked(Retryable):
     """Somebody else has this store: another process writes to it, or another Store of this process is open on it."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nearkin.config import Settings
-from nearkin.errors import FormatTooNew, StoreLocked, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexUnfinished, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
 from nearkin.store.containers import ContainerStore, object_name
@@ -107,7 +107,11 @@ class LocalIndex:
         if self._index is None:
             if not (self._folder / "data.mdb").is_file():
                 self._mend()
-            index = self._open(read_only=True)
+            try:
+                index = self._open(read_only=True)
+            except IndexUnfinished:
+                self._mend()
+                index = self._open(read_only=True)
             if not index.complete or index.behind:
                 index.close()
                 try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from nearkin import open_store
@@ -150,6 +152,18 @@ def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(step, 
         assert store.get("k").read() == first.read_bytes()
         assert store.verify().damage == ()
     assert_index_is_the_one_a_rebuild_makes(root)
+
+
+@pytest.mark.parametrize("made", [[], ["chunks"]], ids=["no database", "one database"])
+def test_an_index_whose_maker_died_is_made_whole_by_a_reader(tmp_path, made) -> None:
+    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+        store.put("k", random_bytes(100_000, 1))
+    shutil.rmtree(tmp_path / "store" / "index")
+    with lmdb.open(str(tmp_path / "store" / "index"), map_size=1 << 28, max_dbs=8) as env:
+        for name in made:
+            env.open_db(name.encode())
+    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+        assert [info.version for info in store.versions(all_versions=True)] == [1]
 
 
 DIES = """

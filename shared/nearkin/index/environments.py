@@ -15,7 +15,7 @@ from typing import Any
 
 import lmdb
 
-from nearkin.errors import StoreUnavailable
+from nearkin.errors import IndexUnfinished, StoreUnavailable
 
 READERS_MAX = 512
 
@@ -38,9 +38,15 @@ class Environment:
         """Open databases, and with `writable` make those that are not there."""
         if writable and not self.writable:
             raise PermissionError(errno.EACCES, "this process may not write it")
-        for name in names:
-            if name not in self.databases:
-                self.databases[name] = self.env.open_db(name.encode(), create=writable)
+        missing = [name for name in names if name not in self.databases]
+        if writable and missing:
+            # One transaction: who dies here leaves all or none of them.
+            with self.env.begin(write=True) as txn:
+                made = {name: self.env.open_db(name.encode(), txn=txn) for name in missing}
+            self.databases.update(made)
+        else:
+            for name in missing:
+                self.databases[name] = self.env.open_db(name.encode(), create=False)
 
     def is_at(self, folder: Path) -> bool:
         """Return whether this is still the file that lies in the folder: a rebuild puts another one there."""
@@ -50,7 +56,8 @@ class Environment:
 def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: bool) -> Environment:
     """Return the environment in a folder with all databases named; without `writable` nothing is made.
 
-    Raises StoreUnavailable: not there, not writable, damaged.
+    Raises IndexUnfinished: without `writable`, its maker died before the databases were there. Raises
+    StoreUnavailable: not there, not writable, damaged.
     """
     try:
         with _LOCK:
@@ -69,6 +76,8 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
             _OPEN[shared.file] = shared
             shared.users += 1
             return shared
+    except lmdb.NotFoundError as err:
+        raise IndexUnfinished(f"index {folder}: its maker did not finish it; run rebuild-index") from err
     except (lmdb.Error, OSError) as err:
         raise StoreUnavailable(
             f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"

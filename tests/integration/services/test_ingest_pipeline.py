@@ -173,7 +173,8 @@ def test_a_dead_letter_is_replayed_once_it_can_be_stored(
         return json.loads(done.stdout)
 
     until(lambda: any("incoming/late" in letter["message"] for letter in dlq("list")))
-    (letter,) = (letter for letter in dlq("list", "--topic", USERS) if "incoming/late" in letter["message"])
+    # The first of them: who loses its partition before the offset is committed leaves a second letter.
+    letter, *_ = (letter for letter in dlq("list", "--topic", USERS) if "incoming/late" in letter["message"])
     (pipeline.folder / "objects" / "incoming" / "late").write_bytes(b"there now")
     assert [found["letter"] for found in dlq("replay", letter["letter"])["replayed"]] == [letter["letter"]]
     until(lambda: bool(store.versions("late")))
