@@ -394,6 +394,16 @@ def test_a_range_is_that_slice(store: Path, text: str, piece: slice, call: InPro
     assert call("--store", store, "get", "db/dump", "--range", text).stdout == SECOND[piece]
 
 
+def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InProcess) -> None:
+    done = call("--store", store, "get", "db/dump", "--range", "0-99", "--explain", "-o", tmp_path / "out")
+    assert done.returncode == 0
+    assert re.fullmatch(rb"read [\d.]+ \w+ of \d+ containers?: \d+ directories, \d+ blocks?\n", done.stderr)
+    told = call.answer("--store", store, "get", "db/dump", "--explain", "-o", tmp_path / "out")["reads"]
+    assert told["blocks_decoded"] == told["block_reads"] > 0
+    assert 0 < told["containers"] <= told["directory_reads"]
+    assert told["bytes"] > 1000
+
+
 def test_a_range_past_the_end_is_refused(store: Path, call: InProcess) -> None:
     assert_refused(call("--store", store, "get", "notes", "--range", "5-"), 2, "the blob has 5 bytes")
 

@@ -122,3 +122,14 @@ def test_wrong_arrays_are_refused_by_name(kernel: Any) -> None:
         for args in ((*wrong, *good), (*good, *wrong)):
             with pytest.raises(BadInput, match=message):
                 kernel.shared_bytes(*args)
+
+
+@KERNELS
+def test_more_than_a_table_can_name_is_refused(kernel: Any) -> None:
+    few = (*side([b"x" * 100]), bounds(1))
+    many = (b"x", np.zeros(1 << 15, np.uint64), np.ones(1 << 15, np.uint32), bounds(1 << 15))
+    with pytest.raises(BadInput, match="a group of 32768 bases: want at most 32767"):
+        kernel.shared_bytes(*few, *many)
+    long = (bytes((1 << 20) + 1), np.zeros(1, np.uint64), np.full(1, (1 << 20) + 1, np.uint32), bounds(1))
+    with pytest.raises(BadInput, match="a base of 1048577 bytes: want at most 1048576"):
+        kernel.shared_bytes(*few, *long)

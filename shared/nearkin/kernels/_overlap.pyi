@@ -21,7 +21,7 @@ def shared_bytes(
     target is compared with the bases of its group alone. Matches have 16 bytes at least and do not overlap, so a
     target's rows sum up to its length at most. Rows come by target, a target's in the order of its first matches; pairs
     that share nothing have none. Payloads are C-contiguous bytes-like objects, offsets uint64[n] and lengths uint32[n]
-    bytes into them, bounds uint32[g + 1] ascending from 0 to n.
+    bytes into them, bounds uint32[g + 1] ascending from 0 to n. A group has 32,767 bases at most, a base 1 MiB.
 
     Raises `nearkin.errors.BadInput`, naming the value, for arrays of another type or shape, chunks that reach past
     their payload, bounds out of order; MemoryError. The GIL is released; the caller must not change the buffers

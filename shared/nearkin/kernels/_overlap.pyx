@@ -24,7 +24,7 @@ cdef extern from "overlap_impl.h" nogil:
         const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
         uint32_t first_target, uint32_t end_target, const uint8_t *bases,
         const uint64_t *base_offsets, const uint32_t *base_lengths, uint32_t first_base,
-        uint32_t end_base, uint64_t *table, unsigned table_bits, uint32_t *bytes_by_base,
+        uint32_t end_base, uint32_t *table, unsigned table_bits, uint32_t *bytes_by_base,
         uint32_t *matches_by_base, uint32_t *touched, nearkin_shared_list *found)
 
 
@@ -35,7 +35,7 @@ def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, 
     base_data, base_offsets, base_lengths, base_bounds = reference.check_side(
         "base", bases, base_offsets, base_lengths, base_bounds
     )
-    reference.check_groups(target_bounds, base_bounds)
+    reference.check_groups(target_bounds, base_bounds, base_lengths)
     bits_list = reference.table_bits(base_lengths, base_bounds)
     cdef const uint8_t[::1] targets_view = data
     cdef const uint8_t[::1] bases_view = base_data
@@ -50,7 +50,7 @@ def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, 
     cdef uint32_t most = 1
     cdef int failed = 0
     cdef nearkin_shared_list found
-    cdef uint64_t *table = NULL
+    cdef uint32_t *table = NULL
     cdef uint32_t *by_base = NULL
     found.rows = NULL
     found.count = found.room = 0
@@ -59,7 +59,7 @@ def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, 
     for group in range(groups):
         most = max(most, base_bounds_view[group + 1] - base_bounds_view[group])
     try:
-        table = <uint64_t *>malloc(sizeof(uint64_t) << int(bits_list.max()))
+        table = <uint32_t *>malloc(sizeof(uint32_t) << int(bits_list.max()))
         by_base = <uint32_t *>calloc(3 * <size_t>most, sizeof(uint32_t))
         if table == NULL or by_base == NULL:
             raise MemoryError

@@ -27,7 +27,10 @@ STEP_LOG2: Final = 6
 MULTIPLIER: Final = 0x9E3779B185EBCA87
 TABLE_BITS_MIN: Final = 8
 TABLE_BITS_MAX: Final = 20
-"""8 MiB of table; more than 8 MiB of bases in one group are found less well."""
+"""4 MiB of table; more than 8 MiB of bases in one group are found less well."""
+GROUP_BASES_MAX: Final = (1 << 15) - 1
+BASE_BYTES_MAX: Final = 1 << 20
+"""An entry of the table is 32 bits: 15 for the base, 17 for the position in it."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -46,10 +49,18 @@ def check_side(
     return data, offsets, lengths, bounds
 
 
-def check_groups(target_bounds: NDArray[np.uint32], base_bounds: NDArray[np.uint32]) -> None:
-    """Refuse sides of different numbers of groups."""
+def check_groups(
+    target_bounds: NDArray[np.uint32], base_bounds: NDArray[np.uint32], base_lengths: NDArray[np.uint32]
+) -> None:
+    """Refuse sides of different numbers of groups, and what no entry of a table can name."""
     if len(target_bounds) != len(base_bounds):
         raise BadInput(f"{len(target_bounds) - 1} groups of targets, {len(base_bounds) - 1} of bases: want as many")
+    most = int(np.diff(base_bounds).max(initial=0))
+    if most > GROUP_BASES_MAX:
+        raise BadInput(f"a group of {most} bases: want at most {GROUP_BASES_MAX}")
+    longest = int(base_lengths.max(initial=0))
+    if longest > BASE_BYTES_MAX:
+        raise BadInput(f"a base of {longest} bytes: want at most {BASE_BYTES_MAX}")
 
 
 def table_bits(lengths: NDArray[np.uint32], bounds: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -77,7 +88,7 @@ def shared_bytes(
     base_data, base_offsets, base_lengths, base_bounds = check_side(
         "base", bases, base_offsets, base_lengths, base_bounds
     )
-    check_groups(target_bounds, base_bounds)
+    check_groups(target_bounds, base_bounds, base_lengths)
     rows: list[tuple[int, int, int, int]] = []
     for group, bits in enumerate(table_bits(base_lengths, base_bounds).tolist()):
         numbers = range(int(base_bounds[group]), int(base_bounds[group + 1]))

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { STRIDE = 8, MATCH_MIN = 16, STEP_LOG2 = 6 };
+enum { STRIDE = 8, MATCH_MIN = 16, STEP_LOG2 = 6, PLACE_BITS = 17 };
 #define MULTIPLIER UINT64_C(0x9E3779B185EBCA87)
-#define NO_ENTRY UINT64_MAX
+#define NO_ENTRY UINT32_MAX
 
 static inline uint64_t eight(const uint8_t *at) {
     uint64_t value;
@@ -48,13 +48,13 @@ static int append(nearkin_shared_list *found, uint32_t target, uint32_t base, ui
 int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
                           uint32_t first_target, uint32_t end_target, const uint8_t *bases,
                           const uint64_t *base_offsets, const uint32_t *base_lengths, uint32_t first_base,
-                          uint32_t end_base, uint64_t *table, unsigned table_bits, uint32_t *bytes_by_base,
+                          uint32_t end_base, uint32_t *table, unsigned table_bits, uint32_t *bytes_by_base,
                           uint32_t *matches_by_base, uint32_t *touched, nearkin_shared_list *found) {
     memset(table, 0xFF, sizeof *table << table_bits);
     for (uint32_t base = first_base; base < end_base; base++) {
         const uint8_t *bytes = bases + base_offsets[base];
         for (uint32_t at = 0; (uint64_t)at + 8 <= base_lengths[base]; at += STRIDE)
-            table[(eight(bytes + at) * MULTIPLIER) >> (64 - table_bits)] = (uint64_t)base << 32 | at;
+            table[(eight(bytes + at) * MULTIPLIER) >> (64 - table_bits)] = (base - first_base) << PLACE_BITS | at / STRIDE;
     }
     for (uint32_t target = first_target; target < end_target; target++) {
         const uint8_t *start = targets + target_offsets[target], *end = start + target_lengths[target];
@@ -68,12 +68,12 @@ int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets
             if (diagonal != NULL && diagonal_end - diagonal >= 8 && eight(diagonal) == here) {
                 source = diagonal, source_start = diagonal_start, source_end = diagonal_end;
             } else {
-                uint64_t entry = table[(here * MULTIPLIER) >> (64 - table_bits)];
+                uint32_t entry = table[(here * MULTIPLIER) >> (64 - table_bits)];
                 if (entry != NO_ENTRY) {
-                    base = (uint32_t)(entry >> 32);
+                    base = first_base + (entry >> PLACE_BITS);
                     source_start = bases + base_offsets[base];
                     source_end = source_start + base_lengths[base];
-                    source = source_start + (uint32_t)entry;
+                    source = source_start + (size_t)STRIDE * (entry & ((1u << PLACE_BITS) - 1));
                     if (eight(source) != here) source = NULL;
                 }
             }

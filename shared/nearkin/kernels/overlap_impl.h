@@ -25,7 +25,7 @@ typedef struct {
 int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
                           uint32_t first_target, uint32_t end_target, const uint8_t *bases,
                           const uint64_t *base_offsets, const uint32_t *base_lengths, uint32_t first_base,
-                          uint32_t end_base, uint64_t *table, unsigned table_bits, uint32_t *bytes_by_base,
+                          uint32_t end_base, uint32_t *table, unsigned table_bits, uint32_t *bytes_by_base,
                           uint32_t *matches_by_base, uint32_t *touched, nearkin_shared_list *found);
 
 #endif
