@@ -157,7 +157,7 @@ class BlockSettings:
     __pydantic_config__ = _FORBID
 
     raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = 4 * MIB
-    delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 512 * KIB
+    delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 256 * KIB
     level: Annotated[int, Between(1, 22)] = 3
 
 
@@ -462,7 +462,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "features": {"algorithm": "finesse", "count": 12, "super_features": 3, "window_bytes": 48},
         "base": {"policy": "first-fit", "cache_bytes": 400_000_000},
         "delta": {"codec": "xdelta3", "max_depth": 1},
-        "block": {"raw_bytes": MIB},
+        "block": {"raw_bytes": MIB, "delta_bytes": 512 * KIB},
     },
 }
 assert tuple(PROFILES) == PROFILE_NAMES
