@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
 from nearkin.claims import ContainerClaims
 from nearkin.config import RedisSettings
-from nearkin.formats.container import BlockTable, ChunkTable, Directory, SegmentTable
+from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.redis import RedisIndex
 from nearkin.records import U8, ContainerId, Ledger, Locations
@@ -62,7 +62,8 @@ def claims_of(container: ContainerId, count: int, random: np.random.Generator) -
     block = np.array([count * 8192], np.uint32)
     blocks = BlockTable(np.array([56], np.uint64), block, block, *(np.zeros(1, np.uint8) for _ in range(3)))
     recipes = SegmentTable(bounds, np.zeros(segments, np.uint8), own)
-    directory = Directory(container, DOMAIN, 2, (SKETCH,), blocks, chunks, recipes, count * 8192, count * 40, 500)
+    tables = blocks, chunks, recipes, PrefixTable.empty(1)
+    directory = Directory(container, DOMAIN, 2, (SKETCH,), *tables, count * 8192, count * 40, 500)
     super_features = random.integers(1, 1 << 63, (count, RANKS), dtype=np.uint64)
     ids = random.integers(0, 256, (segments, 20), dtype=np.uint8)
     return ContainerClaims(directory, ids, {SKETCH: (np.arange(count, dtype=np.uint32), super_features)})

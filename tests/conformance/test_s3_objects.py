@@ -65,6 +65,9 @@ class TestVersitygw(ObjectStoreContract):
 
 
 class TestMoto(ObjectStoreContract):
+    test_of_writers_at_once_exactly_one_wins = None
+    """It looks and stores in two steps: on a busy machine two of eight win now and then. No store to commit to."""
+
     @pytest.fixture
     def objects(self, moto: S3) -> S3Objects:
         return new_store(moto)
