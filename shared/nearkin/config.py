@@ -78,7 +78,7 @@ class ChunkerSettings:
 
     __pydantic_config__ = _FORBID
 
-    algorithm: Annotated[str, OneOf(CHUNKERS)] = "fastcdc"
+    algorithm: Annotated[str, OneOf(CHUNKERS)] = "leastcdc"
     min_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 2 * KIB
     target_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 8 * KIB
     max_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 64 * KIB

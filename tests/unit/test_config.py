@@ -62,7 +62,7 @@ def test_the_profile_itself_follows_the_same_order(tmp_path: Path, monkeypatch: 
     assert load(file)[0].profile == "finesse-paper"
     monkeypatch.setenv("NEARKIN_PROFILE", "default")
     settings, origins = load(file)
-    assert (settings.profile, settings.chunker.algorithm) == ("default", "fastcdc")
+    assert (settings.profile, settings.chunker.algorithm) == ("default", "leastcdc")
     assert origins["profile"].source == "environment NEARKIN_PROFILE"
     assert load(file, {"profile": "finesse-paper"})[0].chunker.algorithm == "rabin"
 

@@ -10,7 +10,7 @@ from nearkin.formats.container import ChunkTable, Directory, PrefixTable, Segmen
 from nearkin.records import ContainerId, FreshBatch, Locations, PairedBatch, SegmentBatch
 from nearkin.stage import Anchor, Gaps
 from nearkin.store.neighbours import Neighbourhood
-from nearkin_delta.gaps import GAP_CHUNKS_MAX, STREAMS_MAX, Alignment
+from nearkin_delta.gaps import GAP_CHUNKS_MAX, STREAMS_MAX, Alignment, Mark
 
 OLD, NEW = 50, 60
 
@@ -97,6 +97,19 @@ def test_a_stream_goes_on_where_its_last_batch_ended() -> None:
     assert told(alignment.gaps(batch("ff"), "s"))[0][:2] == (Anchor.CHUNK, 20)
     assert told(alignment.gaps(batch("ff"), "other"))[0][0] == Anchor.NONE
     assert told(alignment.gaps(batch("ff", "bb"), "s"))[0][0] == Anchor.NONE
+
+
+def test_what_a_blob_stored_itself_is_no_anchor() -> None:
+    alignment = Alignment()
+    assert told(alignment.gaps(batch("f"), "s", Mark(OLD, 15, 25))) == [(Anchor.NONE, 0, Anchor.NONE, 0, 1)]
+    # Chunk 10 was there before the blob began; segments 30 and 70 and chunk 50 are its own.
+    found = told(alignment.gaps(batch("fkfsfkfs"), "s", Mark(OLD, 45, 45)))
+    assert [gap[:1] + gap[2:3] for gap in found] == [
+        (Anchor.NONE, Anchor.CHUNK),
+        (Anchor.CHUNK, Anchor.NONE),
+    ]
+    assert told(alignment.gaps(batch("kf"), "next", Mark(OLD - 1)))[0][0] == Anchor.NONE
+    assert told(alignment.gaps(batch("kf"), "later", Mark(OLD + 1)))[0][0] == Anchor.CHUNK
 
 
 def test_no_more_streams_are_remembered_than_the_bound() -> None:

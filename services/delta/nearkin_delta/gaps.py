@@ -25,6 +25,18 @@ Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the stream of containers: the open one, and how many chunks and segments it holds."""
+
+    container: int
+    chunks: int = 0
+    segments: int = 0
+
+
+EVERYTHING_BEFORE = Mark((1 << 64) - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class _Anchors:
     """Per chunk of a batch: its anchor, kind NONE where it has none, and its blob."""
 
@@ -34,14 +46,27 @@ class _Anchors:
 
 
 class Alignment:
-    """Where each stream stands among what was stored before: a hint, bounded, and lost without harm."""
+    """Where each stream stands among what was stored before: a hint, bounded, and lost without harm.
+
+    What a blob has stored itself is no anchor: what followed it is what comes now, or a copy within the version, which
+    super-features find as well and without a depth for the next version to stand on. (First version of botocore: 9.68
+    in place of 9.72, and 0.6 of the time.)
+    """
 
     def __init__(self) -> None:
         self._places: OrderedDict[Hashable, Place] = OrderedDict()
+        self._began: OrderedDict[Hashable, Mark] = OrderedDict()
 
-    def gaps(self, batch: PairedBatch, stream: Hashable) -> Gaps:
-        """Return the gaps of a batch; those at its start go on where its blob's last batch ended."""
-        anchors, rows = _anchors(batch), batch.fresh.fresh
+    def gaps(self, batch: PairedBatch, stream: Hashable, here: Mark = EVERYTHING_BEFORE) -> Gaps:
+        """Return the gaps of a batch; those at its start go on where its blob's last batch ended.
+
+        `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
+        """
+        for number in np.unique(batch.fresh.batch.blobs).tolist():
+            self._began.setdefault((stream, number), here)
+        while len(self._began) > STREAMS_MAX:
+            self._began.popitem(last=False)
+        anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
         if not len(rows):
             none8, none = np.zeros(0, np.uint8), Locations.empty()
             return Gaps(none, none8, none, none8, np.zeros(0, np.uint32))
@@ -64,7 +89,7 @@ class Alignment:
 
     def follow(self, batch: PairedBatch, stream: Hashable, neighbours: Neighbours | None) -> None:
         """Remember where the batch's last blob stands now."""
-        anchors, rows = _anchors(batch), batch.fresh.fresh
+        anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
         if not len(anchors.kinds):
             return
         blob = int(anchors.blobs[-1])
@@ -85,6 +110,16 @@ class Alignment:
             self._places[key] = place
         while len(self._places) > STREAMS_MAX:
             self._places.popitem(last=False)
+
+    def _anchors(self, batch: PairedBatch, stream: Hashable) -> _Anchors:
+        anchors = _anchors(batch)
+        for number in np.unique(anchors.blobs).tolist():
+            began = self._began.get((stream, number), EVERYTHING_BEFORE)
+            limit = np.where(anchors.kinds == Anchor.SEGMENT, began.segments, began.chunks)
+            own = (anchors.locations.containers == began.container) & (anchors.locations.ordinals >= limit)
+            own |= anchors.locations.containers > np.uint64(began.container)
+            anchors.kinds[own & (anchors.blobs == number)] = Anchor.NONE
+        return anchors
 
 
 def _anchors(batch: PairedBatch) -> _Anchors:

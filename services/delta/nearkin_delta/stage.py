@@ -22,7 +22,7 @@ from nearkin_delta.arbiter import keep_delta
 from nearkin_delta.bases import Chosen, Targets, try_bases
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
-from nearkin_delta.gaps import Alignment
+from nearkin_delta.gaps import Alignment, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,10 @@ class DeltaStage:
         )
 
     @property
+    def _here(self) -> Mark:
+        return Mark(self.builder.container, self.builder.chunks, self.builder.segments)
+
+    @property
     def _depth_bound(self) -> int:
         """Return below which depth a chunk is offered as a base: any, where deep ones are replaced."""
         return self._settings.delta.max_depth + self._tries
@@ -103,7 +107,7 @@ class DeltaStage:
         rows = batch.fresh.fresh
         if facts.chunks is None:
             names = batch.fresh.batch.names[rows]
-            gaps = self._alignment.gaps(batch, self.stream) if self._local and len(rows) else None
+            gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local and len(rows) else None
             if self._asks_bases_again and self._similar and len(rows):
                 unknown = batch.super_features[~batch.base_found]
                 return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
