@@ -50,7 +50,7 @@ class Alignment:
 
     What a blob has stored itself is no anchor: what followed it is what comes now, or a copy within the version, which
     super-features find as well and without a depth for the next version to stand on. (First version of botocore: 9.68
-    in place of 9.72, and 0.6 of the time.)
+    in place of 9.72, in 0.8 of the time.)
     """
 
     def __init__(self) -> None:
@@ -113,12 +113,15 @@ class Alignment:
 
     def _anchors(self, batch: PairedBatch, stream: Hashable) -> _Anchors:
         anchors = _anchors(batch)
-        for number in np.unique(anchors.blobs).tolist():
-            began = self._began.get((stream, number), EVERYTHING_BEFORE)
-            limit = np.where(anchors.kinds == Anchor.SEGMENT, began.segments, began.chunks)
-            own = (anchors.locations.containers == began.container) & (anchors.locations.ordinals >= limit)
-            own |= anchors.locations.containers > np.uint64(began.container)
-            anchors.kinds[own & (anchors.blobs == number)] = Anchor.NONE
+        numbers, of = np.unique(anchors.blobs, return_inverse=True)
+        began = [self._began.get((stream, number), EVERYTHING_BEFORE) for number in numbers.tolist()]
+        containers = np.array([mark.container for mark in began], np.uint64)[of]
+        chunks = np.array([mark.chunks for mark in began], np.int64)[of]
+        segments = np.array([mark.segments for mark in began], np.int64)[of]
+        limit = np.where(anchors.kinds == Anchor.SEGMENT, segments, chunks)
+        own = anchors.locations.containers > containers
+        own |= (anchors.locations.containers == containers) & (anchors.locations.ordinals >= limit)
+        anchors.kinds[own] = Anchor.NONE
         return anchors
 
 
