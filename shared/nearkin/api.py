@@ -113,10 +113,10 @@ class Store:
         )
         self._fingerprinter = self._fingerprinters(settings.tenant)
         domain = self._fingerprinter.domain
-        self._bases = ContainerStore(objects, domain, int(settings.base.cache_bytes))
-        self._restored = ContainerStore(objects, domain, int(settings.restore.cache_bytes))
+        cache_bytes = max(int(settings.base.cache_bytes), int(settings.restore.cache_bytes))
+        self._containers = ContainerStore(objects, domain, cache_bytes)
         self._manifests = ManifestStore(objects)
-        self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._bases, self._manifests)
+        self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._containers, self._manifests)
         self._deletions = Deletions(self._manifests, lambda marks: self._index.noting().mark_many(marks))
         self._putting = False
 
@@ -182,11 +182,13 @@ class Store:
         from nearkin.runners.embedded import EmbeddedWriter
 
         index = self._index.writable()
-        listed = [container for container, _ in self._bases.ids()]
+        listed = [container for container, _ in self._containers.ids()]
         self._index.forget_missing(listed)
         self._index.behind = True  # until all is in the index, whatever ends this in between
         last = max(listed, default=0)
-        with EmbeddedWriter(self.settings, self._fingerprinter, self._bases, self._manifests, index, last) as writer:
+        with EmbeddedWriter(
+            self.settings, self._fingerprinter, self._containers, self._manifests, index, last
+        ) as writer:
             waiting = []
             for key, source, metadata, sha256 in items:
                 check_key(key)
@@ -207,7 +209,7 @@ class Store:
         end = manifest.size_bytes if stop is None else min(stop, manifest.size_bytes)
         if not 0 <= start <= end:
             raise BadInput(f"range {start} to {stop}: {key!r} has {manifest.size_bytes} bytes")
-        return Blob(manifest.info, manifest, self._restored.counting(), self._fingerprinter, start, end)
+        return Blob(manifest.info, manifest, self._containers.counting(), self._fingerprinter, start, end)
 
     def info(self, key: str, version: int | None = None) -> VersionInfo:
         """Return what is known of a version, the newest by default. Raises NotFound, Corrupt."""
@@ -218,7 +220,7 @@ class Store:
         from nearkin.explain import explain
 
         manifest = self._manifest(key, version)
-        return explain(manifest.info, manifest, self._restored)
+        return explain(manifest.info, manifest, self._containers)
 
     def versions(
         self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
@@ -312,7 +314,7 @@ class Store:
         """Return sums over the store, all tenants of it, from the index and the object store's listing."""
         from nearkin.sums import stats
 
-        return stats(self._index.readable(), self._bases, self._descriptor_bytes, self._index.bytes_on_disk)
+        return stats(self._index.readable(), self._containers, self._descriptor_bytes, self._index.bytes_on_disk)
 
     def verify(self, sample: float | None = None, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read containers (all, or a share between 0 and 1 of them) and every manifest; name what is broken.
@@ -328,7 +330,7 @@ class Store:
             manifest_name(tenant, entry.key, entry.version): (tenant, entry.key, entry.version)
             for tenant, entry in self._index.remembered()
         }
-        verifier = Verifier(self._restored, self._manifests, self._fingerprinters, self.settings.tenant, remembered)
+        verifier = Verifier(self._containers, self._manifests, self._fingerprinters, self.settings.tenant, remembered)
         report = verifier.run(sample, progress)
         if not verifier.broken:
             return report

@@ -270,6 +270,6 @@ def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(first, tmp
             if late:
                 store.put("late", late.pop())
 
-        monkeypatch.setattr(store._restored, "ids", ids.__get__(store._restored))
+        monkeypatch.setattr(store._containers, "ids", ids.__get__(store._containers))
         assert store.verify().damage == ()
         assert store.get("late").read() == b"late" * 1000

@@ -69,7 +69,7 @@ def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_not
         deepest = max(store.stats().depths)
         assert deepest >= 6
     with open_store(tmp_path / "s", settings=chosen) as store:
-        store._restored.blocks._bytes_max = 0
+        store._containers.blocks._bytes_max = 0
         depth, frame = 0, sys._getframe()
         while frame is not None:
             depth, frame = depth + 1, frame.f_back
@@ -142,4 +142,4 @@ def test_a_paper_profile_has_no_patch_blocks(tmp_path):
         assert max(stats.depths) == 1
         assert set(stats.found_by) <= {"SF0", "SF1", "SF2"}
         for container in store._index.readable().container_ids().tolist():
-            assert fmt.PATCH not in store._bases.directory(container).blocks.kinds
+            assert fmt.PATCH not in store._containers.directory(container).blocks.kinds

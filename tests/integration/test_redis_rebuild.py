@@ -59,16 +59,16 @@ def connect(server: RedisServer, store: Store) -> RedisIndex:
 def fill(store: Store, index: Index, known: Collection[int] = ()) -> None:
     """What a service hands in: the store's containers and versions, less the containers that are there."""
     tenants = Tenants(store._fingerprinters, ["default"], store._manifests)
-    rebuild_index(store._bases, store._manifests, index, tenants, super_features_of, known_containers=known)
+    rebuild_index(store._containers, store._manifests, index, tenants, super_features_of, known_containers=known)
 
 
 def assert_same_answers(store: Store, one: Index, other: Index) -> None:
     """Every chunk, segment and super-feature of every container, and the catalog."""
-    ids = sorted(container for container, _ in store._bases.ids())
+    ids = sorted(container for container, _ in store._containers.ids())
     assert len(ids) > 4
     for container in ids:
         claims = claims_of(
-            store._bases.directory(container), store._bases, store._fingerprinter, super_features_of, ids
+            store._containers.directory(container), store._containers, store._fingerprinter, super_features_of, ids
         )
         asked = [partial(_chunks, claims.directory.chunks.names), partial(_segments, claims.segment_ids)]
         for sketch, (_, found) in claims.super_features.items():
@@ -251,5 +251,5 @@ def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(store: Store, serv
     until(lambda: rebuilder.rebuilt == 1)
     rebuilder.stop()
     assert tries == [0, 2, 4]
-    assert len(list(index.containers())) == len(list(store._bases.ids()))
+    assert len(list(index.containers())) == len(list(store._containers.ids()))
     index.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt
 from nearkin.formats import container as fmt
 from nearkin.kernels import xdelta3
+from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import Locations
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin_delta import blocks as module
@@ -121,9 +124,19 @@ def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest
     assert found.tobytes() == b"".join(chunks)
 
 
-def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = text_like(8000, 1)
-    block, _ = filled([mutated(base, 1)], [[(4, base)]])
-    monkeypatch.setattr(fmt.columns, "inflate", lambda *args: bytes(8000))
+class BrokenEncoder(FrameEncoder):
+    """Writes a good frame of other bytes, as failing memory would."""
+
+    def unchecked(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes:
+        other = np.frombuffer(raw, np.uint8).copy()
+        other[-1] ^= 1
+        return super().unchecked(other, prefix, options)
+
+
+@pytest.mark.parametrize("bases", [[(4, b"abcdefg")], [(4, text_like(8000, 1))]])
+def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(bases: list[tuple[int, bytes]]) -> None:
+    encoder = BlockEncoder(BlockSettings(), DeltaSettings())
+    encoder._encoder = BrokenEncoder({})
+    block, _ = filled([mutated(text_like(8000, 1), 1)], [bases])
     with pytest.raises(Corrupt, match="check this machine's memory"):
-        ENCODER.close(block)
+        encoder.close(block)

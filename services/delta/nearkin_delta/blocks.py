@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from backports.zstd import CompressionParameter, ZstdCompressor
+from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import container as fmt
 from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.formats.container import EncodedBlock
+from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin.records import U8, U32, U64, Locations
@@ -136,8 +137,8 @@ class BlockEncoder:
 
     def __init__(self, block: BlockSettings, delta: DeltaSettings) -> None:
         self._level = block.level
-        self._compressor = ZstdCompressor(
-            options={CompressionParameter.compression_level: block.level, CompressionParameter.content_size_flag: 1}
+        self._encoder = FrameEncoder(
+            {CompressionParameter.compression_level: block.level, CompressionParameter.content_size_flag: 1}
         )
         self._encode_deltas = xdelta3_encoder(delta.level)
 
@@ -147,13 +148,13 @@ class BlockEncoder:
         if open_block.kind != fmt.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
             kind = fmt.RAW if open_block.kind == fmt.PATCH else open_block.kind
             depth = open_block.depth if kind else 0
-            return ClosedBlock(fmt.encode_block(raw, kind, depth, self._compressor), len(raw), none)
-        patch = fmt.encode_patch(raw, bytes(open_block.prefix), open_block.depth, self._options(open_block))
+            return ClosedBlock(fmt.encode_block(raw, kind, depth, self._encoder), len(raw), none)
+        patch = fmt.encode_patch(raw, open_block.prefix, open_block.depth, self._encoder, self._options(open_block))
         found = ClosedBlock(patch, len(raw), open_block.prefix_bases)
         if patch.stored_bytes * VCDIFF_TRIED > len(raw):
             found = self._as_deltas(open_block, raw, found)
         if patch.stored_bytes * PLAIN_TRIED > len(raw):
-            plain = fmt.encode_block(raw, fmt.RAW, 0, self._compressor)
+            plain = fmt.encode_block(raw, fmt.RAW, 0, self._encoder)
             if plain.stored_bytes * DEPTH_COSTS <= found.block.stored_bytes:
                 found = ClosedBlock(plain, len(raw), none)
         return found
@@ -184,14 +185,14 @@ class BlockEncoder:
         ends = np.append(starts[1:], np.uint64(len(open_block.prefix)))
         rows = np.array([keys[pair] for pair in zip(*_lists(bases), strict=True)], np.intp)
         offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
-        prefix = np.frombuffer(bytes(open_block.prefix), np.uint8)
+        prefix = np.frombuffer(open_block.prefix, np.uint8)
         base_lengths = (ends - starts)[rows].astype(np.uint32)
         pairs = Pairs(raw, offsets, lengths, prefix, starts[rows], base_lengths)
         deltas: Deltas = self._encode_deltas(pairs, lengths)
         if not deltas.lengths.all():
             return patch
         check_round_trip(pairs, deltas, np.arange(len(pairs)))
-        block = fmt.encode_block(deltas.payload, fmt.XDELTA3, open_block.depth, self._compressor)
+        block = fmt.encode_block(deltas.payload, fmt.XDELTA3, open_block.depth, self._encoder)
         if block.stored_bytes >= patch.block.stored_bytes:
             return patch
         return ClosedBlock(block, len(raw), Locations.empty(), deltas.lengths)

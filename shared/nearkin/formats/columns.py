@@ -14,11 +14,12 @@ from struct import Struct
 from typing import Any
 
 import numpy as np
-from backports.zstd import CompressionParameter, ZstdDecompressor, ZstdDict, ZstdError, compress, get_frame_info
+from backports.zstd import CompressionParameter, compress
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt
+from nearkin.kernels.frames import decode_frame
 
 LEVEL = 12
 """Directories are a few KiB: level 12 costs under 2 ms a container and takes 4 % more off them than level 3."""
@@ -65,33 +66,19 @@ def unpack(data: memoryview, dtypes: Sequence[np.dtype[Any]], rows_max: int, wha
     if rows > rows_max or end > len(data) or (not rows and stored_bytes):
         raise Corrupt(f"{what}: a table of {rows} rows in {stored_bytes} bytes; at most {rows_max} in {len(data)}")
     raw_bytes = rows * sum(dtype.itemsize for dtype in dtypes)
-    planes = inflate(data[_HEAD.size : end], raw_bytes, what) if rows else b""
+    planes = inflate(data[_HEAD.size : end], raw_bytes, what) if rows else np.zeros(0, np.uint8)
     columns: list[Column] = []
     position = 0
     for dtype in dtypes:
         width = dtype.itemsize
-        plane = np.frombuffer(planes, np.uint8, rows * width, position).reshape(width, rows)
+        plane = planes[position : position + rows * width].reshape(width, rows)
         columns.append(np.ascontiguousarray(plane.T).view(dtype).reshape(rows))
         position += rows * width
     return columns, end
 
 
-def inflate(frame: bytes | memoryview, raw_bytes: int, what: str, prefix: bytes | ZstdDict = b"") -> bytes:
-    """Return the `raw_bytes` that one zstd frame holds; never allocates more. Raises Corrupt.
-
-    `prefix`: the bytes that the frame refers to before its own; zstd knows none shorter than 8.
-    """
-    if isinstance(prefix, bytes):
-        dictionary = ZstdDict(prefix, is_raw=True) if len(prefix) >= PREFIX_BYTES_MIN else None
-    else:
-        dictionary = prefix
-    decompressor = ZstdDecompressor(zstd_dict=None if dictionary is None else dictionary.as_prefix)
-    try:
-        # The announced size bounds what libzstd writes, and lets it write into one buffer: a third faster than growing.
-        announced = get_frame_info(frame).decompressed_size
-        raw = decompressor.decompress(frame) if announced == raw_bytes else b""
-    except ZstdError as err:
-        raise Corrupt(f"{what}: {err}") from err
-    if len(raw) != raw_bytes or not decompressor.eof or decompressor.unused_data:
-        raise Corrupt(f"{what}: its frame does not hold the {raw_bytes} bytes that were announced")
+def inflate(frame: bytes | memoryview, raw_bytes: int, what: str) -> NDArray[np.uint8]:
+    """Return the `raw_bytes` that one zstd frame holds; never allocates more. Raises Corrupt."""
+    raw = np.empty(raw_bytes, np.uint8)
+    decode_frame(frame, raw, what)
     return raw

@@ -11,19 +11,22 @@ docs/formats/container.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from backports.zstd import ZstdCompressor, ZstdDict
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
+from nearkin.kernels.frames import FrameEncoder, decode_frame
 from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 VERSION = 3
 """3 has patch blocks. 2, which had none, is still read. 1 named containers by u16; no release ever wrote it."""
@@ -180,36 +183,25 @@ class EncodedBlock:
         return len(self.payload)
 
 
-def encode_block(raw: U8, kind: int, depth: int, compressor: ZstdCompressor) -> EncodedBlock:
+def encode_block(raw: U8, kind: int, depth: int, encoder: FrameEncoder) -> EncodedBlock:
     """Return `raw` compressed, or as it is where that is not smaller. Decoded and compared before it is kept (I7).
 
     Raises Corrupt when the decoded bytes differ: memory or the library failed.
     """
-    frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
-    payload: bytes | memoryview
+    frame = encoder.encode(raw)
     if len(frame) < len(raw):
-        _compare(columns.inflate(frame, len(raw), "block"), raw)
-        codec, payload = ZSTD, frame
-    else:
-        codec, payload = STORED, raw.tobytes()
-    return _framed(raw, codec, kind, depth, payload)
+        return _framed(raw, ZSTD, kind, depth, frame)
+    return _framed(raw, STORED, kind, depth, raw.tobytes())
 
 
-def encode_patch(raw: U8, prefix: bytes, depth: int, options: dict[int, int]) -> EncodedBlock:
-    """Return `raw` as one frame that refers to `prefix`, 8 bytes at least. Decoded and compared before it is kept (I7).
+def encode_patch(
+    raw: U8, prefix: Buffer, depth: int, encoder: FrameEncoder, options: Mapping[int, int]
+) -> EncodedBlock:
+    """Return `raw` as one frame that refers to `prefix`, 8 bytes at least; else as `encode_block`.
 
-    `options` are those of zstd. Raises Corrupt as `encode_block` does.
+    `options` are those of zstd for this block.
     """
-    dictionary = ZstdDict(prefix, is_raw=True)
-    compressor = ZstdCompressor(options=options, zstd_dict=dictionary.as_prefix)
-    frame = compressor.compress(raw, ZstdCompressor.FLUSH_FRAME)
-    _compare(columns.inflate(frame, len(raw), "block", dictionary), raw)
-    return _framed(raw, ZSTD, PATCH, depth, frame)
-
-
-def _compare(decoded: bytes, raw: U8) -> None:
-    if not np.array_equal(np.frombuffer(decoded, np.uint8), raw):
-        raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+    return _framed(raw, ZSTD, PATCH, depth, encoder.encode(raw, prefix, options))
 
 
 def _framed(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryview) -> EncodedBlock:
@@ -218,15 +210,22 @@ def _framed(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryv
     return EncodedBlock(BLOCK.pack(*fields, check), payload, len(raw), codec, kind, depth)
 
 
+def _new(size_bytes: int) -> U8:
+    return np.empty(size_bytes, np.uint8)
+
+
 def kind_of(record: bytes | memoryview) -> int:
     """Return the kind that a block's header gives, unchecked."""
     return memoryview(record)[5] if len(record) > 5 else RAW
 
 
-def decode_block(record: bytes | memoryview, what: str, prefix: bytes | None = None) -> U8:
+def decode_block(
+    record: bytes | memoryview, what: str, prefix: Buffer | None = None, take: Callable[[int], U8] = _new
+) -> U8:
     """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`.
 
-    `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it.
+    `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it. `take` returns room
+    for so many bytes.
     """
     view = memoryview(record)
     try:
@@ -247,12 +246,16 @@ def decode_block(record: bytes | memoryview, what: str, prefix: bytes | None = N
             raise Corrupt(f"{what}: a patch block that is not compressed")
         if prefix is None:
             return np.zeros(0, np.uint8)
-        return np.frombuffer(columns.inflate(payload, raw_bytes, what, prefix), np.uint8)
+        decoded = take(raw_bytes)
+        decode_frame(payload, decoded, what, prefix)
+        return decoded
     if codec == STORED:
         if raw_bytes != stored_bytes:
             raise Corrupt(f"{what}: stored as {stored_bytes} bytes, announced as {raw_bytes}")
         return np.frombuffer(payload, np.uint8)
-    return np.frombuffer(columns.inflate(payload, raw_bytes, what), np.uint8)
+    decoded = take(raw_bytes)
+    decode_frame(payload, decoded, what)
+    return decoded
 
 
 def positions_in_blocks(blocks: U32, encoded: U32) -> U32:

@@ -22,6 +22,7 @@ class InFlight:
 
     def __init__(self, store: ContainerStore) -> None:
         self._store = store
+        self.buffers = store.buffers
         self._sealed: dict[ContainerId, SealedContainer] = {}
         self._lock = threading.Lock()
         self.open: tuple[ContainerId, ContainerBuilder] | None = None

@@ -146,7 +146,7 @@ class ChunkReader:
         """Decode a block. All that it leans on is shallower: that ends every chain."""
         record = self._source.record(container, number)
         what = f"{object_name(container)} block {number}"
-        prefix: bytes | None = None
+        prefix: U8 | None = None
         if fmt.kind_of(record) == fmt.PATCH:
             fmt.decode_block(record, what)  # its checksum, before anything is read for it
             directory = self._source.directory(container)
@@ -157,8 +157,8 @@ class ChunkReader:
             prefix_bytes = int(plan.lengths.sum(dtype=np.uint64))
             if np.any(plan.depths >= depth) or prefix_bytes > fmt.PREFIX_BYTES_MAX:
                 raise Corrupt(f"{what}: bases of {prefix_bytes} bytes, or no shallower than what leans on them")
-            prefix = (yield plan).tobytes()
-        decoded = fmt.decode_block(record, what, prefix)
+            prefix = yield plan
+        decoded = fmt.decode_block(record, what, prefix, self._source.buffers.take)
         self._source.keep(container, number, decoded)
         return decoded
 
@@ -219,7 +219,9 @@ class ChunkReader:
         """Return the rows' bytes; `bases` are those of the deltas' bases, in order, each of its base length."""
         zero = plan.locations.containers == np.uint64(ZERO)
         total = int(plan.lengths.sum(dtype=np.uint64))
-        out = np.zeros(total, np.uint8) if zero.any() else np.empty(total, np.uint8)
+        out = self._source.buffers.take(total)
+        if zero.any():
+            out[:] = 0
         starts = offsets_of(plan.lengths)
         is_delta = plan.kinds == fmt.XDELTA3
         yield from self._copy(plan, np.flatnonzero(~is_delta & ~zero), out, starts)

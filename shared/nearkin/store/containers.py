@@ -15,6 +15,7 @@ from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import container as fmt
 from nearkin.formats.container import Directory
 from nearkin.records import U8, ContainerId
+from nearkin.store.buffers import Buffers
 from nearkin.store.objects import ObjectStore
 
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
@@ -76,6 +77,10 @@ class ByteBoundedCache(Generic[Key, Value]):
 class ContainerSource(Protocol):
     """Where the chunks of containers can be read: the store, or a writer's memory before they are durable."""
 
+    @property
+    def buffers(self) -> Buffers:
+        """Return where memory for decoded bytes comes from."""
+
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
 
@@ -114,6 +119,7 @@ class ContainerStore:
         self._domain: bytes | None = domain
         self._directories: ByteBoundedCache[ContainerId, Directory] = ByteBoundedCache(DIRECTORY_CACHE_BYTES)
         self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes)
+        self.buffers = Buffers()
         self.costs = ReadCosts()
 
     def of(self, domain: bytes | None) -> Self:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from backports.zstd import CompressionParameter, ZstdCompressor
+from backports.zstd import CompressionParameter
 
 from nearkin.formats import columns
 from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark
+from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Ledger, Locations
 
 CONTAINER = ContainerId(0x0000_0193_5D4C_0001)
@@ -37,11 +38,9 @@ def names_of(lengths: list[int], label: str = "names") -> U8:
     return names
 
 
-def compressor() -> ZstdCompressor:
-    """Return a compressor as builders use it."""
-    return ZstdCompressor(
-        options={CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
-    )
+def compressor() -> FrameEncoder:
+    """Return an encoder as builders use it."""
+    return FrameEncoder({CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1})
 
 
 def small_container() -> bytes:
@@ -100,7 +99,7 @@ def patched_container() -> bytes:
     options: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
     blocks = [
         fmt.encode_block(raw, fmt.RAW, 0, compressor()),
-        fmt.encode_patch(patched, first + second, 2, options),
+        fmt.encode_patch(patched, first + second, 2, compressor(), options),
     ]
     lengths = [len(first), *map(len, targets)]
     bases = Locations(np.array([CONTAINER, OLDER], np.uint64), np.array([0, 77], np.uint32))

@@ -1,0 +1,30 @@
+"""Types and contracts of the compiled frames."""
+
+from collections.abc import Mapping
+
+from typing_extensions import Buffer
+
+def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = None) -> None:
+    """Decode one zstd frame into `out`, which it fills exactly; never writes or allocates more.
+
+    `prefix`: the bytes that the frame refers to before its own; zstd knows none shorter than 8. All are C-contiguous
+    bytes, `out` is writable. Raises Corrupt, naming `what`, for anything but one whole frame that announces and holds
+    `len(out)` bytes; `out` then holds anything. The GIL is released.
+    """
+
+class FrameEncoder:
+    """Writes frames. For one thread at a time; keeps a context and a buffer of the largest frame so far."""
+
+    def __init__(self, options: Mapping[int, int]) -> None:
+        """`options` are zstd's parameters by number, for frames that are given none of their own."""
+
+    def encode(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+        """Return `raw` as one frame, which may be longer than `raw`; decoded and compared where it is not (I7).
+
+        `prefix`: the bytes that the frame may refer to, used where they are, 8 at least or none.
+        Raises Corrupt when the decoded bytes differ, ValueError for an option that zstd refuses, MemoryError. The GIL
+        is released.
+        """
+
+    def unchecked(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+        """Return `raw` as one frame that nothing has decoded yet; else as `encode`."""

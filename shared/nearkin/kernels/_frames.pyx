@@ -1,0 +1,227 @@
+"""zstd frames. Invariant: a frame is written or read in one call between the caller's own buffers; nothing is copied.
+
+The functions are those of the libzstd that `backports.zstd` brings, found by name in its extension module.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcmp
+
+from backports.zstd import _zstd as _library
+
+from nearkin.errors import Corrupt
+
+cdef extern from "dlfcn.h" nogil:
+    void *dlopen(const char *path, int mode)
+    void *dlsym(void *handle, const char *name)
+    int RTLD_NOW
+
+ctypedef void *(*create_function)() noexcept nogil
+ctypedef size_t (*free_function)(void *) noexcept nogil
+ctypedef size_t (*reset_function)(void *, int) noexcept nogil
+ctypedef size_t (*set_function)(void *, int, int) noexcept nogil
+ctypedef size_t (*prefix_function)(void *, const void *, size_t) noexcept nogil
+ctypedef size_t (*code_function)(void *, void *, size_t, const void *, size_t) noexcept nogil
+ctypedef size_t (*bound_function)(size_t) noexcept nogil
+ctypedef size_t (*find_function)(const void *, size_t) noexcept nogil
+ctypedef unsigned long long (*content_function)(const void *, size_t) noexcept nogil
+ctypedef unsigned int (*is_error_function)(size_t) noexcept nogil
+ctypedef const char *(*name_function)(size_t) noexcept nogil
+
+cdef int RESET_SESSION = 1
+cdef int RESET_SESSION_AND_PARAMETERS = 3
+cdef Py_ssize_t CONTEXTS_KEPT = 4
+
+cdef void *_handle = NULL
+
+
+cdef void *_function(str name) except NULL:
+    """Return the address of one function of libzstd."""
+    global _handle
+    if _handle is NULL:
+        path = _library.__file__.encode()
+        _handle = dlopen(<const char *>path, RTLD_NOW)
+        if _handle is NULL:
+            raise ImportError(f"{_library.__file__}: cannot be opened as a library")
+    encoded = name.encode()
+    cdef void *found = dlsym(_handle, <const char *>encoded)
+    if found is NULL:
+        raise ImportError(f"{_library.__file__}: does not show {name}")
+    return found
+
+
+cdef create_function create_cctx = <create_function>_function("ZSTD_createCCtx")
+cdef free_function free_cctx = <free_function>_function("ZSTD_freeCCtx")
+cdef reset_function reset_cctx = <reset_function>_function("ZSTD_CCtx_reset")
+cdef set_function set_parameter = <set_function>_function("ZSTD_CCtx_setParameter")
+cdef prefix_function encoder_prefix = <prefix_function>_function("ZSTD_CCtx_refPrefix")
+cdef code_function compress = <code_function>_function("ZSTD_compress2")
+cdef bound_function compress_bound = <bound_function>_function("ZSTD_compressBound")
+cdef create_function create_dctx = <create_function>_function("ZSTD_createDCtx")
+cdef reset_function reset_dctx = <reset_function>_function("ZSTD_DCtx_reset")
+cdef prefix_function decoder_prefix = <prefix_function>_function("ZSTD_DCtx_refPrefix")
+cdef code_function decompress = <code_function>_function("ZSTD_decompressDCtx")
+cdef free_function free_dctx = <free_function>_function("ZSTD_freeDCtx")
+cdef find_function frame_bytes = <find_function>_function("ZSTD_findFrameCompressedSize")
+cdef content_function content_bytes = <content_function>_function("ZSTD_getFrameContentSize")
+cdef is_error_function is_error = <is_error_function>_function("ZSTD_isError")
+cdef name_function error_name = <name_function>_function("ZSTD_getErrorName")
+
+
+cdef class _View:
+    """A caller's bytes, held from construction to destruction."""
+
+    cdef Py_buffer view
+    cdef bint held
+
+    def __cinit__(self, payload, bint writable=False):
+        PyObject_GetBuffer(payload, &self.view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
+        self.held = True
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+
+cdef class _Decoder:
+    """A decompression context."""
+
+    cdef void *context
+
+    def __cinit__(self):
+        self.context = create_dctx()
+        if self.context is NULL:
+            raise MemoryError("no memory for a zstd decoder")
+
+    def __dealloc__(self):
+        if self.context is not NULL:
+            free_dctx(self.context)
+
+    cdef size_t decode(self, _View frame, const uint8_t *prefix, size_t prefix_bytes, uint8_t *out, size_t out_bytes):
+        cdef size_t result
+        with nogil:
+            reset_dctx(self.context, RESET_SESSION_AND_PARAMETERS)
+            result = decoder_prefix(self.context, prefix, prefix_bytes) if prefix_bytes else 0
+            if not is_error(result):
+                result = decompress(self.context, out, out_bytes, frame.view.buf, <size_t>frame.view.len)
+        return result
+
+
+_decoders = []
+
+
+cdef _Decoder _decoder():
+    try:
+        return _decoders.pop()
+    except IndexError:
+        return _Decoder()
+
+
+cdef object _give_back(_Decoder decoder):
+    if len(_decoders) < CONTEXTS_KEPT:
+        _decoders.append(decoder)
+
+
+cdef str _said(size_t result):
+    return error_name(result).decode()
+
+
+def decode_frame(frame, out, str what, prefix=None):
+    cdef _View source = _View(frame)
+    cdef _View target = _View(out, True)
+    cdef _View before = _View(b"" if prefix is None else prefix)
+    cdef size_t out_bytes = <size_t>target.view.len
+    cdef size_t source_bytes = <size_t>source.view.len
+    cdef unsigned long long announced = content_bytes(source.view.buf, source_bytes)
+    if announced != out_bytes:
+        raise Corrupt(f"{what}: its frame does not hold the {out_bytes} bytes that were announced")
+    cdef size_t found = frame_bytes(source.view.buf, source_bytes)
+    if is_error(found):
+        raise Corrupt(f"{what}: {_said(found)}")
+    if found != source_bytes:
+        raise Corrupt(f"{what}: {source_bytes - found} bytes follow its frame")
+    cdef _Decoder decoder = _decoder()
+    cdef size_t result = decoder.decode(
+        source, <const uint8_t *>before.view.buf, <size_t>before.view.len, <uint8_t *>target.view.buf, out_bytes
+    )
+    _give_back(decoder)
+    if is_error(result):
+        raise Corrupt(f"{what}: {_said(result)}")
+    if result != out_bytes:
+        raise Corrupt(f"{what}: its frame does not hold the {out_bytes} bytes that were announced")
+
+
+cdef class FrameEncoder:
+    """Writes frames, each with a context and buffers that are used again."""
+
+    cdef void *context
+    cdef _Decoder decoder
+    cdef dict options
+    cdef uint8_t *room
+    cdef size_t room_bytes
+
+    def __cinit__(self, options):
+        self.options = dict(options)
+        self.context = create_cctx()
+        self.decoder = _Decoder()
+        if self.context is NULL:
+            raise MemoryError("no memory for a zstd encoder")
+
+    def __dealloc__(self):
+        if self.context is not NULL:
+            free_cctx(self.context)
+        free(self.room)
+
+    cdef int _reserve(self, size_t wanted) except -1:
+        if wanted > self.room_bytes:
+            free(self.room)
+            self.room_bytes = 0
+            self.room = <uint8_t *>malloc(wanted)
+            if self.room is NULL:
+                raise MemoryError(f"no memory for {wanted} bytes of a zstd frame")
+            self.room_bytes = wanted
+        return 0
+
+    def encode(self, raw, prefix=None, options=None):
+        frame = self.unchecked(raw, prefix, options)
+        cdef _View source = _View(raw)
+        if len(frame) < source.view.len:
+            self._compare(frame, source, _View(b"" if prefix is None else prefix))
+        return frame
+
+    def unchecked(self, raw, prefix=None, options=None):
+        cdef _View source = _View(raw)
+        cdef _View before = _View(b"" if prefix is None else prefix)
+        cdef size_t source_bytes = <size_t>source.view.len
+        cdef size_t before_bytes = <size_t>before.view.len
+        cdef size_t result = reset_cctx(self.context, RESET_SESSION_AND_PARAMETERS)
+        for parameter, value in (self.options if options is None else options).items():
+            result = set_parameter(self.context, parameter, value)
+            if is_error(result):
+                raise ValueError(f"zstd parameter {parameter} = {value}: {_said(result)}")
+        self._reserve(compress_bound(source_bytes))
+        with nogil:
+            if before_bytes:
+                result = encoder_prefix(self.context, before.view.buf, before_bytes)
+            if not is_error(result):
+                result = compress(self.context, self.room, self.room_bytes, source.view.buf, source_bytes)
+        if is_error(result):
+            raise MemoryError(f"zstd could not encode {source_bytes} bytes: {_said(result)}")
+        return PyBytes_FromStringAndSize(<const char *>self.room, <Py_ssize_t>result)
+
+    cdef int _compare(self, bytes frame, _View source, _View before) except -1:
+        """Decode what was just written, and compare."""
+        cdef _View written = _View(frame)
+        cdef size_t source_bytes = <size_t>source.view.len
+        self._reserve(source_bytes)
+        cdef size_t result = self.decoder.decode(
+            written, <const uint8_t *>before.view.buf, <size_t>before.view.len, self.room, source_bytes
+        )
+        cdef bint same
+        with nogil:
+            same = result == source_bytes and memcmp(self.room, source.view.buf, source_bytes) == 0
+        if not same:
+            raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+        return 0

@@ -1,0 +1,68 @@
+"""zstd frames by the Python interface of `backports.zstd`: the same frames, with copies and a context for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from backports.zstd import ZstdCompressor, ZstdDecompressor, ZstdDict, ZstdError, get_frame_info
+
+from nearkin.errors import Corrupt
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = None) -> None:
+    """Decode one zstd frame into `out`: see `_frames.pyi`."""
+    data, target = memoryview(frame), memoryview(out).cast("B")
+    decoder = ZstdDecompressor(zstd_dict=None if not prefix_bytes(prefix) else dictionary(prefix).as_prefix)
+    try:
+        # The announced size bounds what libzstd writes.
+        announced = get_frame_info(data).decompressed_size
+        raw = decoder.decompress(data) if announced == len(target) else b""
+    except ZstdError as err:
+        raise Corrupt(f"{what}: {err}") from err
+    if len(raw) != len(target) or not decoder.eof:
+        raise Corrupt(f"{what}: its frame does not hold the {len(target)} bytes that were announced")
+    if decoder.unused_data:
+        raise Corrupt(f"{what}: {len(decoder.unused_data)} bytes follow its frame")
+    target[:] = raw
+
+
+class FrameEncoder:
+    """Writes frames: see `_frames.pyi`."""
+
+    def __init__(self, options: Mapping[int, int]) -> None:
+        self._options = dict(options)
+
+    def encode(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+        """Return `raw` as one frame, decoded and compared where it is not longer than `raw`."""
+        data, frame = memoryview(raw).cast("B"), self.unchecked(raw, prefix, options)
+        if len(frame) < len(data):
+            back = bytearray(len(data))
+            decode_frame(frame, back, "block", prefix)
+            if back != data:
+                raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+        return frame
+
+    def unchecked(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+        """Return `raw` as one frame that nothing has decoded yet."""
+        chosen = self._options if options is None else dict(options)
+        try:
+            compressor = ZstdCompressor(
+                options=chosen, zstd_dict=dictionary(prefix).as_prefix if prefix_bytes(prefix) else None
+            )
+        except ZstdError as err:
+            raise ValueError(f"zstd parameters {chosen}: {err}") from err
+        return compressor.compress(memoryview(raw).cast("B"), ZstdCompressor.FLUSH_FRAME)
+
+
+def prefix_bytes(prefix: Buffer | None) -> int:
+    """Return how many bytes there are to refer to."""
+    return 0 if prefix is None else memoryview(prefix).nbytes
+
+
+def dictionary(prefix: Buffer | None) -> ZstdDict:
+    """Return the prefix as zstd takes it here: a copy."""
+    return ZstdDict(bytes(memoryview(b"" if prefix is None else prefix)), is_raw=True)

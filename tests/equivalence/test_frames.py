@@ -1,0 +1,127 @@
+"""zstd frames: both implementations write the same bytes, read each other's, and refuse the same broken ones."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from backports.zstd import CompressionParameter, compress
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearkin.errors import Corrupt
+from nearkin.kernels import _frames, _frames_reference
+from nearkin.testing.generated import mutated, random_bytes, text_like
+
+OPTIONS = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+FAST = {**OPTIONS, CompressionParameter.compression_level: 1, CompressionParameter.hash_log: 18}
+BOTH = [_frames, _frames_reference]
+
+
+@pytest.fixture(params=BOTH, ids=["cython", "python"])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def decoded(kernel: Any, frame: bytes, size_bytes: int, prefix: bytes | None = None) -> bytes:
+    out = np.empty(size_bytes, np.uint8)
+    kernel.decode_frame(frame, out, "a frame", prefix)
+    return out.tobytes()
+
+
+@given(
+    raw=st.one_of(
+        st.binary(max_size=300),
+        st.builds(text_like, st.integers(0, 300_000), st.integers(0, 5)),
+        st.builds(random_bytes, st.integers(1, 5000), st.integers(0, 5)),
+    ),
+    prefix=st.one_of(st.none(), st.builds(text_like, st.integers(8, 200_000), st.integers(0, 5))),
+    options=st.sampled_from([OPTIONS, FAST]),
+)
+def test_both_write_the_same_frame_and_read_it(raw: bytes, prefix: bytes | None, options: dict[int, int]) -> None:
+    frames = [kernel.FrameEncoder(OPTIONS).encode(raw, prefix, options) for kernel in BOTH]
+    assert frames[0] == frames[1]
+    for kernel in BOTH:
+        assert decoded(kernel, frames[0], len(raw), prefix) == raw
+
+
+def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
+    base, used = text_like(200_000, 1), kernel.FrameEncoder(OPTIONS)
+    raw = mutated(base, 2)
+    first = used.encode(raw)
+    patch = used.encode(raw, base, FAST)
+    assert len(patch) * 5 < len(first)
+    assert used.encode(raw) == first, "neither prefix nor options outlive their frame"
+    assert decoded(kernel, patch, len(raw), base) == raw
+    assert decoded(kernel, first, len(raw)) == raw, "nor does the prefix outlive its decoding"
+
+
+def test_a_patch_without_its_prefix_is_refused_or_reads_otherwise(kernel: Any) -> None:
+    base = text_like(100_000, 1)
+    raw = mutated(base, 2)
+    patch = kernel.FrameEncoder(OPTIONS).encode(raw, base)
+    for wrong in (None, base[:-1], text_like(100_000, 3)):
+        with contextlib.suppress(Corrupt):
+            assert decoded(kernel, patch, len(raw), wrong) != raw
+
+
+@pytest.mark.parametrize(
+    ("frame", "size_bytes", "said"),
+    [
+        (b"", 10, "announced|frame"),
+        (b"no frame at all", 10, "announced|frame|descriptor"),
+        (compress(b"a" * 1000), 999, "announced"),
+        (compress(b"a" * 1000), 1001, "announced"),
+        (compress(b"a" * 1000)[:-1], 1000, "a frame: "),
+        (compress(b"a" * 1000) + b"x", 1000, "1 bytes follow"),
+        (compress(b"a" * 500) * 2, 1000, "announced"),
+    ],
+)
+def test_anything_but_one_whole_frame_is_refused(kernel: Any, frame: bytes, size_bytes: int, said: str) -> None:
+    with pytest.raises(Corrupt, match=said):
+        decoded(kernel, frame, size_bytes)
+
+
+@given(at=st.integers(0, 2000), bit=st.integers(0, 7))
+def test_a_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None:
+    raw = text_like(20_000, 4)
+    frame = bytearray(_frames.FrameEncoder(OPTIONS).encode(raw))
+    frame[at % len(frame)] ^= 1 << bit
+    room = np.full(20_000 + 64, 0xA5, np.uint8)
+    with contextlib.suppress(Corrupt):
+        _frames.decode_frame(frame, room[32:-32], "a frame")
+    assert (room[:32] == 0xA5).all()
+    assert (room[-32:] == 0xA5).all()
+
+
+def test_options_that_zstd_refuses_are_named(kernel: Any) -> None:
+    with pytest.raises(ValueError, match="parameter"):
+        kernel.FrameEncoder({CompressionParameter.window_log: 99}).encode(b"abc" * 100)
+
+
+def test_what_is_not_bytes_is_refused(kernel: Any) -> None:
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        kernel.decode_frame(compress(b"abc"), b"abc", "a frame")  # not writable
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        kernel.FrameEncoder(OPTIONS).encode("text")
+
+
+def test_threads_decode_side_by_side() -> None:
+    raws = [text_like(300_000, seed) for seed in range(6)]
+    frames = [_frames.FrameEncoder(OPTIONS).encode(raw) for raw in raws]
+    wrong: list[int] = []
+
+    def check(number: int) -> None:
+        for _ in range(20):
+            if decoded(_frames, frames[number], len(raws[number])) != raws[number]:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=check, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,79 @@
+"""Buffers: memory is used again, but not while anything still looks at it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from nearkin.limits import KIB, MIB
+from nearkin.store.buffers import LARGEST_BYTES, SMALLEST_BYTES, Buffers, rounded
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_memory_comes_back_when_the_array_is_gone() -> None:
+    buffers = Buffers()
+    first = buffers.take(MIB)
+    at = address(first)
+    del first
+    assert address(buffers.take(MIB)) == at
+
+
+@pytest.mark.parametrize("look", [lambda a: a[10:20], lambda a: memoryview(a)[5:], lambda a: a.reshape(2, -1)[1][::3]])
+def test_memory_stays_while_a_view_of_it_lives(look) -> None:
+    buffers = Buffers()
+    first = buffers.take(MIB)
+    at, view = address(first), look(first)
+    del first
+    second = buffers.take(MIB)
+    assert address(second) != at
+    del view
+    assert address(buffers.take(MIB)) == at
+
+
+def test_sizes_that_round_to_one_share_memory() -> None:
+    assert rounded(4 * MIB) == 4 * MIB
+    assert rounded(4 * MIB + 1) == 5 * MIB
+    assert rounded(65 * KIB) == 80 * KIB
+    buffers = Buffers()
+    first = buffers.take(4 * MIB + 17)
+    at = address(first)
+    del first
+    other = buffers.take(5 * MIB - 3)
+    assert (address(other), len(other)) == (at, 5 * MIB - 3)
+
+
+def test_unused_memory_is_bounded() -> None:
+    buffers = Buffers(spare_bytes_max=3 * MIB)
+    held = [buffers.take(MIB) for _ in range(8)]
+    del held
+    assert buffers._spare_bytes == 3 * MIB
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, SMALLEST_BYTES - 1, LARGEST_BYTES + 1])
+def test_other_sizes_are_left_to_malloc(size_bytes: int) -> None:
+    buffers = Buffers()
+    assert len(buffers.take(size_bytes)) == size_bytes
+    assert not buffers._spares
+
+
+def test_threads_never_share_memory() -> None:
+    buffers, wrong = Buffers(), []
+
+    def fill(number: int) -> None:
+        for _ in range(300):
+            mine = buffers.take(100 * KIB)
+            mine[:] = number
+            if not (mine == number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=fill, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
