@@ -7,6 +7,7 @@ root/index/         lock          tmp/            rebuildable, transient
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +20,21 @@ from nearkin.errors import BadInput, NotFound, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.local_index import LocalIndex
-from nearkin.records import Damage, Deletion, Explanation, PutResult, RebuildReport, Stats, VerifyReport, VersionInfo
+from nearkin.records import (
+    Damage,
+    Deletion,
+    Explanation,
+    GcReport,
+    PutResult,
+    RebuildReport,
+    Stats,
+    VerifyReport,
+    VersionInfo,
+)
 from nearkin.restore import Blob
 from nearkin.sources import Progress, Source, check_key, check_metadata, check_prefix, feed
 from nearkin.store import descriptor
+from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions, user_and_host
 from nearkin.store.manifests import ManifestStore
@@ -55,8 +67,11 @@ def open_store(
     create: bool = True,
     read_only: bool = False,
     fingerprint_bits: int = descriptor.FINGERPRINT_BITS,
+    clock: Callable[[], float] = time.time,
 ) -> Store:
     """Open the store in a folder, or make one. `fingerprint_bits` below 160 is for tests of collisions.
+
+    `clock` tells the seconds since 1970: what versions are dated by, and what deletion and retention go by.
 
     Raises NotFound (no store there, and `create` is off), FormatTooNew, Corrupt, StoreUnavailable.
     """
@@ -73,10 +88,10 @@ def open_store(
     objects = LocalObjects(root)
     if not exists:
         try:
-            return Store(root, objects, descriptor.create(objects, fingerprint_bits), chosen)
+            return Store(root, objects, descriptor.create(objects, fingerprint_bits), chosen, clock)
         except AlreadyExists:
             pass  # another process made the store meanwhile: it is the one to open
-    return Store(root, objects, descriptor.read(objects), chosen)
+    return Store(root, objects, descriptor.read(objects), chosen, clock)
 
 
 def _folder(path: str | Path) -> tuple[Path, bool]:
@@ -103,8 +118,16 @@ def _folder(path: str | Path) -> tuple[Path, bool]:
 class Store:
     """An open store: one writer (the first write takes the lock, `close` gives it back), any number of readers."""
 
-    def __init__(self, root: Path, objects: LocalObjects, found: descriptor.Descriptor, settings: Settings) -> None:
+    def __init__(
+        self,
+        root: Path,
+        objects: LocalObjects,
+        found: descriptor.Descriptor,
+        settings: Settings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.root = root
+        self._clock = clock
         self.settings = settings
         self._objects = objects
         self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
@@ -117,7 +140,8 @@ class Store:
         self._containers = ContainerStore(objects, domain, cache_bytes)
         self._manifests = ManifestStore(objects)
         self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._containers, self._manifests)
-        self._deletions = Deletions(self._manifests, lambda marks: self._index.noting().mark_many(marks))
+        self._condemned = CondemnedStore(objects)
+        self._deletions = Deletions(self._manifests, lambda marks: self._index.noting().mark_many(marks), clock=clock)
         self._putting = False
 
     def __enter__(self) -> Self:
@@ -186,9 +210,10 @@ class Store:
         self._index.forget_missing(listed)
         self._index.behind = True  # until all is in the index, whatever ends this in between
         last = max(listed, default=0)
-        with EmbeddedWriter(
-            self.settings, self._fingerprinter, self._containers, self._manifests, index, last
-        ) as writer:
+        writer = EmbeddedWriter(
+            self.settings, self._fingerprinter, self._containers, self._manifests, index, last, self._clock
+        )
+        with writer:
             waiting = []
             for key, source, metadata, sha256 in items:
                 check_key(key)
@@ -314,7 +339,10 @@ class Store:
         """Return sums over the store, all tenants of it, from the index and the object store's listing."""
         from nearkin.sums import stats
 
-        return stats(self._index.readable(), self._containers, self._descriptor_bytes, self._index.bytes_on_disk)
+        condemned_bytes = sum(self._condemned.listed().values())
+        return stats(
+            self._index.readable(), self._containers, self._descriptor_bytes, condemned_bytes, self._index.bytes_on_disk
+        )
 
     def verify(self, sample: float | None = None, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read containers (all, or a share between 0 and 1 of them) and every manifest; name what is broken.
@@ -330,11 +358,33 @@ class Store:
             manifest_name(tenant, entry.key, entry.version): (tenant, entry.key, entry.version)
             for tenant, entry in self._index.remembered()
         }
-        verifier = Verifier(self._containers, self._manifests, self._fingerprinters, self.settings.tenant, remembered)
+        verifier = Verifier(
+            self._containers, self._manifests, self._fingerprinters, self.settings.tenant, remembered, self._condemned
+        )
         report = verifier.run(sample, progress)
         if not verifier.broken:
             return report
         return replace(report, forgotten=self._index.forget(verifier.unsound))
+
+    def gc(self, *, dry_run: bool = False) -> GcReport:
+        """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
+
+        What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
+        time to come back is over go at once. Raises Corrupt (what a version needs cannot be read: nothing is
+        condemned), StoreLocked, StoreUnavailable.
+        """
+        from nearkin_janitor import Collector
+
+        collector = Collector(self._containers, self._manifests, self._condemned, self.settings.gc, clock=self._clock)
+        if dry_run:
+            return collector.preview()
+        if self._putting:
+            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        index = self._index.writable()
+        try:
+            return collector.run(index)
+        finally:
+            self._containers.forget_read()  # no later put may lean on what has gone
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone, all tenants' alike."""

@@ -19,11 +19,18 @@ class ContainerClaims:
 
     `segment_ids` uint8[s, 20], zeros for a segment that must not be found; `super_features` by sketch name: (chunk
     ordinals uint32[c], uint64[c, k]) of the chunks that may serve as bases, in stream order, 0 where there is none.
+    `only` uint32[c]: ordinals of the chunks that may be found, None where all may: of condemned ones nothing is.
     """
 
     directory: Directory
     segment_ids: U8
     super_features: dict[str, tuple[U32, U64]]
+    only: U32 | None = None
+
+    @property
+    def findable(self) -> U32:
+        """Return the ordinals of the chunks that may be found."""
+        return np.arange(len(self.directory.chunks), dtype=np.uint32) if self.only is None else self.only
 
 
 @dataclass(frozen=True, slots=True)

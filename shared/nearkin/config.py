@@ -46,7 +46,7 @@ KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 NULL_VALUES = ("reject", "skip")
-STORE_FOLDERS = ("containers", "manifests", "index", "tmp", "nearkin.json")
+STORE_FOLDERS = ("containers", "manifests", "gc", "index", "tmp", "nearkin.json")
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 SECRETS = frozenset(
     {
@@ -337,6 +337,16 @@ class DeletionSettings:
 
 
 @dataclass(frozen=True)
+class GcSettings:
+    """How what no version needs is freed: condemned in one round, gone in a later one."""
+
+    __pydantic_config__ = _FORBID
+
+    grace_seconds: Annotated[int, Between(0, 315_360_000)] = 86_400
+    """How long it stays condemned before it goes: longer than a message may be on its way or a restore may take."""
+
+
+@dataclass(frozen=True)
 class ServiceSettings:
     """What ops turn while services run. Hot."""
 
@@ -428,6 +438,7 @@ class Settings:
     kafka: KafkaSettings = KafkaSettings()
     ingest: IngestSettings = IngestSettings()
     deletion: DeletionSettings = DeletionSettings()
+    gc: GcSettings = GcSettings()
     service: ServiceSettings = ServiceSettings()
     gateway: GatewaySettings = GatewaySettings()
     auth: AuthSettings = AuthSettings()

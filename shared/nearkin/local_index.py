@@ -20,6 +20,7 @@ from nearkin.config import Settings
 from nearkin.errors import FormatTooNew, IndexUnfinished, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
+from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore
@@ -153,7 +154,13 @@ class LocalIndex:
         index = LmdbIndex(self._fresh, self._domain, self._map_bytes)
         try:
             report = rebuild_index(
-                self._containers, self._manifests, index, self._tenants(), super_features_of, progress
+                self._containers,
+                self._manifests,
+                index,
+                self._tenants(),
+                super_features_of,
+                progress,
+                condemned=CondemnedStore(self._objects).read(),
             )
             index.mark_complete()
         finally:
@@ -226,6 +233,7 @@ class LocalIndex:
             self._lock.acquire()
             self._writing = True
             self._objects.sweep_scratch()
+            self._containers.forget_read()  # containers may have gone meanwhile
 
     def _tenants(self) -> Tenants:
         from nearkin_janitor import Tenants
@@ -246,6 +254,7 @@ class LocalIndex:
             known_containers=set(index.container_ids().tolist()),
             known_manifests=set(known),
             known_marks=known,
+            condemned=CondemnedStore(self._objects).read(),
         )
 
     def _mend(self) -> None:

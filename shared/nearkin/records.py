@@ -338,3 +338,25 @@ class Explanation:
     delta_chunks: int
     raw_chunks: int
     found_by: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What a round of garbage collection did, or would do (`dry_run`). Bytes are of objects under the root."""
+
+    dry_run: bool
+    versions: int
+    """Deleted for good: what was left of them is gone, but for a mark that keeps a number taken."""
+    containers_deleted: int
+    containers_rewritten: int
+    freed_bytes: int
+    """Less than before, exactly: what was removed without what was written. Negative where a round only condemns."""
+    condemned_containers: int
+    """Unreached, whole or in part: they go in a later round, once `due` is past, if they are unreached still."""
+    freed_later_bytes: int
+    """What that will free if nothing else happens, exactly."""
+    due: datetime | None
+    """When the first of what is condemned may go; None where nothing is."""
+    held: Mapping[str, int]
+    """Bytes of chunks that no version names to be read and that stay, by what holds them. Only of a dry run."""
+    seconds: float

@@ -42,12 +42,16 @@ class Version(Protocol):
         """What its put saved."""
 
 
-def stats(index: LmdbIndex, containers: ContainerStore, descriptor_bytes: int, index_bytes: int) -> Stats:
+def stats(
+    index: LmdbIndex, containers: ContainerStore, descriptor_bytes: int, condemned_bytes: int, index_bytes: int
+) -> Stats:
     """Return the sums, from the index and the object store's listing: no container or manifest is read."""
     return sum_up(
         index.catalogs(),
         list(index.containers()),
-        sum(size_bytes for _, size_bytes in containers.ids()) + descriptor_bytes,
+        sum(size_bytes for _, size_bytes in containers.ids()) + descriptor_bytes + condemned_bytes,
+        spare_marks_bytes=index.spare_marks_bytes(),
+        condemned_bytes=condemned_bytes,
         descriptor_bytes=descriptor_bytes,
         index_bytes=index_bytes,
         base_cache=(containers.blocks.hits, containers.blocks.misses),
@@ -62,12 +66,15 @@ def sum_up(
     descriptor_bytes: int,
     index_bytes: int,
     base_cache: tuple[int, int] = (0, 0),
+    spare_marks_bytes: int = 0,
+    condemned_bytes: int = 0,
 ) -> Stats:
     """Return the sums over (tenant, version) and containers.
 
-    `object_bytes` of all containers, known to the index or not, and the descriptor; `base_cache` (hits, misses).
+    `object_bytes` of all containers, known to the index or not, the descriptor and records of what is condemned;
+    `spare_marks_bytes` of marks that outlived their versions; `base_cache` (hits, misses).
     """
-    ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, 0, 0
+    ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, spare_marks_bytes, 0
     deleted_versions = deleted_bytes = 0
     keys: set[tuple[str, str]] = set()
     for tenant, entry in entries:
@@ -89,6 +96,7 @@ def sum_up(
         "directories": sum(c.directory_bytes - c.name_bytes - c.recipe_bytes for c in found),
         "manifests": manifest_bytes,
         "descriptor": descriptor_bytes,
+        "condemned": condemned_bytes,
     }
     parts["framing"] = stored - sum(parts.values())
     depths: Counter[int] = Counter()

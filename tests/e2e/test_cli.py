@@ -38,6 +38,7 @@ COMMANDS = (
     "info",
     "stats",
     "verify",
+    "gc",
     "rebuild-index",
     "explain",
     "config",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol
 
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from nearkin.claims import ContainerClaims
 from nearkin.errors import Corrupt, Permanent
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.condemned import Record
 from nearkin.formats.container import Directory
+from nearkin.formats.mark import Kind
 from nearkin.index.protocols import Index, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, ZERO, ContainerId, Locations, RebuildReport
 from nearkin.store.chunks import ChunkReader, offsets_of
@@ -29,6 +32,7 @@ from nearkin_janitor.tenants import Tenants
 READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and sketched so many bytes at a time."""
 NO_MARKS: Mapping[str, int] = MappingProxyType({})
+NOTHING_CONDEMNED: Record = MappingProxyType({})
 COMMIT_VERSIONS = 256
 """Versions go into the catalog so many a transaction."""
 
@@ -54,10 +58,12 @@ def rebuild_index(
     known_containers: Collection[int] = (),
     known_manifests: Collection[str] = (),
     known_marks: Mapping[str, int] = NO_MARKS,
+    condemned: Record = NOTHING_CONDEMNED,
 ) -> RebuildReport:
     """Fill `index` with all but what it is known to hold: an empty one, or one whose writer died between two steps.
 
-    `known_marks` are the highest by their manifest's name.
+    `known_marks` are the highest by their manifest's name. What is `condemned` is not to be found again, nor are
+    versions that a mark calls collected: their manifests are about to go.
     What cannot be read is left out and named; nothing is written to the object store.
     """
     started = time.perf_counter()
@@ -72,7 +78,9 @@ def rebuild_index(
         try:
             directory = everyones.directory(ContainerId(container))
             own = containers.of(directory.domain)
-            claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound)
+            if container in condemned and condemned[container].whole:
+                continue  # it may lean on what is gone already
+            claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned)
         except Permanent:
             skipped.append(object_name(ContainerId(container)))
         else:
@@ -83,7 +91,10 @@ def rebuild_index(
         if progress is not None:
             progress(done + 1, len(ids) + len(names))
     found = []
+    collected = _collected(manifests, marks)
     for name, size_bytes in names:
+        if name in collected:
+            continue
         try:
             found.append((manifests.read(name), size_bytes))
         except Permanent:
@@ -95,6 +106,22 @@ def rebuild_index(
             progress(len(ids) + min(start + COMMIT_VERSIONS, len(found)), len(ids) + len(names))
     index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
     return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
+
+
+def _collected(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[str]:
+    """Return the names of the manifests whose versions are collected: only an even mark can say so."""
+    highest: dict[str, tuple[int, str]] = {}
+    for name, _ in marks:
+        with suppress(Corrupt):  # told by `_marked`
+            manifest, sequence = marked_version(name)
+            highest[manifest] = max(highest.get(manifest, (0, "")), (sequence, name))
+    found = set()
+    for manifest, (sequence, name) in highest.items():
+        if sequence % 2 == 0:
+            with suppress(Permanent):
+                if manifests.read_mark(name).kind is Kind.COLLECTED:
+                    found.add(manifest)
+    return found
 
 
 def _marked(
@@ -139,21 +166,32 @@ def claims_of(
     fingerprinter: Fingerprinter | None,
     sketches: Sketches,
     sound: Collection[int],
+    condemned: Record = NOTHING_CONDEMNED,
 ) -> ContainerClaims:
     """Return what a container claims, from its bytes and those of the `sound` containers before it.
+
+    What is `condemned` is not claimed, nor any segment that names some of it.
 
     A segment with a chunk in any other container is not claimed: a version put later would not restore; nor is any
     without a `fingerprinter`, which names them. Raises Corrupt where a chunk of its own cannot be decoded, or names
     another domain's.
     """
     reader = ChunkReader(containers)
+    mine = condemned.get(directory.container)
+    only = None if mine is None else np.setdiff1d(np.arange(len(directory.chunks), dtype=np.uint32), mine.chunks)
+    features = _super_features(directory, reader, sketches)
+    if only is not None:
+        features = {sketch: _among(only, *found) for sketch, found in features.items()}
     if fingerprinter is None:
         none = np.zeros((len(directory.segments), SEGMENT_ID_BYTES), np.uint8)
-        return ContainerClaims(directory, none, _super_features(directory, reader, sketches))
+        return ContainerClaims(directory, none, features, only)
     recipes, bounds = directory.segments.chunks, directory.segments.bounds
     named, which = np.unique(recipes.containers, return_inverse=True)
     usable = [int(holder) in sound or holder in (ZERO, directory.container) for holder in named]
     lost = ~np.array(usable, np.bool_)[which]
+    for at, holder in enumerate(named.tolist()):
+        if holder in condemned:
+            lost |= (which == at) & np.isin(recipes.ordinals, condemned[holder].chunks)
     names = np.zeros((len(recipes), NAME_BYTES), np.uint8)
     names[~lost] = reader.plan(recipes.take(~lost)).names
     zero = recipes.containers == np.uint64(ZERO)
@@ -162,7 +200,15 @@ def claims_of(
     segment_ids = fingerprinter.name_segments(names, bounds)
     of_segment = np.repeat(np.arange(len(directory.segments)), np.diff(bounds))
     segment_ids[of_segment[lost]] = 0
-    return ContainerClaims(directory, segment_ids, _super_features(directory, reader, sketches))
+    if mine is not None:
+        segment_ids[mine.segments] = 0
+    return ContainerClaims(directory, segment_ids, features, only)
+
+
+def _among(ordinals: U32, bases: U32, super_features: U64) -> tuple[U32, U64]:
+    """Return the bases that are among `ordinals`, and their super-features."""
+    kept = np.isin(bases, ordinals)
+    return bases[kept], super_features[kept]
 
 
 def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketches) -> dict[str, tuple[U32, U64]]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import Permanent
+from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
 from nearkin.records import ZERO, ContainerId, Damage, Locations, VerifyReport
 from nearkin.store.chunks import grouped
+from nearkin.store.condemned import CondemnedStore, record_name
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin_janitor.order import leaning_last
@@ -65,11 +66,13 @@ class Verifier:
         fingerprinter: Callable[[str], Fingerprinter],
         tenant: str,
         remembered: Mapping[str, VersionName],
+        condemned: CondemnedStore | None = None,
     ) -> None:
         self._containers = containers
         self._manifests = manifests
         self._tenant = tenant
         self._remembered = remembered
+        self._condemned = condemned
         known = {tenant, *(whose for whose, _, _ in remembered.values())}
         tenants = Tenants(fingerprinter, known, manifests)
         self._soundness = Soundness(containers, tenants, fingerprinter(tenant))
@@ -106,6 +109,7 @@ class Verifier:
                 progress(len(ids) + len(names) + done + 1, total)
         for name, problem in self._soundness.problems.items():
             self._findings.found(name, problem)
+        self._records()
         return VerifyReport(
             containers=len(chosen),
             chunks=self._soundness.chunks,
@@ -144,6 +148,18 @@ class Verifier:
         except Permanent as err:
             whose = self._seen.get(of) or self._remembered.get(of)
             self._findings.found(name, str(err), *([whose] if whose is not None else []))
+
+    def _records(self) -> None:
+        """Read what is condemned: no version is touched where it cannot be read, the next round begins anew."""
+        if self._condemned is None:
+            return
+        for sequence in sorted(self._condemned.listed()):
+            try:
+                self._condemned.at(sequence)
+            except NotFound:  # replaced meanwhile
+                continue
+            except Permanent as err:
+                self._findings.found(record_name(sequence), str(err))
 
     def _touching(self, manifest: Manifest) -> dict[str, str]:
         """Return what breaks this version: object name -> problem."""

@@ -288,6 +288,23 @@ def verify(sample: str | None) -> int:
     return 1 if report.damage else 0
 
 
+@nearkin.command()
+@click.option("--dry-run", is_flag=True, help="Say what a round would free, and what holds the rest; change nothing.")
+@shared_options
+def gc(dry_run: bool) -> None:
+    """Free what no version needs: one round.
+
+    Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
+    condemned, and freed by a later round when gc.grace_seconds are over (a day, if not set otherwise).
+
+    nearkin gc --dry-run
+    nearkin gc --json | jq .freed_bytes
+    """
+    from nearkin.cli.collecting import collect
+
+    collect(dry_run=dry_run)
+
+
 @nearkin.command("rebuild-index")
 @shared_options
 def rebuild_index() -> int:

@@ -29,7 +29,7 @@ from nearkin.errors import FormatTooNew, StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, release
-from nearkin.index.protocols import ContainerSummary, Marked
+from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 
 VERSION = 3
@@ -124,21 +124,18 @@ class LmdbIndex:
         """Add a durable container's entries in one transaction; an entry that is there stays."""
         directory = claims.directory
         container = directory.container
-        chunks = zip(
-            _rows(directory.chunks.names, NAME_BYTES),
-            _locations(container, np.arange(len(directory.chunks))),
-            strict=True,
-        )
+        ordinals = claims.findable
+        chunks = zip(_rows(directory.chunks.names[ordinals], NAME_BYTES), _locations(container, ordinals), strict=True)
         claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
         segments = zip(
             _rows(claims.segment_ids[claimed], SEGMENT_ID_BYTES), _locations(container, claimed), strict=True
         )
         features: list[tuple[bytes, bytes]] = []
-        for sketch, (ordinals, super_features) in claims.super_features.items():
+        for sketch, (bases, super_features) in claims.super_features.items():
             for rank in range(super_features.shape[1]):
                 rows = np.flatnonzero(super_features[:, rank])
                 keys = feature_keys(sketch, directory.domain, rank, super_features[rows, rank])
-                features += zip(_rows(keys, FEATURE_KEY_BYTES), _locations(container, ordinals[rows]), strict=True)
+                features += zip(_rows(keys, FEATURE_KEY_BYTES), _locations(container, bases[rows]), strict=True)
         summary = summarise(claims)
         with self._writing() as txn:
             txn.cursor(self._chunks).putmulti(chunks, overwrite=False)
@@ -159,14 +156,30 @@ class LmdbIndex:
                 said = json.dumps({"tenant": manifest.tenant, **_kept(entry)}).encode()
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
-                rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
-                rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
-                # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
-                distinct, _ = np.unique(rows, return_index=True)
-                held = _rows(distinct.view(np.uint8), _LOCATION.size)
+                held = _held_segments(manifest)
                 cursor = txn.cursor(self._counts)
                 before = dict(cursor.getmulti(held))
                 cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])
+
+    def collect_many(self, versions: Sequence[Collected]) -> None:
+        """Take versions out of the catalog and count their segments no more, in one transaction."""
+        with self._writing() as txn:
+            for version in versions:
+                key = _version_key(version.tenant, version.key, version.version)
+                name = _MARK_HEAD + key
+                if version.marks_bytes:
+                    txn.put(name, _MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
+                else:
+                    txn.delete(name, db=self._meta)
+                if not txn.delete(key, db=self._versions) or version.manifest is None:
+                    continue
+                held = _held_segments(version.manifest)
+                cursor = txn.cursor(self._counts)
+                before = {key: _COUNT.unpack(count)[0] for key, count in cursor.getmulti(held)}
+                cursor.putmulti([(key, _COUNT.pack(count - 1)) for key, count in before.items() if count > 1])
+                for key, count in before.items():
+                    if count <= 1:
+                        txn.delete(key, db=self._counts)
 
     def mark_many(self, marks: Sequence[Marked]) -> None:
         """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
@@ -216,6 +229,13 @@ class LmdbIndex:
                     entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
                     found.append((tenant, entry))
         return found
+
+    def spare_marks_bytes(self) -> int:
+        """Return the bytes of marks whose versions are collected: they keep the numbers of these taken."""
+        with self._reading() as txn:
+            versions = txn.cursor(self._versions)
+            spare = (value for key, value in _marks(txn, self._meta, b"") if not versions.set_key(key))
+            return sum(_MARKED.unpack(value)[1] for value in spare)
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
@@ -344,6 +364,15 @@ def _drop(txn: Any, db: Any, unwanted: Mapping[int, U32 | None]) -> None:
         if len(keys) < FORGET_ENTRIES:
             return
         after = keys[-1]
+
+
+def _held_segments(manifest: Manifest) -> list[bytes]:
+    """Return the keys in `counts` of the segments that a version holds, each once."""
+    rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
+    rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
+    # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
+    distinct, _ = np.unique(rows, return_index=True)
+    return _rows(distinct.view(np.uint8), _LOCATION.size)
 
 
 def _rows(array: U8, width: int) -> list[bytes]:

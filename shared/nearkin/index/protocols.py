@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nearkin.claims import ContainerClaims
 from nearkin.formats.manifest import Manifest
-from nearkin.records import U8, U64, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
 
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
@@ -48,6 +48,21 @@ class Marked:
     version: int
     sequence: int
     marks_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A version that no index is to list any more. `manifest` None: it cannot be read, its segments stay counted.
+
+    `marks_bytes`: of the marks that stay, the highest of them `sequence`: they keep the version's number taken.
+    """
+
+    tenant: str
+    key: str
+    version: int
+    manifest: Manifest | None
+    sequence: int = 0
+    marks_bytes: int = 0
 
 
 class FingerprintIndex(Protocol):
@@ -90,6 +105,26 @@ class Catalog(Protocol):
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
+
+
+@runtime_checkable
+class SupportsCollection(Protocol):
+    """An index that lets go of what is to be freed."""
+
+    def forget(
+        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+    ) -> None:
+        """Let go of entries by the container they name.
+
+        `chunks` and `segments` by container: ordinals, or None for all (of `chunks`: of its segments too);
+        `containers` are gone as a whole and no longer counted. What is not there is fine.
+        """
+
+    def collect_many(self, versions: Sequence[Collected]) -> None:
+        """Take versions out of the catalog and count their segments no more, before their manifests go.
+
+        Repeating changes nothing.
+        """
 
 
 class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):

@@ -10,7 +10,7 @@ One thread reduces, so that what is stored depends on the input alone, never on 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -85,8 +85,10 @@ class EmbeddedWriter:
         manifests: ManifestStore,
         index: Index,
         last_container: int,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
+        self._clock = clock
         self._containers = containers
         self._manifests = manifests
         self._index = index
@@ -307,7 +309,7 @@ class EmbeddedWriter:
                 tenant=tenant,
                 key=blob.key,
                 version=version,
-                created_us=time.time_ns() // 1000,
+                created_us=int(self._clock() * 1e6),
                 size_bytes=blob.size_bytes,
                 blake3=blob.hasher.digest(),
                 sha256=blob.sha256,

@@ -73,6 +73,12 @@ class ByteBoundedCache(Generic[Key, Value]):
                 _, dropped_bytes = self._entries.pop(key, (None, 0))
                 self._used_bytes -= dropped_bytes
 
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
+
 
 class ContainerSource(Protocol):
     """Where the chunks of containers can be read: the store, or a writer's memory before they are durable."""
@@ -137,6 +143,16 @@ class ContainerStore:
     def put(self, container: ContainerId, data: bytes) -> None:
         """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
         self._objects.put_new(object_name(container), data)
+
+    def delete(self, container: ContainerId) -> None:
+        """Remove a container, durably; nothing may lean on it, and no index name it. Again is fine."""
+        self._objects.delete(object_name(container))
+        self.forget_read()
+
+    def forget_read(self) -> None:
+        """Let go of all that was read: containers may have gone, and nothing new may lean on them."""
+        self._directories.clear()
+        self.blocks.clear()
 
     def ids(self) -> Iterator[tuple[ContainerId, int]]:
         """Yield (id, bytes) of every container, in no order."""

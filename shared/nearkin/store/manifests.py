@@ -128,6 +128,14 @@ class ManifestStore:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
 
+    def delete(self, tenant: str, key: str, version: int) -> None:
+        """Remove a manifest, whose version a mark calls collected. Again is fine."""
+        self._objects.delete(object_name(tenant, key, version))
+
+    def delete_mark(self, name: str) -> None:
+        """Remove a mark that says nothing any more. Again is fine."""
+        self._objects.delete(name)
+
     # --- what is to be seen ------------------------------------------------------------------------------------------
 
     def newest(self, tenant: str, key: str) -> Manifest | None:

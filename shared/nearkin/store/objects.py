@@ -48,7 +48,7 @@ class ObjectStore(Protocol):
         """Yield (name, size in bytes) below `prefix`, in no order. An error is raised, never taken for "empty"."""
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is fine."""
+        """Remove an object, durably; one that is not there is fine."""
 
 
 REFUSALS = (BaseError, OSError)
@@ -180,6 +180,17 @@ class LocalObjects(ObstoreObjects):
         except OSError as err:
             if err.errno == errno.EIO:  # a bad sector is damage of this object, not of the store: it stays
                 raise Corrupt(f"{name}: the device cannot read it ({err.strerror}): run `nearkin verify`") from err
+            raise _unavailable(name, err) from err
+
+    def delete(self, name: str) -> None:
+        """Remove an object and make that durable: what leaned on nothing but it must not come back without it."""
+        path = self._root / name
+        try:
+            path.unlink()
+            sync_folder(path.parent)
+        except FileNotFoundError:
+            return
+        except OSError as err:
             raise _unavailable(name, err) from err
 
     def sweep_scratch(self) -> None:

@@ -119,10 +119,11 @@ class RedisIndex:
         directory = claims.directory
         span = max(len(directory.chunks), len(directory.segments))
         first = np.uint64(self.epochs.first_number(epoch, directory.container, span, directory.domain))  # 1
-        chunk_keys = rows.chunk_keys(directory.chunks.names)
+        findable = claims.findable
+        chunk_keys = rows.chunk_keys(directory.chunks.names[findable])
         claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
         segment_keys = rows.segment_keys(claims.segment_ids[claimed])
-        calls = _inserts(epoch, CHUNKS, chunk_keys, first + np.arange(len(chunk_keys), dtype=np.uint64))
+        calls = _inserts(epoch, CHUNKS, chunk_keys, first + findable.astype(np.uint64))
         calls += _inserts(epoch, SEGMENTS, segment_keys, first + claimed.astype(np.uint64))
         parts, numbers = [], []
         for sketch, (ordinals, super_features) in claims.super_features.items():

@@ -1,0 +1,242 @@
+"""Garbage collection. Invariant: what goes was unreached in two rounds, a grace apart; to die anywhere repeats work.
+
+    1 versions gone for good: mark, index, manifest, marks      2 what every other version reaches
+    3 what an earlier round condemned, is due and is unreached still: index, then container
+    4 what else is unreached: index, then record
+
+Between the index forgetting what is condemned and its going lies `gc.grace_seconds`: who was told of it before has
+committed by then, and the mark of that round sees the version. docs/decisions/0015-garbage-collection.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import numpy as np
+
+from nearkin.config import GcSettings
+from nearkin.errors import NotFound, Permanent
+from nearkin.formats.condemned import Condemned
+from nearkin.formats.manifest import Manifest
+from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.index.protocols import Collected, SupportsCollection
+from nearkin.records import ContainerId, GcReport
+from nearkin.store.condemned import CondemnedStore, record_bytes
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore, mark_name
+from nearkin.store.objects import AlreadyExists
+from nearkin_janitor.holding import held_by
+from nearkin_janitor.order import leaning_last
+from nearkin_janitor.plan import Plan, record_of, to_condemn, to_sweep
+from nearkin_janitor.reach import Reach
+from nearkin_janitor.roots import Roots, Version, find_roots
+
+COLLECTED_AT_ONCE = 256
+"""Versions leave the index so many a transaction."""
+WHO = "gc"
+
+
+@dataclass(slots=True)
+class _Sums:
+    versions: int = 0
+    deleted: int = 0
+    freed_bytes: int = 0
+    later_bytes: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+
+
+class Collector:
+    """One round over a store, all tenants of it. One at a time: its caller holds the store's lock or a lease."""
+
+    def __init__(
+        self,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        condemned: CondemnedStore,
+        settings: GcSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._containers = containers.of(None)
+        self._manifests = manifests
+        self._condemned = condemned
+        self._grace_us = settings.grace_seconds * 1_000_000
+        self._clock = clock
+
+    def run(self, index: SupportsCollection) -> GcReport:
+        """Do a round. Raises Corrupt (what a version needs cannot be read: nothing is condemned), StoreUnavailable."""
+        return self._round(index)
+
+    def preview(self) -> GcReport:
+        """Return what `run` would report, and what holds the rest; nothing is changed."""
+        return self._round(None)
+
+    def _round(self, index: SupportsCollection | None) -> GcReport:
+        started, sums = time.perf_counter(), _Sums()
+        ids: dict[int, int] = dict(self._containers.ids())  # before the manifests: a put meanwhile adds no garbage
+        roots = find_roots(self._manifests, self._now_us())
+        kept = self._collect(roots, index, sums)  # 1
+        reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 2
+        before = self._condemned.read()
+        record = {container: entry for container, entry in before.items() if container in ids}
+        due = {container: entry for container, entry in record.items() if self._is_due(entry)}
+        swept = to_sweep(reach, ids, due) if due else Plan({})
+        self._sweep(swept, ids, index, sums)  # 3
+        for container in swept.drops:
+            record.pop(container)
+        record = self._condemn(reach, ids, record, before, index, sums)  # 4
+        if index is None:
+            undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
+            sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable), ids, record)
+        due_us = min((entry.at_us + self._grace_us for entry in record.values()), default=None)
+        return GcReport(
+            dry_run=index is None,
+            versions=sums.versions,
+            containers_deleted=sums.deleted,
+            containers_rewritten=0,
+            freed_bytes=sums.freed_bytes,
+            condemned_containers=len(record),
+            freed_later_bytes=sums.later_bytes,
+            due=None if due_us is None else datetime.fromtimestamp(due_us / 1e6, UTC),
+            held=sums.held,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _now_us(self) -> int:
+        return int(self._clock() * 1e6)
+
+    def _is_due(self, entry: Condemned) -> bool:
+        return entry.at_us + self._grace_us <= self._now_us()
+
+    # --- 1: versions -------------------------------------------------------------------------------------------------
+
+    def _collect(self, roots: Roots, index: SupportsCollection | None, sums: _Sums) -> tuple[Version, ...]:
+        """Free manifests and marks of versions that are gone for good; return all others, the roots."""
+        kept = list(roots.kept)
+        for start in range(0, len(roots.ended), COLLECTED_AT_ONCE):
+            going = []
+            for version in roots.ended[start : start + COLLECTED_AT_ONCE]:
+                if index is not None and not self._sentenced(version):
+                    kept.append(version)  # brought back meanwhile
+                    continue
+                going.append(version)
+            stay = [self._staying(version, roots) for version in going]
+            if index is not None:
+                told = zip(going, stay, strict=True)
+                index.collect_many([self._told(version, marks_bytes) for version, marks_bytes in told])
+            for version, marks_bytes in zip(going, stay, strict=True):
+                freed_bytes = version.manifest_bytes + version.marks_bytes - marks_bytes
+                sums.versions += bool(version.committed)
+                sums.freed_bytes += freed_bytes
+                if index is not None:
+                    self._remove(version, roots)
+        return tuple(kept)
+
+    def _sentenced(self, version: Version) -> bool:
+        """Make the mark by which a version never comes back; return False where an undeletion has come first."""
+        assert version.ended is not None
+        if version.ended.kind is Kind.COLLECTED:
+            return True
+        try:
+            self._manifests.put_mark(self._sentence(version.ended))
+        except AlreadyExists:
+            return False
+        return True
+
+    def _sentence(self, mark: Mark) -> Mark:
+        number, now_us = mark.sequence + 1, self._now_us()
+        return Mark(mark.tenant, mark.key, mark.version, number, Kind.COLLECTED, now_us, 0, who=WHO)
+
+    def _staying(self, version: Version, roots: Roots) -> int:
+        """Return the bytes of the mark that stays: the last one of the key's highest version."""
+        assert version.ended is not None
+        if version.manifest not in roots.highest:
+            return 0
+        if version.ended.kind is Kind.COLLECTED:
+            return version.marks[-1][2]
+        return len(encode_mark(self._sentence(version.ended)))
+
+    def _told(self, version: Version, marks_bytes: int) -> Collected:
+        mark = version.ended
+        assert mark is not None
+        manifest: Manifest | None = None
+        if version.committed:
+            try:
+                manifest = self._manifests.get(mark.tenant, mark.key, mark.version)
+            except Permanent:
+                manifest = None
+        sequence = mark.sequence + (mark.kind is Kind.DELETED)
+        return Collected(mark.tenant, mark.key, mark.version, manifest, sequence, marks_bytes)
+
+    def _remove(self, version: Version, roots: Roots) -> None:
+        """Remove the manifest, then marks, ascending: the last one says until the end what became of the version."""
+        assert version.ended is not None
+        mark = version.ended
+        self._manifests.delete(mark.tenant, mark.key, mark.version)
+        names = [name for _, name, _ in version.marks]
+        if mark.kind is Kind.DELETED:
+            names.append(mark_name(mark.tenant, mark.key, mark.version, mark.sequence + 1))
+        for name in names[:-1] if version.manifest in roots.highest else names:
+            self._manifests.delete_mark(name)
+
+    # --- 3: what an earlier round condemned --------------------------------------------------------------------------
+
+    def _sweep(self, plan: Plan, ids: dict[int, int], index: SupportsCollection | None, sums: _Sums) -> None:
+        whole = [container for container, drop in plan.drops.items() if drop.everything]
+        if index is not None and plan.drops:
+            index.forget(plan.chunks, plan.segments, whole)
+        # What leans goes before what it leans on: whoever finds it after a crash can still decode it.
+        for container in reversed(list(leaning_last(sorted(whole), self._leans_on))):
+            sums.deleted += 1
+            sums.freed_bytes += ids.pop(container)
+            if index is not None:
+                self._containers.delete(ContainerId(container))
+
+    def _leans_on(self, container: int) -> list[int]:
+        try:
+            return self._containers.directory(ContainerId(container)).leans_on()
+        except (Permanent, NotFound):
+            return []
+
+    # --- 4: what is unreached from now on ----------------------------------------------------------------------------
+
+    def _condemn(
+        self,
+        reach: Reach,
+        ids: Mapping[int, int],
+        record: dict[int, Condemned],
+        before: dict[int, Condemned],
+        index: SupportsCollection | None,
+        sums: _Sums,
+    ) -> dict[int, Condemned]:
+        """Return the record of this round: what was condemned before and is unreached still, and what is now."""
+        plan = to_condemn(reach, ids)
+        if index is not None and plan.drops:
+            index.forget(plan.chunks, plan.segments, ())
+        now_us = self._now_us()  # after the index has forgotten: the grace begins when nobody is told any more
+        found = record_of(plan, now_us)
+        for container in found.keys() & record.keys():
+            entry = record[container]
+            if entry.at_us <= now_us and _same(entry, found[container]):  # else condemned by a clock that was ahead
+                found[container] = entry
+        old = self._condemned.listed()
+        if not _same_record(found, before) or len(old) != bool(before):  # the latter after a crash, or damage
+            sums.freed_bytes += sum(old.values()) - record_bytes(found)
+            if index is not None:
+                self._condemned.replace(found)
+        sums.later_bytes = sum(ids[container] for container in found) + record_bytes(found)
+        return found
+
+
+def _same(one: Condemned, other: Condemned) -> bool:
+    same = np.array_equal(one.chunks, other.chunks) and np.array_equal(one.segments, other.segments)
+    return same and one.whole == other.whole
+
+
+def _same_record(one: dict[int, Condemned], other: dict[int, Condemned]) -> bool:
+    return one.keys() == other.keys() and all(
+        _same(one[container], other[container]) and one[container].at_us == other[container].at_us for container in one
+    )

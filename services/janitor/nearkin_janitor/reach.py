@@ -1,0 +1,142 @@
+"""Reach. Invariant: what a root needs is reached: its recipes, their chunks, the blocks of these, the blocks' bases.
+
+manifest -> segments -> chunks -> blocks -> bases of a delta, all bases of a patch block -> blocks -> ...
+
+Memory: a byte for each chunk and each segment of the store, and the directories that the cache holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+
+from nearkin.errors import Corrupt, NotFound, Permanent
+from nearkin.formats import container as fmt
+from nearkin.formats.container import Directory
+from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
+from nearkin.store.chunks import grouped
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+
+Masks = dict[int, Bools]
+"""By container: a bool for each ordinal; shorter where none of the last ones is set."""
+
+
+class Reach:
+    """What the roots name in recipes, before any base: chunks and segments of each container."""
+
+    def __init__(self, containers: ContainerStore, manifests: ManifestStore, names: Iterable[str]) -> None:
+        """Read the manifests named, and the recipes of their segments.
+
+        Raises Corrupt where one cannot be read: what it needs is not known, so nothing may be freed.
+        """
+        self._containers = containers.of(None)
+        self.segments: Masks = {}
+        self.chunks: Masks = {}
+        for name in names:
+            try:
+                segments = manifests.read(name).segments
+            except (Corrupt, NotFound) as err:
+                raise _unknown(err) from err
+            for container, rows in grouped(segments.containers):
+                reached(self.segments, container, segments.ordinals[rows])
+        for container, wanted in self.segments.items():
+            directory = self.directory(container)
+            if len(wanted) > len(directory.segments):
+                raise _unknown(
+                    Corrupt(f"container {container:016x}: {len(directory.segments)} recipes, {len(wanted)} are wanted")
+                )
+            rows = np.repeat(filled(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
+            _reach(self.chunks, directory.segments.chunks.take(rows))
+
+    def directory(self, container: int) -> Directory:
+        """Return the directory of a container that is needed. Raises Corrupt: nothing may be freed."""
+        try:
+            return self._containers.directory(ContainerId(container))
+        except (Corrupt, NotFound) as err:
+            raise _unknown(err) from err
+
+    def readable(self, container: int) -> Directory | None:
+        """Return the directory of a container that perhaps nobody needs, None where it cannot be read."""
+        try:
+            return self._containers.directory(ContainerId(container))
+        except Permanent:
+            return None
+
+    def closed(self, chunks: Mapping[int, Bools], whole: Collection[int] = ()) -> Masks:
+        """Return `chunks` with all that their blocks lean on; of the containers `whole` every block leans.
+
+        From the newest container down: most lean on older ones, so each is read once. Raises Corrupt.
+        """
+        found: Masks = {container: mask.copy() for container, mask in chunks.items()}
+        all_of = frozenset(whole)
+        waiting = {-container for container in (*found, *all_of)}
+        heap = sorted(waiting)
+        while heap:
+            newest = heapq.heappop(heap)
+            waiting.discard(newest)
+            for other in self._lean(-newest, found, every_block=-newest in all_of):
+                if -other not in waiting:
+                    waiting.add(-other)
+                    heapq.heappush(heap, -other)
+        return found
+
+    def _lean(self, container: int, found: Masks, *, every_block: bool) -> set[int]:
+        """Add the bases of a container's blocks to `found`; return the other containers in which some are new."""
+        directory = self.directory(container)
+        chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
+        mine = found[container] = filled(found.get(container, _NONE), len(chunks))
+        of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
+        changed: set[int] = set()
+        for depth in range(int(blocks.depths.max(initial=0)), 0, -1):
+            used = blocks.depths == depth
+            if not every_block:
+                in_use = np.zeros(len(blocks), np.bool_)
+                in_use[chunks.blocks[mine]] = True
+                used &= in_use
+            deltas = used[chunks.blocks] & (blocks.kinds[chunks.blocks] == fmt.XDELTA3)
+            if not every_block:
+                deltas &= mine
+            bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])
+            for other, rows in grouped(bases.containers):
+                if reached(found, other, bases.ordinals[rows]) and other != container:
+                    changed.add(other)
+            mine = found[container]
+        return changed
+
+
+_NONE: Bools = np.zeros(0, np.bool_)
+
+
+def filled(mask: Bools, count: int) -> Bools:
+    """Return a mask of `count` rows. Raises Corrupt where it names some beyond."""
+    if len(mask) > count:
+        raise _unknown(Corrupt(f"number {len(mask) - 1} of {count} is wanted"))
+    return mask if len(mask) == count else np.concatenate([mask, np.zeros(count - len(mask), np.bool_)])
+
+
+def reached(masks: Masks, container: int, ordinals: U32) -> bool:
+    """Set what `ordinals` name of a container; return whether any was new."""
+    needed = int(ordinals.max()) + 1 if len(ordinals) else 0
+    mask = masks.get(container, _NONE)
+    if len(mask) < needed:
+        mask = masks[container] = np.concatenate([mask, np.zeros(needed - len(mask), np.bool_)])
+    if not needed or mask[ordinals].all():
+        return False
+    mask[ordinals] = True
+    return True
+
+
+def _reach(masks: Masks, chunks: Locations) -> None:
+    for container, rows in grouped(chunks.containers):
+        if container != ZERO:
+            reached(masks, container, chunks.ordinals[rows])
+
+
+def _unknown(err: Exception) -> Corrupt:
+    return Corrupt(
+        f"{err}: what a version needs is not known, so nothing is freed; run `nearkin verify`, then put the object "
+        "back from a copy or delete the versions that it touches"
+    )

@@ -1,0 +1,87 @@
+"""Roots. Invariant: a version is a root unless a mark says that it is gone for good; doubt keeps it.
+
+no mark, undeleted, or deleted and still to be brought back -> root      its time is over, or collected -> goes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from nearkin.errors import Corrupt
+from nearkin.formats.mark import Kind, Mark
+from nearkin.store.manifests import ManifestStore, marked_version
+
+
+@dataclass(slots=True)
+class Version:
+    """What lies in the folder of a key of one version: its manifest, if that is there, and marks, the highest last."""
+
+    manifest: str
+    manifest_bytes: int = 0
+    committed: bool = False
+    marks: list[tuple[int, str, int]] = field(default_factory=list)
+    """(sequence, object name, bytes), ascending."""
+    ended: Mark | None = None
+    """The mark that says that it is gone for good."""
+
+    @property
+    def marks_bytes(self) -> int:
+        """Return the bytes of all its marks."""
+        return sum(size_bytes for _, _, size_bytes in self.marks)
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """All versions of a store, by what is to become of them. Some 300 bytes each."""
+
+    kept: tuple[Version, ...]
+    """Those that can be read, now or once they are undeleted."""
+    undeletable: frozenset[str]
+    """Manifests' names of those of `kept` that are deleted, and can be brought back."""
+    ended: tuple[Version, ...]
+    """Gone for good: what is left of them goes."""
+    highest: frozenset[str]
+    """Manifests' names of each key's highest version: its last mark stays, so that its number is not given again."""
+
+
+def find_roots(manifests: ManifestStore, now_us: int, as_if_ended: Collection[str] = ()) -> Roots:
+    """List all manifests and marks. `as_if_ended`: manifests' names of versions to be taken for gone for good.
+
+    Raises Corrupt for a name that is no version's, StoreUnavailable.
+    """
+    versions: dict[str, Version] = {}
+    listed, marks = manifests.names_and_marks()
+    for name, size_bytes in listed:
+        versions[name] = Version(name, size_bytes, committed=True)
+    for name, size_bytes in marks:
+        of, sequence = marked_version(name)
+        versions.setdefault(of, Version(of)).marks.append((sequence, name, size_bytes))
+    highest = {name.rpartition("/")[0]: name for name in sorted(versions)}
+    kept, undeletable, ended = [], set(), []
+    for name, version in versions.items():
+        version.marks.sort()
+        mark = _highest(manifests, version)
+        if mark is not None and _is_over(mark, now_us):
+            version.ended = mark
+        if version.ended is not None:
+            ended.append(version)
+        elif version.committed and name not in as_if_ended:
+            kept.append(version)
+            if version.marks and version.marks[-1][0] % 2:
+                undeletable.add(name)
+    return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(highest.values()))
+
+
+def _highest(manifests: ManifestStore, version: Version) -> Mark | None:
+    """Return the mark that holds; None where there is none, or it is broken: such a version is kept."""
+    if not version.marks:
+        return None
+    try:
+        return manifests.read_mark(version.marks[-1][1])
+    except Corrupt:
+        return None
+
+
+def _is_over(mark: Mark, now_us: int) -> bool:
+    return mark.kind is Kind.COLLECTED or (mark.kind is Kind.DELETED and mark.until_us < now_us)

@@ -1,0 +1,73 @@
+"""`nearkin gc`. Invariant: what a dry run prints is what a round then frees, to the byte, if nothing else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC
+from typing import TYPE_CHECKING
+
+from nearkin.cli.session import current_session
+
+if TYPE_CHECKING:
+    from nearkin.records import GcReport
+
+REASONS = {
+    "undelete": "only by versions that are deleted and can be brought back",
+    "bases": "by chunks that lean on it: no version reads it",
+    "condemned": "by nothing: condemned, and waiting for its time",
+    "beside": "by what it shares a block or container with",
+}
+
+
+def collect(*, dry_run: bool) -> None:
+    """Do a round, or look what it would do, and print what it did."""
+    from nearkin.cli.output import print_json, say
+
+    session = current_session()
+    with session.open_local(read_only=dry_run) as store:
+        report = store.gc(dry_run=dry_run)
+    if session.as_json:
+        print_json(gc_json(report))
+    else:
+        for line in gc_lines(report):
+            say(line)
+
+
+def gc_json(report: GcReport) -> dict[str, object]:
+    """Return a round as JSON has it."""
+    return {
+        "dry_run": report.dry_run,
+        "versions": report.versions,
+        "containers_deleted": report.containers_deleted,
+        "containers_rewritten": report.containers_rewritten,
+        "freed_bytes": report.freed_bytes,
+        "condemned_containers": report.condemned_containers,
+        "freed_later_bytes": report.freed_later_bytes,
+        "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
+        "held": dict(report.held) if report.dry_run else None,
+        "seconds": report.seconds,
+    }
+
+
+def gc_lines(report: GcReport) -> Iterator[str]:
+    """Yield a round for people."""
+    from nearkin.cli.ledger import counted
+
+    frees = "would free" if report.dry_run else "freed"
+    gone = ", ".join(
+        (
+            f"{counted(report.versions, 'version')} for good",
+            counted(report.containers_deleted, "container"),
+            f"{report.containers_rewritten:,} rewritten",
+        )
+    )
+    yield f"{frees} {report.freed_bytes:,} bytes: {gone}"
+    if report.due is not None:
+        condemned = counted(report.condemned_containers, "container")
+        yield (
+            f"condemned    {condemned}: {report.freed_later_bytes:,} bytes more from "
+            f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
+        )
+    for reason, size_bytes in report.held.items():
+        if size_bytes:
+            yield f"held         {size_bytes:,} bytes {REASONS.get(reason, reason)}"

@@ -1,0 +1,135 @@
+"""Condemned: what a round of garbage collection found unreached. Invariant: nothing is freed that no record named.
+
+    0      4     6       8          16        20
+    | NKG1 | ver | flags | sequence | entries | condemned at ... | entries' table | runs' table | check 8 |
+
+Times are kept as they are, so that a record's size does not depend on the clock. docs/formats/condemned.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+
+from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.formats import columns
+from nearkin.formats.container import ROWS_MAX
+from nearkin.formats.manifest import CREATED_US_MAX
+from nearkin.records import CONTAINER_ID_MIN, U32
+
+VERSION = 1
+FIXED = Struct("<4sHHQI")
+assert FIXED.size == 20  # docs/formats/condemned.md
+ENTRIES_MAX = 1 << 22
+"""Containers condemned at a time: 16 TiB of them at 4 MiB. What is more waits for a later round."""
+RUNS_MAX = 1 << 24
+_ENTRY_COLUMNS = [np.dtype(t) for t in ("<u8", "u1", "<u4", "<u4")]
+_RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4")]
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """What of one container is condemned, and since when. `chunks` and `segments` are ordinals, ascending.
+
+    `whole`: nothing of it is to be kept, whatever its directory says: it may be unreadable.
+    """
+
+    at_us: int
+    chunks: U32
+    segments: U32
+    whole: bool = False
+
+
+Record = Mapping[int, Condemned]
+"""By container id."""
+
+
+def encode_record(sequence: int, record: Record) -> bytes:
+    """Return a record's bytes. Raises BadInput for more than ENTRIES_MAX containers or RUNS_MAX runs."""
+    ids = sorted(record)
+    parts = [_runs(rows) for container in ids for rows in (record[container].chunks, record[container].segments)]
+    starts = np.concatenate([np.zeros(0, np.uint32), *(start for start, _ in parts)])
+    counts = np.concatenate([np.zeros(0, np.uint32), *(count for _, count in parts)])
+    if len(ids) > ENTRIES_MAX or len(starts) > RUNS_MAX:
+        raise BadInput(f"{len(ids)} condemned containers in {len(starts)} runs: want {ENTRIES_MAX} and {RUNS_MAX}")
+    of_each = np.array([len(start) for start, _ in parts], "<u4").reshape(-1, 2)
+    body = FIXED.pack(b"NKG1", VERSION, 0, sequence, len(ids))
+    body += np.array([record[container].at_us for container in ids], "<i8").tobytes()
+    body += columns.pack(
+        [
+            np.array(ids, "<u8"),
+            np.array([record[container].whole for container in ids], "u1"),
+            np.ascontiguousarray(of_each[:, 0]),
+            np.ascontiguousarray(of_each[:, 1]),
+        ]
+    )
+    body += columns.pack([starts.astype("<u4"), counts.astype("<u4")])
+    return body + columns.check_bytes(body)
+
+
+def decode_record(data: bytes, what: str) -> tuple[int, dict[int, Condemned]]:
+    """Return (sequence, record). Raises Corrupt, or FormatTooNew naming both versions."""
+    whole = memoryview(data)
+    if len(whole) < FIXED.size + columns.CHECK_BYTES:
+        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a record of what is condemned")
+    if bytes(whole[:4]) != b"NKG1":
+        raise Corrupt(f"{what}: not a record of what is condemned (starts with {bytes(whole[:4])!r})")
+    view = whole[: -columns.CHECK_BYTES]
+    if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
+        raise Corrupt(f"{what}: checksum does not agree")
+    _, version, flags, sequence, entries = FIXED.unpack_from(view)
+    if version > VERSION or flags:
+        raise FormatTooNew(f"{what}: format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade")
+    if version < VERSION or entries > ENTRIES_MAX:
+        raise Corrupt(f"{what}: format {version} with {entries} entries, which no release of Nearkin wrote")
+    try:
+        return sequence, _decode(view, entries, what)
+    except (struct.error, ValueError, IndexError) as err:
+        raise Corrupt(f"{what}: does not parse: {err}") from err
+
+
+def _decode(view: memoryview, entries: int, what: str) -> dict[int, Condemned]:
+    position = FIXED.size + 8 * entries
+    at_us = np.frombuffer(view[FIXED.size : position], "<i8")
+    (ids, wholes, of_chunks, of_segments), used = columns.unpack(view[position:], _ENTRY_COLUMNS, ENTRIES_MAX, what)
+    position += used
+    (starts, counts), used = columns.unpack(view[position:], _RUN_COLUMNS, RUNS_MAX, what)
+    if position + used != len(view) or len(ids) != entries:
+        raise Corrupt(f"{what}: {len(ids)} entries of {entries}, {len(view) - position - used} bytes left over")
+    if entries and (int(ids[0]) < CONTAINER_ID_MIN or np.any(ids[1:] <= ids[:-1])):
+        raise Corrupt(f"{what}: its containers are not in order")
+    if entries and (int(wholes.max()) > 1 or int(at_us.min()) < 0 or int(at_us.max()) > CREATED_US_MAX):
+        raise Corrupt(f"{what}: an entry without meaning")
+    of_each = np.stack([of_chunks, of_segments], axis=1).ravel().astype(np.int64)
+    if int(of_each.sum()) != len(starts) or (len(counts) and not counts.min()):
+        raise Corrupt(f"{what}: its runs do not add up")
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(of_each)])
+    found = {}
+    for row, container in enumerate(ids.tolist()):
+        chunks, segments = (
+            _expanded(starts[bounds[at] : bounds[at + 1]], counts[bounds[at] : bounds[at + 1]], what)
+            for at in (2 * row, 2 * row + 1)
+        )
+        found[container] = Condemned(int(at_us[row]), chunks, segments, bool(wholes[row]))
+    return found
+
+
+def _runs(ordinals: U32) -> tuple[U32, U32]:
+    """Return (start, count) of the runs in ascending ordinals."""
+    breaks = np.flatnonzero(np.diff(ordinals) != 1) + 1
+    firsts = np.concatenate([np.zeros(min(1, len(ordinals)), np.intp), breaks])
+    return ordinals[firsts], np.diff(np.append(firsts, len(ordinals))).astype(np.uint32)
+
+
+def _expanded(starts: U32, counts: U32, what: str) -> U32:
+    if not len(starts):
+        return np.zeros(0, np.uint32)
+    ends = starts.astype(np.int64) + counts
+    if int(ends[-1]) > ROWS_MAX or np.any(starts[1:] <= ends[:-1]):
+        raise Corrupt(f"{what}: its runs are not in order, or above {ROWS_MAX}")
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    return (np.repeat(starts - before, counts) + np.arange(int(counts.sum()))).astype(np.uint32)

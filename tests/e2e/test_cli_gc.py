@@ -1,0 +1,53 @@
+"""`nearkin gc` as a command: what it prints, as text and as JSON, and what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
+    environment |= {
+        "NEARKIN_STORE": str(tmp_path / "s"),
+        "NEARKIN_DELETION__UNDELETE_SECONDS": "0",
+        "NEARKIN_GC__GRACE_SECONDS": "0",
+    }
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "nearkin.cli", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return command
+
+
+def test_rounds_free_what_was_told(run, tmp_path):
+    (tmp_path / "f").write_bytes(os.urandom(100_000))
+    for arguments in (("put", "k", str(tmp_path / "f")), ("rm", "k")):
+        assert run(*arguments).returncode == 0
+    told = json.loads(run("gc", "--dry-run", "--json").stdout)
+    assert (told["dry_run"], told["versions"], told["condemned_containers"]) == (True, 1, 1)
+    assert told["held"]["condemned"] > 100_000
+    first = json.loads(run("gc", "--json").stdout)
+    assert first["freed_bytes"] == told["freed_bytes"]
+    assert first["held"] is None
+    text = run("gc", "--dry-run").stdout
+    assert f"would free {first['freed_later_bytes']:,} bytes: 0 versions for good, 1 container" in text
+    assert json.loads(run("gc", "--json").stdout)["freed_bytes"] == told["freed_later_bytes"]
+    assert run("gc").stdout.startswith("freed 0 bytes")
+
+
+def test_behind_a_server_it_is_refused(run):
+    refused = run("--server", "http://127.0.0.1:9", "gc")
+    assert (refused.returncode, "local store" in refused.stderr) == (1, True) or refused.returncode == 2

@@ -1,0 +1,160 @@
+"""Garbage collection killed before and after each of its effects: the next round ends what it began."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+from nearkin import open_store
+from nearkin.errors import NotFound
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import SMALL, objects, process, settings
+
+DAY = 86_400
+START = 1_764_000_000.0
+CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": DAY}, "gc": {"grace_seconds": DAY}})
+EVERY_MOMENT = "EVERY_MOMENT" in os.environ
+"""Check what is left after each moment to die, not after some by lot: a minute instead of 10 s."""
+
+DIES = """
+import os, shutil, signal, sys
+from nearkin import open_store
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.store.objects import LocalObjects
+import nearkin_janitor
+from nearkin.testing.stores import SMALL, settings
+
+root, now, before = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "before"
+DAY = 86_400
+chosen = settings(SMALL, {"deletion": {"undelete_seconds": DAY}, "gc": {"grace_seconds": DAY}})
+EFFECTS = [(LocalObjects, "put_new"), (LocalObjects, "delete"), (LmdbIndex, "forget"), (LmdbIndex, "collect_many"),
+           (LmdbIndex, "publish")]
+
+def dies_at(times):
+    done = []
+    for kind, name in EFFECTS:
+        def dying(*arguments, real=getattr(kind, name), **more):
+            done.append(1)
+            if before and len(done) == times:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*arguments, **more)
+            if len(done) == times:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        setattr(kind, name, dying)
+    with open_store(f"{root}.{times}", settings=chosen, clock=lambda: now) as store:
+        store.gc()
+
+for times in range(1, 1000):
+    shutil.copytree(root, f"{root}.{times}")
+    child = os.fork()  # nothing here has threads yet
+    if not child:
+        dies_at(times)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print(times, status, flush=True)
+    if not os.WIFSIGNALED(status):
+        break
+"""
+
+
+def contents() -> dict[tuple[str, int], bytes]:
+    first = text_like(500_000, 1)
+    found = {("k", number): mutated(first, number, edits=60) for number in range(1, 5)}
+    found |= {("other", 1): random_bytes(300_000, 2), ("other", 2): random_bytes(300_000, 3)}
+    return found
+
+
+GONE = {("k", 1), ("k", 2), ("other", 1), ("other", 2)}
+
+
+def made(root: Path, *, rounds: int) -> float:
+    """Make a store of which `rounds` rounds have been done; return the time of the next."""
+    now = START
+    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+        for (key, _), content in contents().items():
+            store.put(key, content)
+        for key, number in sorted(GONE):
+            store.delete(key, number)
+        now += 2 * DAY
+        for _ in range(rounds):
+            store.gc()
+            now += 2 * DAY
+    return now
+
+
+def ended(root: Path, now: float) -> dict[str, bytes]:
+    """Check a store whose round was cut short, end what it began, and return what is left."""
+    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+        check(store)
+        for _ in range(4):
+            store.gc()
+            now += 2 * DAY
+            check(store)
+        assert store.stats().ledger.stored_bytes == sum(map(len, objects(root).values()))
+        live = store._index.writable().entries()
+        assert store.rebuild_index().skipped == ()
+        rebuilt = store._index.writable().entries()
+        for table in ("chunks", "segments", "features"):
+            assert live.pop(table).keys() <= rebuilt.pop(table).keys()
+        assert live == rebuilt
+        assert store.put("other", b"more").info.version == 3
+    return objects(root)
+
+
+def check(store):
+    assert store.verify().damage == ()
+    for (key, number), content in contents().items():
+        if (key, number) in GONE:
+            try:
+                store.get(key, number)
+            except NotFound:
+                continue
+            raise AssertionError(f"{key} {number} was deleted")
+        assert store.get(key, number).read() == content
+
+
+def killed(tmp_path: Path, rounds: int) -> int:
+    now = made(tmp_path / "whole", rounds=rounds)
+    left = set(ended_names(tmp_path / "whole", now))
+    died = 0
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    draw = random.Random(seed)
+    shutil.rmtree(tmp_path / "whole.0")
+    for when in ("before", "after"):
+        script = process(DIES, tmp_path / "whole", str(now), when)
+        said, complained = script.communicate(timeout=120)
+        assert script.returncode == 0, complained
+        outcomes = [line.split() for line in said.splitlines()]
+        assert [status for _, status in outcomes[:-1]] == ["9"] * (len(outcomes) - 1)
+        assert outcomes[-1][1] == "0"
+        chosen = range(1, len(outcomes) + 1)
+        for times in chosen if EVERY_MOMENT else draw.sample(chosen, 3):
+            root = tmp_path / f"whole.{times}"
+            assert set(ended(root, now)) - containers_of_the_last_put(root) == left, times
+        for times in chosen:
+            shutil.rmtree(tmp_path / f"whole.{times}")
+        died += len(outcomes) - 1
+    return died
+
+
+def containers_of_the_last_put(root: Path) -> set[str]:
+    newest = max((root / "containers").rglob("*.nkc"))
+    return {str(newest.relative_to(root))}
+
+
+def ended_names(root: Path, now: float) -> set[str]:
+    shutil.copytree(root, f"{root}.0")
+    copy = Path(f"{root}.0")
+    return set(ended(copy, now)) - containers_of_the_last_put(copy)
+
+
+def test_a_first_round_may_die_anywhere(tmp_path: Path) -> None:
+    assert killed(tmp_path, rounds=0) > 20
+
+
+def test_a_later_round_may_die_anywhere(tmp_path: Path) -> None:
+    assert killed(tmp_path, rounds=1) > 4

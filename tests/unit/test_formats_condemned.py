@@ -1,0 +1,89 @@
+"""The record of what is condemned: it says what was written, or that it is damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as runs
+from hypothesis import strategies as st
+
+from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.formats.columns import check_bytes
+from nearkin.formats.condemned import Condemned, decode_record, encode_record
+from nearkin.store.condemned import CondemnedStore, record_bytes, record_name
+from nearkin.store.objects import memory_objects
+
+ordinals = st.sets(st.integers(0, 300), max_size=40).map(lambda rows: np.array(sorted(rows), np.uint32))
+entries = st.builds(Condemned, st.integers(0, 1 << 50), ordinals, ordinals, st.booleans())
+records = st.dictionaries(st.integers(2, (1 << 64) - 1), entries, max_size=8)
+
+
+def plain(record):
+    return {c: (e.at_us, e.chunks.tolist(), e.segments.tolist(), e.whole) for c, e in record.items()}
+
+
+def example() -> dict[int, Condemned]:
+    rows = np.array([0, 1, 2, 7, 9, 10], np.uint32)
+    return {1 << 40: Condemned(5, rows, rows[:2], False), (1 << 40) + 1: Condemned(6, rows, rows, True)}
+
+
+@given(record=records, sequence=st.integers(0, (1 << 64) - 1))
+@runs(deadline=None, max_examples=100)
+def test_what_is_read_is_what_was_written(record, sequence):
+    found, back = decode_record(encode_record(sequence, record), "r")
+    assert (found, plain(back)) == (sequence, plain(record))
+
+
+@given(record=records, later=st.integers(1, 1 << 40))
+@runs(deadline=None, max_examples=50)
+def test_its_size_does_not_depend_on_the_clock(record, later):
+    moved = {c: Condemned(e.at_us + later, e.chunks, e.segments, e.whole) for c, e in record.items()}
+    assert record_bytes(moved) == record_bytes(record)
+
+
+def test_every_flipped_bit_and_every_truncation_is_told():
+    data = encode_record(3, example())
+    for at in range(len(data)):
+        with pytest.raises(Corrupt):
+            decode_record(data[:at], "r")
+        for bit in range(8):
+            broken = bytearray(data)
+            broken[at] ^= 1 << bit
+            with pytest.raises(Corrupt):
+                decode_record(bytes(broken), "r")
+
+
+@pytest.mark.parametrize(("at", "value", "error"), [(4, 2, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt)])
+def test_another_format_is_told_from_damage(at, value, error):
+    body = bytearray(encode_record(3, example())[:-8])
+    body[at : at + 2] = value.to_bytes(2, "little")
+    with pytest.raises(error):
+        decode_record(bytes(body) + check_bytes(bytes(body)), "r")
+
+
+def test_the_highest_record_holds_and_lower_ones_go():
+    objects = memory_objects()
+    store = CondemnedStore(objects)
+    assert store.read() == {}
+    store.replace(example())
+    assert list(store.listed()) == [1]
+    newer = {9: Condemned(7, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)}
+    objects.put_new(record_name(5), encode_record(5, newer))  # whoever wrote it died before it removed the other
+    assert plain(store.read()) == plain(newer)
+    store.replace(example())
+    assert store.listed() == {6: record_bytes(example())}
+    store.replace({})
+    assert store.listed() == {}
+
+
+def test_a_broken_record_condemns_nothing_and_an_unknown_name_is_told():
+    objects = memory_objects()
+    store = CondemnedStore(objects)
+    objects.put_new(record_name(2), encode_record(3, example()))  # under another's name
+    assert store.read() == {}
+    with pytest.raises(Corrupt, match="is record 3"):
+        store.at(2)
+    objects.put_new("gc/notes.txt", b"mine")
+    with pytest.raises(Corrupt, match="move it out"):
+        store.listed()
