@@ -297,6 +297,8 @@ class KafkaSettings:
     session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000
     upload_idle_seconds: Annotated[int, Between(1, 86_400)] = 300
     """An upload whose frames stop coming is ended as failed after this long."""
+    retention_hours: Annotated[int, Between(1, 87_600)] = 168
+    """How long our topics keep messages, dead letters too: the longest that a stage may be down without loss."""
     linger_ms: Annotated[int, Between(1, 60_000)] = 1_000
     """How long the delta worker may hold chunks in an open container; the end of a blob seals it sooner."""
 
@@ -410,6 +412,20 @@ class AuthSettings:
 
 
 @dataclass(frozen=True)
+class MonitorSettings:
+    """Where a service tells how it is: `/livez`, `/readyz`, `/metrics`."""
+
+    __pydantic_config__ = _FORBID
+
+    host: Annotated[str, Text(255)] = "127.0.0.1"
+    port: Annotated[int | None, Between(0, 65_535)] = None
+    """Unset: nowhere. 0 takes any free port and says which."""
+    stall_seconds: Annotated[int, Between(10, 86_400)] = 300
+    """A worker that has done no step for so long is not live. A dependency that is away is asked again after 60 s at
+    most, and each such step counts; Kafka itself gives up on a consumer after 600 s."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Every setting of a store and its runners."""
 
@@ -442,6 +458,7 @@ class Settings:
     service: ServiceSettings = ServiceSettings()
     gateway: GatewaySettings = GatewaySettings()
     auth: AuthSettings = AuthSettings()
+    monitor: MonitorSettings = MonitorSettings()
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""

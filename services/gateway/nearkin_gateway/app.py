@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
 from nearkin_gateway import admin, blobs, deleting, uploads
+from nearkin_gateway.counting import Counted
 from nearkin_gateway.handing_over import sweep_for_ever
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
@@ -70,7 +71,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 def served(app: FastAPI) -> ASGIApp:
     """Return the application as a server should call it."""
-    return PathAsSent(app)
+    return PathAsSent(Counted(app))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -77,11 +77,17 @@ class _Stall:
 class IngestConsumer:
     """One consumer of the group. Not to be shared between threads."""
 
-    def __init__(self, settings: Settings, objects: ObjectStore | None, worker: str) -> None:
-        """`objects` is where claim checks lie; `worker` a name of its own that stays over a restart (KIP-345)."""
+    def __init__(
+        self, settings: Settings, objects: ObjectStore | None, worker: str, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        """`objects` is where claim checks lie; `worker` a name of its own that stays over a restart (KIP-345).
+
+        `beat` is called after each step, and after each piece of a long object.
+        """
         self._settings = settings
         self._objects = objects
         self._tenants = tenants_of(settings)
+        self._beat = beat
         self._outbox = Outbox(settings, f"{worker}-ingest")
         self._consumer: Consumer = consumer(
             settings,
@@ -118,6 +124,7 @@ class IngestConsumer:
                     if place not in passed_over and not self._one(record):  # 2, 3
                         passed_over.add(place)
                 self._settle()  # 4, 5
+                self._beat()
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
         finally:
@@ -166,6 +173,7 @@ class IngestConsumer:
         """Yield what `pieces` do; in between let the group know that we live. Raises _Revoked."""
         for piece in pieces:
             yield piece
+            self._beat()
             if time.monotonic() - self._alive_at > ALIVE_SECONDS:
                 parts = self._consumer.assignment()
                 self._consumer.pause(parts)

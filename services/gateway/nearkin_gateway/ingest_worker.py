@@ -17,10 +17,12 @@ import click
 
 from nearkin.config import Settings, load
 from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable
+from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.runners.kafka.loop import run_forever
 from nearkin.runners.kafka.reporting import report
+from nearkin.runners.monitor import Monitor
 from nearkin.store.objects import ObjectStore
 from nearkin.store.opening import open_objects
 from nearkin_gateway.ingest_consumer import IngestConsumer
@@ -61,6 +63,8 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
     """Run a consumer until `stop`; it takes nothing while `service.read_only` or `service.paused` is set."""
     if not settings.ingest.topics:
         raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
+    monitor = Monitor(settings.monitor)
+    monitor.start()
     objects = _connected(settings, stop)
     hot = HotSettings(settings, config_file)
     hot.start()
@@ -68,16 +72,21 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
     _log.warning("%s %s: ready, revision %s, topics %s", STAGE, worker, hot.revision, ", ".join(settings.ingest.topics))
+    pulse = monitor.pulse(STAGE)
+    monitor.connected({name: check for name, check in checks_of(settings).items() if name != "redis"})
     try:
         run_forever(
-            lambda: IngestConsumer(settings, objects, worker),
+            lambda: IngestConsumer(settings, objects, worker, pulse.beat),
             stop,
             lambda: hot.settings.service.read_only or hot.settings.service.paused,
+            STAGE,
         )
     finally:
         stop.set()
+        monitor.stopping()
         hot.stop()
         reporter.join(STOP_SECONDS)
+        monitor.stop()
 
 
 def _connected(settings: Settings, stop: threading.Event) -> ObjectStore | None:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from nearkin import metrics
 from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew, NotFound, Retryable
 
 MEDIA_TYPE = "application/problem+json"
@@ -89,6 +90,7 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
         case BadInput():
             return Problem(400, "bad-input", str(err))
         case Corrupt() | FormatTooNew():
+            metrics.CORRUPT.labels("restore").inc()
             return Problem(500, "corrupt", str(err))
         case Retryable():
             return Problem(503, "unavailable", str(err), headers={"Retry-After": str(RETRY_SECONDS)})

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from nearkin import metrics
 from nearkin.config import GatewaySettings
-from nearkin.errors import NearkinError
+from nearkin.errors import Corrupt, NearkinError
 
 SLICE_BYTES = 256 * 1024
 _log = logging.getLogger("nearkin.gateway")
@@ -65,6 +66,8 @@ class BlobResponse(Response):
                 piece = await coming
             await send({"type": "http.response.body", "body": b""})
         except NearkinError as err:
+            if isinstance(err, Corrupt):
+                metrics.CORRUPT.labels("restore").inc()
             _log.error("%s: the body is cut short: %s", scope["path"], err)
             raise
         finally:

@@ -10,6 +10,7 @@ import uvicorn
 
 from nearkin.config import Settings
 from nearkin.errors import ConfigError
+from nearkin.runners.monitor import Check, Monitor
 from nearkin_gateway.app import create_app, served
 from nearkin_gateway.protocol import bounded_protocol
 from nearkin_gateway.state import Gateway
@@ -73,5 +74,19 @@ def make_server(settings: Settings, gateway: Gateway) -> uvicorn.Server:
 
 def serve(settings: Settings, config_file: Path | None = None) -> None:
     """Serve until told to stop. Raises NearkinError."""
-    server = make_server(settings, make_gateway(settings, config_file))
-    server.run()
+    monitor = Monitor(settings.monitor)
+    monitor.start()
+    try:
+        server = make_server(settings, make_gateway(settings, config_file))
+        monitor.connected(_checks(settings))
+        server.run()
+    finally:
+        monitor.stop()
+
+
+def _checks(settings: Settings) -> dict[str, Check]:
+    if settings.gateway.ingest == "embedded":
+        return {}
+    from nearkin.runners.kafka.checking import checks_of
+
+    return checks_of(settings)

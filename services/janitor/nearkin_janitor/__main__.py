@@ -8,6 +8,7 @@ from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.protocols import Index
 from nearkin.index.redis import rebuild_in_background
 from nearkin.local_index import super_features_of
+from nearkin.runners.kafka.lag import LagWatch
 from nearkin.runners.kafka.worker import Context, command
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
@@ -16,7 +17,10 @@ from nearkin_janitor.tenants import Tenants
 
 
 def start(context: Context) -> Callable[[], None]:
-    """Watch the index; return what ends that. One janitor of the fleet rebuilds at a time (a lease in Redis)."""
+    """Watch the index and the groups' lag; return what ends that.
+
+    One janitor of the fleet rebuilds at a time (a lease in Redis).
+    """
     manifests = ManifestStore(context.objects)
 
     def fingerprinter(tenant: str) -> Fingerprinter:
@@ -28,7 +32,14 @@ def start(context: Context) -> Callable[[], None]:
         tenants = Tenants(fingerprinter, [settings.tenant], manifests)
         return rebuild_index(containers, manifests, index, tenants, super_features_of)
 
-    return rebuild_in_background(context.index, rebuild).stop
+    stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
+    stop_looking = LagWatch(context.settings).start()
+
+    def stop() -> None:
+        stop_looking()
+        stop_rebuilding()
+
+    return stop
 
 
 if __name__ == "__main__":

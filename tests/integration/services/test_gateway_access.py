@@ -11,11 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from nearkin import metrics
 from nearkin.api import open_store
 from nearkin.config import Settings, with_changes
 from nearkin.errors import BadInput, ConfigError, NotFound
 from nearkin.testing.gateways import Running, embedded, running
+from nearkin.testing.smoke import NotWell, smoke
 from nearkin_gateway import tokens
+from nearkin_gateway.counting import METHODS
 from nearkin_gateway.server import check_address
 
 Maker = Callable[..., httpx.Client]
@@ -227,3 +230,39 @@ def test_secrets_are_not_shown_by_config(tmp_path: Path) -> None:
         text = client.get("/v1/config").text
     assert "hunter2" not in text
     assert "nk_secret" not in text
+
+
+def test_the_smoke_test_stores_something_and_notices_a_door_that_is_open(
+    gateway: Running, folder: Path, client: Maker, tmp_path: Path
+) -> None:
+    text = client("default", "read", "write").headers["authorization"].removeprefix("Bearer ")
+    assert [line.partition(":")[0] for line in smoke(gateway.url, text)][:2] == ["/readyz", "/v1/blobs without a token"]
+    assert len(smoke(gateway.url, None)) == 2
+    with (
+        running(embedded(tmp_path / "open")) as open_door,
+        pytest.raises(NotWell, match=r"without a token: 200, want 401"),
+    ):
+        smoke(open_door.url, None)
+    with pytest.raises(NotWell, match="ConnectError"):
+        smoke("http://127.0.0.1:1", None)
+
+
+def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: Running, client: Maker) -> None:
+    reader = client("default", "read")
+
+    def counted() -> dict[tuple[str, str, str], float]:
+        return {
+            (sample.labels["method"], sample.labels["route"], sample.labels["status"]): sample.value
+            for sample in next(iter(metrics.REQUESTS.collect())).samples
+            if sample.name.endswith("_total")
+        }
+
+    before = counted()
+    assert reader.get("/v1/blobs/shared/name").status_code == 200
+    assert reader.get("/v1/no/such/place").status_code == 404
+    assert reader.request("PROPFIND", "/v1/blobs/shared/name").status_code == 405
+    added = {key: count - before.get(key, 0.0) for key, count in counted().items() if count != before.get(key)}
+    assert added[("GET", "/v1/blobs/{key:path}", "200")] == 1
+    assert sum(count for (_, route, status), count in added.items() if (route, status) == ("other", "404")) == 1
+    assert {method for method, _, _ in counted()} <= METHODS | {"other"}
+    assert not any("shared" in route for _, route, _ in counted())

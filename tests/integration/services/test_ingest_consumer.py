@@ -127,7 +127,7 @@ class World:
 
         def run() -> None:
             try:
-                run_forever(lambda: IngestConsumer(chosen, objects, worker), stop, paused.is_set)
+                run_forever(lambda: IngestConsumer(chosen, objects, worker), stop, paused.is_set, "ingest")
             except BaseException as err:
                 failures.append(err)
 

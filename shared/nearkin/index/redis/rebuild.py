@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from nearkin import metrics
 from nearkin.claims import ContainerClaims
 from nearkin.errors import NearkinError, Retryable
 from nearkin.formats.manifest import Manifest
@@ -126,8 +127,10 @@ class Rebuilder:
                 _log.warning("%s", err)
             except NearkinError as err:
                 self.failure = err
+                metrics.REBUILDS.labels("failed").inc()
                 _log.warning("rebuild failed, next try in %.1f s: %s", self._poll_seconds, err)
             except Exception:
+                metrics.REBUILDS.labels("failed").inc()
                 _log.exception("rebuild failed, next try in %.1f s", self._poll_seconds)
             self._stopping.wait(self._poll_seconds)
 
@@ -137,7 +140,9 @@ class Rebuilder:
         Raises what the rebuild raised, or RebuildOver.
         """
         index = self._index
-        if not index.check():
+        needed = index.check()
+        metrics.INDEX_WHOLE.set(not needed)
+        if not needed:
             return False
         holder = index.server.one(Server.call("take", self._keys, secrets.token_hex(8), self._lease_ms))
         if holder is None:
@@ -162,6 +167,8 @@ class Rebuilder:
             with suppress(NearkinError):  # it ends by itself
                 index.server.one(Server.call("release", self._keys[:1], holder))
         self.rebuilt += 1
+        metrics.INDEX_WHOLE.set(1)
+        metrics.REBUILDS.labels("done").inc()
         self.failure = None
         return True
 

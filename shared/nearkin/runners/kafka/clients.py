@@ -21,7 +21,7 @@ _log = logging.getLogger("nearkin.kafka")
 
 STAGE_TOPICS = ("frames", "segments", "fresh", "paired", "placed")
 TOPICS = (*STAGE_TOPICS, "committed", "dead", "config", "workers")
-_COMPACTED = ("config", "workers")
+COMPACTED = ("config", "workers")
 OUTBOX_BYTES_MAX = 64 * 1024 * 1024
 FLUSH_SECONDS_MAX = 60.0
 ADMIN_SECONDS_MAX = 30.0
@@ -69,16 +69,22 @@ def _on_error(err: KafkaError) -> None:
     _log.warning("kafka: %s", err.str())
 
 
+def retention_ms(settings: Settings) -> str:
+    """Return how long topics keep messages, as Kafka has it."""
+    return str(settings.kafka.retention_hours * 3_600_000)
+
+
 def create_topics(settings: Settings) -> list[str]:
     """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
     config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete"}
     compacted = config | {"cleanup.policy": "compact"}
+    config["retention.ms"] = retention_ms(settings)
     partitions, replication = settings.kafka.partitions, settings.kafka.replication
     return _create(
         settings,
         [
             NewTopic(topic(settings, name), 1, replication_factor=replication, config=compacted)
-            if name in _COMPACTED
+            if name in COMPACTED
             else NewTopic(topic(settings, name), partitions, replication_factor=replication, config=config)
             for name in TOPICS
         ],

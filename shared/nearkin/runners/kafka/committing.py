@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import Corrupt, NotFound, Retryable
 from nearkin.formats.answers import info_json, ledger_json
@@ -87,6 +88,8 @@ class CommitHandler:
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: dict[bytes, _Open] = {}
         self._finished: OrderedDict[bytes, None] = OrderedDict()
+        for state in ("committed", "failed"):
+            metrics.BLOBS.labels(state)
 
     def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._offsets[partition] = PartitionOffsets()
@@ -220,9 +223,11 @@ class CommitHandler:
                 origin=end.origin,
             )
             try:
-                return manifest, self._manifests.put(manifest)
+                manifest_bytes = self._manifests.put(manifest)
             except AlreadyExists:
                 continue  # another put took the number, or this one did and its answer was lost
+            metrics.count_committed(ledger, manifest_bytes, manifest.seconds)
+            return manifest, manifest_bytes
         raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
@@ -240,6 +245,7 @@ class CommitHandler:
         return None
 
     def _tell_failed(self, blob: _Open, failure: str, traceparent: bytes | None) -> None:
+        metrics.BLOBS.labels("failed").inc()
         _log.warning("blob %s (%r): failed: %s", blob.envelope.blob.hex(), blob.envelope.key, failure)
         origin = blob.end.origin if blob.end is not None else blob.envelope.blob
         began_us = blob.end.began_us if blob.end is not None else 0

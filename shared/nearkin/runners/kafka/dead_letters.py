@@ -9,7 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from nearkin import metrics
 from nearkin.config import Settings
+from nearkin.errors import Corrupt
 from nearkin.runners.kafka.clients import TOPIC_BYTES_MAX, topic
 
 _log = logging.getLogger("nearkin.dead")
@@ -76,6 +78,9 @@ class Rejected(Protocol):
 def send_dead_letter(settings: Settings, outbox: Sender, record: Rejected, stage: str, err: BaseException) -> None:
     """Queue the dead letter of a record that `stage` could not process."""
     _log.error("%s[%d] offset %d: dead letter: %s", record.topic, record.partition, record.offset, err)
+    metrics.DEAD_LETTERS.labels(stage).inc()
+    if isinstance(err, Corrupt):
+        metrics.CORRUPT.labels(stage).inc()
     own: list[tuple[str, bytes | None]] = []
     used = omitted = 0
     for name, text in record.all_headers:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import Corrupt, NearkinError, Permanent, Retryable
 from nearkin.formats.message import End, Envelope, Kind, Message, Opened, Paired, decode, encode, opened, read
@@ -82,6 +83,8 @@ class RecordGuard:
         self._outbox = outbox
         self._next_topic = next_topic
         self._next_key = next_key
+        for counter in (metrics.DEAD_LETTERS, metrics.CORRUPT):
+            counter.labels(stage)  # there from the start, so that the first one is seen as a change
 
     def decoded(self, record: Record) -> Message | None:
         """Return the record's message, or None after putting it aside."""

@@ -23,6 +23,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from watchfiles import watch
 
+from nearkin import metrics
 from nearkin.config import HOT_FIELDS, Settings, load, with_changes
 from nearkin.errors import BadInput, NearkinError
 from nearkin.runners.kafka.clients import consumer, group, topic
@@ -76,6 +77,7 @@ class HotSettings:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._caught_up = threading.Event()
+        metrics.CONFIG.info({"revision": self.revision})
 
     @property
     def settings(self) -> Settings:
@@ -118,6 +120,7 @@ class HotSettings:
             changes = checked_changes(json.loads(value)["changes"])
             self._apply(self._from_file, changes)
         except (NearkinError, ValueError, KeyError, TypeError, RecursionError) as err:
+            metrics.CONFIG_REFUSED.inc()
             _log.error("%s: refused, revision %s stays: %s", what, self.revision, err)
 
     def reread(self) -> None:
@@ -129,6 +132,7 @@ class HotSettings:
         try:
             self._apply(hot_values(self._reload()), self._from_topic)
         except NearkinError as err:
+            metrics.CONFIG_REFUSED.inc()
             _log.error("%s: refused, revision %s stays: %s", self._file, self.revision, err)
 
     def _apply(self, from_file: Mapping[str, Any], from_topic: dict[str, dict[str, Any]]) -> None:
@@ -146,6 +150,7 @@ class HotSettings:
                 old, new = hot_values(self._state[0]), hot_values(settings)
                 changed = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name])
                 self._state = settings, revision
+                metrics.CONFIG.info({"revision": revision})
                 _log.warning("revision %s -> %s: %s", before, revision, changed)
 
     def _watch_file(self) -> None:

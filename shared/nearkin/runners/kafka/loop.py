@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka import Message as KafkaMessage
 from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import Retryable, StoreUnavailable
 from nearkin.formats.message import is_end
@@ -91,11 +92,24 @@ class Runnable(Protocol):
 class Loop:
     """One consumer carrying one handler."""
 
-    def __init__(self, settings: Settings, service: str, name: str, worker: str, handler: Handler) -> None:
-        """`worker` is a name of its own in the group that stays over a restart: static membership (KIP-345)."""
+    def __init__(
+        self,
+        settings: Settings,
+        service: str,
+        name: str,
+        worker: str,
+        handler: Handler,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`worker` is a name of its own in the group that stays over a restart: static membership (KIP-345).
+
+        `beat` is called after each step, the idle ones too.
+        """
         self._settings = settings
         self._topic = topic(settings, name)
         self._handler = handler
+        self._beat = beat
+        self._stage = service
         self._name = worker
         self._committed: dict[int, tuple[int, str]] = {}
         self._last_commit = time.monotonic()
@@ -117,10 +131,11 @@ class Loop:
                 self._pause(paused())
                 records = self._take()
                 if records:
-                    self._handler.handle(records)
+                    self._handle(records)
                 self._idle_seconds = min(self._handler.idle(), IDLE_SECONDS)
                 if time.monotonic() - self._last_commit >= COMMIT_SECONDS:
                     self._commit()
+                self._beat()
             for part in self._consumer.assignment():
                 self._handler.drain(part.partition)
             self._commit()
@@ -134,10 +149,17 @@ class Loop:
             self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
             self._handler.close()
 
+    def _handle(self, records: list[Record]) -> None:
+        metrics.RECORDS.labels(self._stage).inc(len(records))
+        metrics.RECORD_BYTES.labels(self._stage).inc(sum(len(record.value) for record in records))
+        with metrics.STEP_SECONDS.labels(self._stage).time():
+            self._handler.handle(records)
+
     def _take(self) -> list[Record]:
         """Return what is there. In a stream of messages also what comes within GATHER_SECONDS, but not after an end."""
         room = self._settings.kafka.batch_messages
         first = self._consumer.poll(self._idle_seconds)
+        metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
         if first is None:
             self._streaming = False
             return []
@@ -236,6 +258,14 @@ class Loop:
         self._committed.update(changed)
 
 
+def _age_seconds(message: KafkaMessage | None) -> float:
+    """Return how long ago a record was sent; 0 where there is none or it does not say."""
+    if message is None or message.error() is not None:
+        return 0.0
+    kind, sent_ms = message.timestamp()
+    return 0.0 if kind == TIMESTAMP_NOT_AVAILABLE else max(0.0, time.time() - sent_ms / 1000)
+
+
 def _ends(message: KafkaMessage) -> bool:
     return is_end(as_bytes(message.value()) or b"")
 
@@ -267,11 +297,13 @@ def retrying() -> Retrying:
     )
 
 
-def run_forever(make: Callable[[], Runnable], stop: threading.Event, paused: Callable[[], bool]) -> None:
+def run_forever(make: Callable[[], Runnable], stop: threading.Event, paused: Callable[[], bool], stage: str) -> None:
     """Run loops one after another: whoever loses a dependency for long starts over from Kafka's offsets."""
+    metrics.RESTARTS.labels(stage)  # there from the start, so that the first one is seen as a change
     while not stop.is_set():
         try:
             make().run(stop, paused)
         except Retryable as err:
+            metrics.RESTARTS.labels(stage).inc()
             _log.warning("starting over: %s", err)
             stop.wait(RESTART_SECONDS)

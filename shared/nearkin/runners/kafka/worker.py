@@ -20,11 +20,13 @@ import click
 from nearkin.config import Settings, load
 from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.index.redis import RedisIndex
+from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.runners.kafka.loop import Handler, Loop, run_forever
 from nearkin.runners.kafka.reporting import report
 from nearkin.runners.kafka.tenants import Lanes, lanes
+from nearkin.runners.monitor import Monitor
 from nearkin.store import descriptor
 from nearkin.store.objects import ObjectStore
 from nearkin.store.opening import open_store_of
@@ -45,6 +47,7 @@ class Context:
     found: descriptor.Descriptor
     index: RedisIndex
     worker: str
+    monitor: Monitor
 
     @property
     def secret(self) -> bytes:
@@ -109,8 +112,10 @@ def run_worker(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    monitor = Monitor(settings.monitor)
     try:
-        context = _connected(service, settings, config_file, worker, stop)
+        monitor.start()
+        context = _connected(service, settings, config_file, worker, stop, monitor)
     except NearkinError as err:
         _log.error("%s: %s", service, err)
         return 1
@@ -122,21 +127,29 @@ def run_worker(
     reporting = (settings, context.hot, service, worker, stop)
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
+    monitor.connected(checks_of(settings))
     _log.warning("%s %s: ready, revision %s", service, worker, context.hot.revision)
     stop.wait()
+    monitor.stopping()
     for thread in threads:
         thread.join(STOP_SECONDS)
     if end_background is not None:
         end_background()
     context.hot.stop()
     reporter.join(STOP_SECONDS)
+    monitor.stop()
     for failure in failures:
         _log.error("%s: %s", service, failure, exc_info=failure)
     return 1 if failures or any(thread.is_alive() for thread in threads) else 0
 
 
 def _connected(
-    service: str, settings: Settings, config_file: Path | None, worker: str, stop: threading.Event
+    service: str,
+    settings: Settings,
+    config_file: Path | None,
+    worker: str,
+    stop: threading.Event,
+    monitor: Monitor,
 ) -> Context | None:
     """Return all connections, waiting for servers that are not up yet. Raises NearkinError after a while."""
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
@@ -153,18 +166,20 @@ def _connected(
             continue
         hot = HotSettings(settings, config_file)
         hot.start()
-        return Context(settings, hot, objects, found, index, worker)
+        return Context(settings, hot, objects, found, index, worker, monitor)
     return None
 
 
 def _thread(context: Context, part: Part, stop: threading.Event, failures: list[BaseException]) -> threading.Thread:
+    pulse = context.monitor.pulse(part.service)
+
     def make() -> Loop:
         worker = f"{part.service}-{context.worker}"
-        return Loop(context.settings, part.service, part.topic, worker, part.make(context))
+        return Loop(context.settings, part.service, part.topic, worker, part.make(context), pulse.beat)
 
     def run() -> None:
         try:
-            run_forever(make, stop, lambda: context.current().service.paused)
+            run_forever(make, stop, lambda: context.current().service.paused, part.service)
         except BaseException as err:
             failures.append(err)
             stop.set()

@@ -1,0 +1,56 @@
+{{/* The file of settings, and what of it needs a restart. */}}
+
+{{- define "nearkin.tomlValue" -}}
+{{- if kindIs "map" . -}}
+{ {{- range $number, $name := keys . | sortAlpha }}{{ if $number }},{{ end }} {{ toJson $name }} = {{ toJson (index $ $name) }}{{ end }} }
+{{- else if or (kindIs "string" .) (kindIs "bool" .) (kindIs "slice" .) -}}
+{{- toJson . -}}
+{{- else -}}
+{{- int64 . -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "nearkin.toml" -}}
+{{- range $name, $value := .Values.config }}{{ if not (kindIs "map" $value) }}
+{{- $name }} = {{ include "nearkin.tomlValue" $value }}
+{{ end }}{{ end }}
+{{- range $section, $values := .Values.config }}{{ if and (kindIs "map" $values) $values }}
+[{{ $section }}]
+{{ range $name, $value := $values -}}
+{{ $name }} = {{ include "nearkin.tomlValue" $value }}
+{{ end }}{{ end }}{{ end }}
+{{- end -}}
+
+{{/* nearkin.config.HOT_FIELDS: what running services take from the changed file. */}}
+{{- define "nearkin.hotFields" -}}
+- base.policy
+- block.delta_bytes
+- block.level
+- block.raw_bytes
+- delta.codec
+- delta.level
+- delta.max_depth
+- features.algorithm
+- features.count
+- features.sampling_bits
+- features.super_features
+- service.paused
+- service.read_only
+{{- end -}}
+
+{{/* A digest of all settings but the hot ones: pods carry it, so that a change of these alone restarts none. */}}
+{{- define "nearkin.coldChecksum" -}}
+{{- $cold := deepCopy .Values.config -}}
+{{- range $field := include "nearkin.hotFields" . | fromYamlArray -}}
+{{- $parts := splitList "." $field -}}
+{{- with index $cold (first $parts) -}}
+{{- $_ := unset . (last $parts) -}}
+{{- end -}}
+{{- end -}}
+{{- range $section, $values := $cold -}}
+{{- if and (kindIs "map" $values) (not $values) -}}
+{{- $_ := unset $cold $section -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $cold | sha256sum -}}
+{{- end -}}

@@ -1,0 +1,86 @@
+{{/* Parts of every pod: what Pod Security "restricted" asks for, settings, secrets. */}}
+
+{{- define "nearkin.podSecurity" -}}
+serviceAccountName: {{ include "nearkin.serviceAccount" . }}
+automountServiceAccountToken: false
+# Variables of Services begin with their names: NEARKIN_* ones would be taken for settings, and refused.
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- end -}}
+
+{{- define "nearkin.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Variables with secrets, by reference. */}}
+{{- define "nearkin.secretEnv" -}}
+{{- with .Values.secrets.kafka }}{{ if .name }}
+{{ include "nearkin.envFrom" (list "NEARKIN_KAFKA__SASL_USERNAME" .name .usernameKey) }}
+{{ include "nearkin.envFrom" (list "NEARKIN_KAFKA__SASL_PASSWORD" .name .passwordKey) }}
+{{- end }}{{ end }}
+{{- with .Values.secrets.redis }}{{ if .name }}
+{{- if .usernameKey }}
+{{ include "nearkin.envFrom" (list "NEARKIN_REDIS__USERNAME" .name .usernameKey) }}
+{{- end }}
+{{ include "nearkin.envFrom" (list "NEARKIN_REDIS__PASSWORD" .name .passwordKey) }}
+{{- end }}{{ end }}
+{{- with .Values.secrets.objectStore }}{{ if .name }}
+{{ include "nearkin.envFrom" (list "NEARKIN_OBJECT_STORE__ACCESS_KEY_ID" .name .accessKeyIdKey) }}
+{{ include "nearkin.envFrom" (list "NEARKIN_OBJECT_STORE__SECRET_ACCESS_KEY" .name .secretAccessKeyKey) }}
+{{- end }}{{ end }}
+{{- end -}}
+
+{{- define "nearkin.envFrom" -}}
+- name: {{ index . 0 }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ index . 1 | quote }}
+      key: {{ index . 2 | quote }}
+{{- end -}}
+
+{{- define "nearkin.mounts" -}}
+- name: config
+  mountPath: /etc/nearkin/config
+  readOnly: true
+- name: scratch
+  mountPath: /tmp
+{{- if .Values.secrets.certificates.name }}
+- name: certificates
+  mountPath: /etc/nearkin/certificates
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* (root, name of the ConfigMap, bytes of scratch) */}}
+{{- define "nearkin.volumes" -}}
+{{- $root := index . 0 -}}
+# A folder, not a file: only folders follow the ConfigMap.
+- name: config
+  configMap:
+    name: {{ index . 1 }}
+- name: scratch
+  emptyDir:
+    sizeLimit: {{ index . 2 }}
+{{- with $root.Values.secrets.certificates.name }}
+- name: certificates
+  secret:
+    secretName: {{ . | quote }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+

@@ -1,0 +1,74 @@
+"""What a process counts. Invariant: names and labels are declared here alone, and no label's values grow with the data.
+
+Alerts and dashboard (deploy/helm/nearkin) are written over these names; tests/helm holds them to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge, Histogram, Info
+
+if TYPE_CHECKING:
+    from nearkin.records import Ledger
+
+STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BLOB_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
+
+# --- the stages: each worker -----------------------------------------------------------------------------------------
+
+RECORDS = Counter("nearkin_records", "Records taken from Kafka.", ["stage"])
+RECORD_BYTES = Counter("nearkin_record_bytes", "Bytes of their values.", ["stage"])
+STEP_SECONDS = Histogram("nearkin_step_seconds", "Work on one batch of records.", ["stage"], buckets=STEP_BUCKETS)
+RECORD_AGE = Gauge("nearkin_record_age_seconds", "Age of the newest batch's oldest record; 0 while idle.", ["stage"])
+RESTARTS = Counter("nearkin_restarts", "Times a stage lost a dependency for long and began anew.", ["stage"])
+DEAD_LETTERS = Counter("nearkin_dead_letters", "Records that were put aside.", ["stage"])
+CORRUPT = Counter("nearkin_corrupt", "Times that stored or sent bytes were not what they should be.", ["where"])
+
+# --- what became of blobs: the committer -----------------------------------------------------------------------------
+
+BLOBS = Counter("nearkin_blobs", "Blobs that came to their end.", ["state"])
+BLOB_SECONDS = Histogram("nearkin_blob_seconds", "From an upload's beginning to its commit.", buckets=BLOB_BUCKETS)
+BYTES = Counter("nearkin_bytes", "Bytes of committed blobs: as sent, after dedup, after delta, as stored.", ["after"])
+CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
+
+# --- the index and the fleet: the janitor ----------------------------------------------------------------------------
+
+INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index in Redis holds what the store does, 0 until rebuilt.")
+REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
+LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
+OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])
+LAG_SEEN = Gauge("nearkin_lag_seen_timestamp_seconds", "When lag was last read from Kafka.")
+
+# --- the gateway -----------------------------------------------------------------------------------------------------
+
+REQUESTS = Counter("nearkin_http_requests", "Requests answered.", ["method", "route", "status"])
+REQUEST_SECONDS = Histogram(
+    "nearkin_http_request_seconds", "From a request's headers to its answer's end.", ["method"], buckets=BLOB_BUCKETS
+)
+RECEIVED_BYTES = Counter("nearkin_http_received_bytes", "Bytes of requests' bodies.")
+SENT_BYTES = Counter("nearkin_http_sent_bytes", "Bytes of answers' bodies.")
+
+# --- every process ---------------------------------------------------------------------------------------------------
+
+CONFIG = Info("nearkin_config", "The revision of the hot settings in force.")
+CONFIG_REFUSED = Counter("nearkin_config_refused", "Changes of settings that were refused.")
+
+
+def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None:
+    """Count a blob that was committed just now."""
+    BLOBS.labels("committed").inc()
+    BLOB_SECONDS.observe(seconds)
+    for after, added_bytes in (
+        ("in", ledger.logical_bytes),
+        ("dedup", ledger.unique_bytes),
+        ("delta", ledger.unique_bytes - ledger.delta_saved_bytes),
+        ("stored", ledger.stored_bytes + manifest_bytes),
+    ):
+        BYTES.labels(after).inc(max(0, added_bytes))
+    for kind, chunks in (
+        ("duplicate", ledger.duplicate_chunks),
+        ("delta", ledger.delta_chunks),
+        ("raw", ledger.raw_chunks),
+    ):
+        CHUNKS.labels(kind).inc(chunks)

@@ -1,0 +1,68 @@
+"""Whether what a worker needs answers. Invariant: a check is quick and has connections of its own.
+
+The work itself waits for a dependency up to a minute and retries; a probe that did the same would say nothing in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from nearkin.config import Settings
+from nearkin.index.redis import RedisIndex
+from nearkin.runners.kafka.clients import connection, topic, unavailable
+from nearkin.runners.monitor import Check
+from nearkin.store import descriptor
+from nearkin.store.opening import open_objects
+
+CHECK_SECONDS = 3
+
+Made = TypeVar("Made")
+
+
+class _Kept(Generic[Made]):
+    """A client, made at the first check and kept."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._made: Made | None = None
+
+    def __call__(self) -> Made:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def checks_of(settings: Settings) -> dict[str, Check]:
+    """Return what tells whether Kafka, Redis and the object store answer, each within some seconds."""
+    quick = replace(
+        settings,
+        redis=replace(settings.redis, timeout_seconds=min(CHECK_SECONDS, settings.redis.timeout_seconds), retries=0),
+        object_store=replace(
+            settings.object_store,
+            connect_timeout_seconds=CHECK_SECONDS,
+            request_timeout_seconds=CHECK_SECONDS,
+            retries=0,
+        ),
+    )
+    admin = _Kept(lambda: AdminClient(connection(settings, "nearkin-check")))
+    redis = _Kept(lambda: RedisIndex(quick.redis, b""))
+    objects = _Kept(lambda: open_objects(quick))
+
+    def kafka_answers() -> None:
+        try:
+            admin().list_topics(topic(settings, "config"), timeout=float(CHECK_SECONDS))
+        except KafkaException as err:
+            raise unavailable(settings, err) from err
+
+    def redis_answers() -> None:
+        redis().check()
+
+    def objects_answer() -> None:
+        objects().size_bytes(descriptor.NAME)
+
+    return {"kafka": kafka_answers, "redis": redis_answers, "object store": objects_answer}

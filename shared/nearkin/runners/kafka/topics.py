@@ -1,0 +1,90 @@
+"""Making topics: `python -m nearkin.runners.kafka.topics [--config FILE]`, before anything else runs.
+
+Invariant: a topic that is there keeps its partitions. They decide which keys meet where: a blob whose frames were on
+their way would be torn. Another number than the settings' is an error that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import click
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+
+from nearkin.config import Settings, load
+from nearkin.errors import BadInput, ConfigError, NearkinError
+from nearkin.runners.kafka.clients import (
+    ADMIN_SECONDS_MAX,
+    COMPACTED,
+    TOPICS,
+    connection,
+    create_topics,
+    retention_ms,
+    topic,
+    unavailable,
+)
+from nearkin.runners.kafka.loop import patiently
+
+
+def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
+    """Make missing topics and give the others the settings' retention; return (made, changed).
+
+    Raises ConfigError where a topic has another number of partitions, StoreUnavailable, Permanent.
+    """
+    made = create_topics(settings)
+    admin = AdminClient(connection(settings, "nearkin-topics"))
+    try:
+        there = admin.list_topics(timeout=ADMIN_SECONDS_MAX).topics
+        ours = [topic(settings, name) for name in TOPICS if name not in COMPACTED]
+        for name in ours:
+            found = len(there[name].partitions) if name in there else settings.kafka.partitions
+            if found != settings.kafka.partitions:
+                raise ConfigError(
+                    f'kafka.partitions "{settings.kafka.partitions}": topic {name} has {found}; want that number, or '
+                    "let all that is under way end, then change every topic of Nearkin alike"
+                )
+        return made, _with_retention(admin, [name for name in ours if name not in made], retention_ms(settings))
+    except KafkaException as err:
+        raise unavailable(settings, err) from err
+
+
+def _with_retention(admin: AdminClient, names: list[str], wanted_ms: str) -> list[str]:
+    if not names:
+        return []
+    asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, name) for name in names])
+    changed = []
+    for resource, answer in asked.items():
+        if answer.result(ADMIN_SECONDS_MAX)["retention.ms"].value != wanted_ms:
+            changed.append(resource.name)
+    entry = ConfigEntry("retention.ms", wanted_ms, incremental_operation=AlterConfigOpType.SET)
+    resources = [ConfigResource(ResourceType.TOPIC, name, incremental_configs=[entry]) for name in changed]
+    for done in admin.incremental_alter_configs(resources).values() if resources else ():
+        done.result(ADMIN_SECONDS_MAX)
+    return sorted(changed)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings.")
+def main(config_file: Path | None) -> None:
+    """Make the topics that are missing, and set the retention of the others."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    try:
+        settings = load(config_file)[0]
+        made, changed = patiently(lambda: prepare_topics(settings))
+    except NearkinError as err:
+        click.echo(f"nearkin: {err}", err=True)
+        sys.exit(2 if isinstance(err, BadInput) else 1)
+    click.echo(f"made {', '.join(made) or 'none'}; retention changed of {', '.join(changed) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The chart, rendered by Helm itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nearkin.testing import programs
+
+CHART = Path(__file__).parents[2] / "deploy/helm/nearkin"
+
+
+class Refused(Exception):
+    """What Helm said."""
+
+
+@pytest.fixture(scope="session")
+def helm(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`helm(*arguments, values={})` returns what the program prints. Raises Refused with what it says."""
+    program = need(programs.helm)
+    home = tmp_path_factory.mktemp("helm")
+
+    def run(*arguments: str, values: dict[str, Any] | None = None) -> str:
+        done = subprocess.run(
+            [program, *arguments, *(("--values", "-") if values is not None else ())],
+            input=json.dumps(values),  # JSON is YAML
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        )
+        if done.returncode != 0:
+            raise Refused(done.stdout + done.stderr)
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def rendered(helm: Callable[..., str]) -> Callable[..., list[dict[str, Any]]]:
+    """`rendered(values)` returns the objects of a release, each render made once."""
+
+    @cache
+    def objects(values: str) -> str:
+        return helm("template", "store", str(CHART), "--namespace", "backups", values=json.loads(values))
+
+    def render(values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        return [one for one in yaml.load_all(objects(json.dumps(values or {})), loader) if one]
+
+    return render

@@ -1,0 +1,157 @@
+"""Alerts and dashboard ask for what is counted, and each alert is one that its reader can do something about."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+from prometheus_client import REGISTRY
+
+from nearkin import metrics
+
+ROOT = Path(__file__).parents[2]
+GIVEN_LABELS = {"namespace", "job", "pod", "component", "le"}
+"""What the scraping adds."""
+MONITORED = {
+    "monitoring": {"rules": {"enabled": True}, "dashboard": {"enabled": True}, "podMonitor": {"enabled": True}}
+}
+Render = Callable[..., list[dict[str, Any]]]
+
+
+def series() -> dict[str, set[str]]:
+    """Return the labels of every series that a process of ours can have, by name."""
+    found: dict[str, set[str]] = {
+        "up": set(),
+        "process_resident_memory_bytes": set(),
+        "process_cpu_seconds_total": set(),
+    }
+    for collector in vars(metrics).values():
+        if hasattr(collector, "_labelnames"):
+            labels = set(collector._labelnames)
+            name, kind = collector._name, collector._type
+            for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}.get(
+                kind, [""]
+            ):
+                found[name + suffix] = labels | ({"revision"} if kind == "info" else set())
+    return found
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    return next(one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name)
+
+
+@pytest.fixture
+def alerts(rendered: Render) -> list[dict[str, Any]]:
+    (group,) = of_kind(rendered(MONITORED), "PrometheusRule", "store-nearkin")["spec"]["groups"]
+    return list(group["rules"])
+
+
+@pytest.fixture
+def panels(rendered: Render) -> list[dict[str, Any]]:
+    data = of_kind(rendered(MONITORED), "ConfigMap", "store-nearkin-dashboard")["data"]
+    return list(json.loads(data["nearkin.json"])["panels"])
+
+
+def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (name, its matchers) of every series that an expression reads. Raises ValueError where it is none."""
+    promql_parser.parse(expression)
+    for name, inside in re.findall(r"\b(up|nearkin_\w+|process_\w+)\s*\{([^}]*)\}", expression):
+        yield name, dict(re.findall(r'(\w+)\s*=~?\s*"([^"]*)"', inside))
+
+
+def grouped(expression: str) -> set[str]:
+    return {
+        label.strip() for inside in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for label in inside.split(",")
+    }
+
+
+def test_the_series_of_the_code_are_found_here() -> None:
+    known = series()
+    assert {"nearkin_bytes_total", "nearkin_step_seconds_bucket", "nearkin_config_info", "nearkin_index_whole"} <= set(
+        known
+    )
+    exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("nearkin_")}
+    assert all(any(name.startswith(family) for name in known) for family in exposed)
+
+
+def test_alerts_and_panels_ask_for_series_that_exist(
+    alerts: list[dict[str, Any]], panels: list[dict[str, Any]]
+) -> None:
+    known = series()
+    asked = [alert["expr"] for alert in alerts]
+    asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    assert len(asked) > 35
+    for expression in asked:
+        found = list(selectors(expression))
+        assert found, expression
+        may_group = GIVEN_LABELS | {"stage"} | set().union(*(known[name] for name, _ in found))
+        assert grouped(expression) <= may_group, expression
+        for name, matchers in found:
+            assert name in known, f"{name} is counted nowhere"
+            assert set(matchers) <= known[name] | GIVEN_LABELS, expression
+            assert {"namespace", "job"} <= set(matchers), f"{expression}: another release's series count too"
+
+
+def test_values_that_series_are_matched_by_are_given(
+    alerts: list[dict[str, Any]], panels: list[dict[str, Any]]
+) -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "shared/nearkin").rglob("*.py"))
+    asked = [alert["expr"] for alert in alerts]
+    asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    values = {
+        value
+        for expression in asked
+        for _, matchers in selectors(expression)
+        for label, value in matchers.items()
+        if label in ("after", "state", "outcome")
+    }
+    assert values >= {"in", "stored", "failed"}
+    for value in values:
+        assert f'"{value}"' in source, value
+
+
+def test_each_alert_says_how_grave_and_has_its_page(alerts: list[dict[str, Any]]) -> None:
+    pages = re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert [alert["alert"] for alert in alerts] == pages
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert alert["annotations"]["summary"]
+        labels = set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"]))
+        assert labels <= grouped(alert["expr"]), alert["alert"]
+
+
+def test_thresholds_and_names_come_from_the_values(rendered: Render) -> None:
+    values = {
+        "monitoring": {
+            "rules": {
+                "enabled": True,
+                "selector": 'namespace="x",job="y"',
+                "thresholds": {"lagRecords": 77, "errorPercent": 3},
+            }
+        },
+        "config": {"kafka": {"topic_prefix": "a.b."}},
+    }
+    (group,) = of_kind(rendered(values), "PrometheusRule", "store-nearkin")["spec"]["groups"]
+    text = {alert["alert"]: alert["expr"] for alert in group["rules"]}
+    assert text["NearkinBehind"].endswith("> 77")
+    assert "> 3 / 100 *" in text["NearkinGatewayErrors"]
+    assert 'nearkin_lag_records{namespace="x",job="y",group=~"a\\\\.b\\\\.(.*)"}' in text["NearkinStuck"]
+
+
+def test_panels_lie_beside_one_another(panels: list[dict[str, Any]]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not taken & cells, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells

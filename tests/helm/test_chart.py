@@ -1,0 +1,399 @@
+"""The chart renders, is what Kubernetes takes, and keeps its pods from what they do not need."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from nearkin.config import HOT_FIELDS, Settings, load
+from nearkin.runners.kafka.lag import WAITS
+from nearkin.testing import chart, cluster
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/helm/nearkin"
+KUBERNETES = ("1.33", "1.35", "1.37")
+NOT_KUBERNETES_OWN = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.networking.k8s.io/v1"}
+WORKERS = ("chunker", "dedup", "resemblance", "delta", "janitor")
+Render = Callable[..., list[dict[str, Any]]]
+
+SCALED = {name: {"autoscaling": {"enabled": True}} for name in ("gateway", "chunker", "dedup", "resemblance", "delta")}
+MATRIX: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": {
+        "image": {"digest": "sha256:" + "0" * 64},
+        "imagePullSecrets": [{"name": "registry"}],
+        "commonLabels": {"team": "storage"},
+        "podAnnotations": {"example.org/a": "1"},
+        "podLabels": {"sidecar": "no"},
+        "config": {
+            "kafka": {
+                "bootstrap_servers": "a:9093,b:9093",
+                "security_protocol": "sasl_ssl",
+                "ca_file": "/etc/nearkin/certificates/kafka.pem",
+            },
+            "redis": {"url": "rediss+cluster://redis:6379", "ca_file": "/etc/nearkin/certificates/redis.pem"},
+            "ingest": {"topics": {"dumps": "team-a", "backups": "team-b"}},
+            "features": {"algorithm": "odess"},
+            "gateway": {"body_bytes_max": "64GiB", "port": 8443},
+        },
+        "secrets": {
+            "kafka": {"name": "kafka"},
+            "redis": {"name": "redis", "usernameKey": "user"},
+            "objectStore": {"name": "s3"},
+            "certificates": {"name": "certificates"},
+        },
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}},
+        "defaults": {
+            "nodeSelector": {"disk": "ssd"},
+            "tolerations": [{"key": "storage", "operator": "Exists", "effect": "NoSchedule"}],
+            "affinity": {"podAntiAffinity": {}},
+            "priorityClassName": "high",
+            "env": [{"name": "NEARKIN_BLOCK__LEVEL", "value": "5"}],
+        },
+        "delta": {"replicas": 5, "podAnnotations": {"example.org/b": "2"}},
+        "service": {"type": "LoadBalancer", "annotations": {"example.org/c": "3"}},
+        "ingress": {"enabled": True, "className": "nginx", "host": "nearkin.example.org", "tlsSecret": "tls"},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "edge"}], "hostnames": ["nearkin.example.org"]},
+        "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"edge": "yes"}}}]},
+        "monitoring": {"podMonitor": {"enabled": True}, "rules": {"enabled": True}, "dashboard": {"enabled": True}},
+        "test": {"token": {"name": "operator"}},
+    },
+    "hpa": SCALED,
+    "keda": {
+        **SCALED,
+        "keda": {"enabled": True},
+        "secrets": {"kafka": {"name": "kafka"}},
+        "config": {"kafka": {"security_protocol": "sasl_ssl", "topic_prefix": "store."}, "ingest": {"topics": ["b=t"]}},
+        "ingest": {"autoscaling": {"enabled": True, "maxReplicas": 4}},
+    },
+    "least": {
+        "defaults": {"replicas": 1},
+        "networkPolicy": {"enabled": False},
+        "topics": {"job": False},
+        "serviceAccount": {"create": False},
+        "config": {"kafka": {"partitions": 1, "replication": 1}, "profile": "archive"},
+    },
+    "no-gateway": {"gateway": {"enabled": False}, "fullnameOverride": "kin", "config": {"ingest": {"topics": ["b"]}}},
+}
+
+
+def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] in kinds}
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield (kind and name, metadata, spec) of everything that becomes a pod."""
+    for one in objects:
+        name = f"{one['kind']} {one['metadata']['name']}"
+        if one["kind"] in ("Deployment", "Job"):
+            yield name, one["spec"]["template"]["metadata"], one["spec"]["template"]["spec"]
+        elif one["kind"] == "Pod":
+            yield name, one["metadata"], one["spec"]
+
+
+@pytest.fixture(params=sorted(MATRIX))
+def case(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return MATRIX[request.param]
+
+
+# --- it is a chart, and Kubernetes takes what it makes ---------------------------------------------------------------
+
+
+def test_helm_finds_nothing_to_say(helm: Callable[..., str], case: dict[str, Any]) -> None:
+    assert "1 chart(s) linted, 0 chart(s) failed" in helm("lint", "--strict", str(CHART), values=case)
+
+
+def test_three_versions_of_kubernetes_take_it(rendered: Render, case: dict[str, Any]) -> None:
+    objects = rendered(case)
+    assert {one["apiVersion"] for one in objects} <= NOT_KUBERNETES_OWN | {
+        *("v1", "apps/v1", "batch/v1", "policy/v1", "autoscaling/v2", "networking.k8s.io/v1")
+    }
+    own = [one for one in objects if one["apiVersion"] not in NOT_KUBERNETES_OWN]
+    for version in KUBERNETES:
+        for one in own:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_names_are_unique_and_end_up_in_one_namespace(rendered: Render, case: dict[str, Any]) -> None:
+    named = [(one["kind"], one["metadata"]["name"]) for one in rendered(case)]
+    assert len(set(named)) == len(named)
+    assert all(len(name) <= 63 for _, name in named)
+    assert not any("namespace" in one["metadata"] for one in rendered(case))
+
+
+# --- pods ------------------------------------------------------------------------------------------------------------
+
+
+def test_pods_have_nothing_they_do_not_need(rendered: Render, case: dict[str, Any]) -> None:
+    seen = 0
+    for name, _, spec in pods(rendered(case)):
+        seen += 1
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["enableServiceLinks"] is False, name  # else NEARKIN_PORT=tcp://... would be refused as a setting
+        assert not any(spec.get(host) for host in ("hostNetwork", "hostPID", "hostIPC")), name
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"] is True, name
+        assert security["runAsUser"] == security["runAsGroup"] == 10001, name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert {next(iter(set(volume) - {"name"})) for volume in spec["volumes"]} <= {"configMap", "emptyDir", "secret"}
+        assert all("sizeLimit" in volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume), name
+        assert len(spec["containers"]) == 1, name
+        for container in spec["containers"]:
+            inside = container["securityContext"]
+            assert inside["allowPrivilegeEscalation"] is False, name
+            assert inside["readOnlyRootFilesystem"] is True, name
+            assert inside["runAsNonRoot"] is True, name
+            assert inside["capabilities"] == {"drop": ["ALL"]}, name
+            assert "memory" in container["resources"]["limits"], name
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
+            assert ":latest" not in container["image"], name
+            assert all(mount.get("readOnly") or mount["mountPath"] == "/tmp" for mount in container["volumeMounts"])
+    assert seen >= 6
+
+
+def test_services_say_how_they_are(rendered: Render, case: dict[str, Any]) -> None:
+    for name, deployment in of_kind(rendered(case), "Deployment").items():
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports["monitor"] == 9090
+        for probe, path in (("startupProbe", "/livez"), ("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):
+            asked = container[probe]["httpGet"]
+            assert (asked["path"], asked["port"]) == (path, "http" if name.endswith("-gateway") else "monitor")
+        patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+        assert patience > 120  # what a service waits for servers before it says what is missing
+        assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 60
+
+
+def test_secrets_are_named_never_given(rendered: Render) -> None:
+    objects = rendered(MATRIX["everything"])
+    assert not of_kind(objects, "Secret")
+    for name, _, spec in pods(objects):
+        for variable in spec["containers"][0].get("env", []):
+            if any(word in variable["name"] for word in ("PASSWORD", "SECRET", "TOKEN", "ACCESS_KEY")):
+                given = variable.get("valueFrom", {}).get("secretKeyRef")
+                assert given or variable["name"] == "NEARKIN_AUTH__TOKENS_FILE", (name, variable)
+    (container,) = of_kind(objects, "Deployment")["store-nearkin-delta"]["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+    assert variables == {
+        "NEARKIN_KAFKA__SASL_USERNAME": {"name": "kafka", "key": "username"},
+        "NEARKIN_KAFKA__SASL_PASSWORD": {"name": "kafka", "key": "password"},
+        "NEARKIN_REDIS__USERNAME": {"name": "redis", "key": "user"},
+        "NEARKIN_REDIS__PASSWORD": {"name": "redis", "key": "password"},
+        "NEARKIN_OBJECT_STORE__ACCESS_KEY_ID": {"name": "s3", "key": "access_key_id"},
+        "NEARKIN_OBJECT_STORE__SECRET_ACCESS_KEY": {"name": "s3", "key": "secret_access_key"},
+    }
+
+
+def test_it_runs_what_make_up_runs(rendered: Render) -> None:
+    objects = rendered({"config": {"ingest": {"topics": ["blobs"]}}})
+    ran = {
+        deployment["metadata"]["labels"]["app.kubernetes.io/component"]: deployment["spec"]["template"]["spec"][
+            "containers"
+        ][0]["command"][2]
+        for deployment in of_kind(objects, "Deployment").values()
+    }
+    assert ran == {service.name: service.module for service in cluster.SERVICES}
+    assert "ingest" not in {name.rpartition("-")[2] for name in of_kind(rendered(), "Deployment")}
+    for _, _, spec in pods(objects):
+        module = spec["containers"][0]["command"][2]
+        assert importlib.util.find_spec(module), module
+
+
+def test_selectors_find_the_pods_they_mean(rendered: Render) -> None:
+    for values in MATRIX.values():
+        objects = rendered(values)
+        labels = [metadata["labels"] for _, metadata, _ in pods(objects)]
+
+        def selected(selector: dict[str, str]) -> int:
+            return sum(selector.items() <= one.items() for one in labels)  # noqa: B023
+
+        for one in objects:
+            match one["kind"]:
+                case "Deployment" | "PodDisruptionBudget":
+                    assert selected(one["spec"]["selector"]["matchLabels"]) == 1
+                case "Service":
+                    assert selected(one["spec"]["selector"]) == 1
+                case "PodMonitor":
+                    assert selected(one["spec"]["selector"]["matchLabels"]) >= 6
+                case "NetworkPolicy":
+                    assert selected(one["spec"]["podSelector"]["matchLabels"]) >= 1
+
+
+def test_nothing_reaches_a_pod_that_was_not_allowed(rendered: Render) -> None:
+    policies = of_kind(rendered(MATRIX["everything"]), "NetworkPolicy")
+    whole = policies["store-nearkin"]["spec"]
+    assert set(whole["policyTypes"]) == {"Ingress", "Egress"}
+    assert "ingress" not in whole
+    assert [[port["port"] for port in rule["ports"]] for rule in whole["egress"]] == [[53, 53], [9092], [6379], [443]]
+    assert set(whole["podSelector"]["matchLabels"]) == {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
+    opened = {
+        name: (policy["spec"]["ingress"][0]["ports"][0]["port"], len(policy["spec"]["ingress"][0]["from"]))
+        for name, policy in policies.items()
+        if "ingress" in policy["spec"]
+    }
+    assert opened == {"store-nearkin-gateway": ("http", 2), "store-nearkin-monitor": ("monitor", 1)}
+
+
+# --- scaling ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_worker_has_more_replicas_than_partitions(rendered: Render, helm: Callable[..., str]) -> None:
+    for values, told in (
+        ({"delta": {"replicas": 13}}, "delta.replicas 13: want at most config.kafka.partitions (12)"),
+        ({"config": {"kafka": {"partitions": 1}}}, "chunker.replicas 2: want at most config.kafka.partitions (1)"),
+        (
+            {"dedup": {"autoscaling": {"enabled": True, "maxReplicas": 20}}},
+            "dedup.autoscaling.maxReplicas 20: want at most config.kafka.partitions (12)",
+        ),
+        (
+            {"ingest": {"replicas": 5, "partitions": 4}, "config": {"ingest": {"topics": ["b"]}}},
+            "ingest.replicas 5: want at most ingest.partitions (4)",
+        ),
+    ):
+        with pytest.raises(Exception, match=r"want at most") as refused:
+            rendered(values)
+        assert told in str(refused.value)
+    rendered({"gateway": {"replicas": 40}, "delta": {"replicas": 12}})
+
+
+def test_keda_scales_by_what_waits_for_each_worker(rendered: Render) -> None:
+    objects = rendered(MATRIX["keda"])
+    scaled = of_kind(objects, "ScaledObject")
+    waits: dict[str, str] = {}
+    for name, one in scaled.items():
+        assert one["spec"]["scaleTargetRef"]["name"] in of_kind(objects, "Deployment")
+        for trigger in one["spec"]["triggers"]:
+            told = trigger["metadata"]
+            waits[told["consumerGroup"]] = told["topic"]
+            assert (told["sasl"], told["tls"], told["allowIdleConsumers"]) == ("scram_sha512", "enable", "false")
+            assert trigger["authenticationRef"]["name"] in of_kind(objects, "TriggerAuthentication")
+        if name.endswith("-ingest"):
+            assert one["spec"]["maxReplicaCount"] == 4
+    assert waits == {f"store.{group}": f"store.{topic}" for group, topic in WAITS.items()} | {"store.ingest": "b"}
+    assert set(of_kind(objects, "HorizontalPodAutoscaler")) == {"store-nearkin-gateway"}
+    assert len(of_kind(rendered(MATRIX["hpa"]), "HorizontalPodAutoscaler")) == 5
+    for deployment in of_kind(objects, "Deployment").values():
+        fixed = deployment["metadata"]["name"] == "store-nearkin-janitor"
+        assert ("replicas" in deployment["spec"]) == fixed
+
+
+def test_a_single_replica_has_no_budget_that_would_block_a_drain(rendered: Render) -> None:
+    assert not of_kind(rendered(MATRIX["least"]), "PodDisruptionBudget").keys() - {"store-nearkin-gateway"}
+    assert set(of_kind(rendered(), "PodDisruptionBudget")) == {
+        f"store-nearkin-{name}" for name in ("gateway", *WORKERS) if name != "janitor"
+    }
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(objects: list[dict[str, Any]], folder: Path, name: str = "store-nearkin") -> Settings:
+    file = folder / f"{name}.toml"
+    file.write_text(of_kind(objects, "ConfigMap")[name]["data"]["nearkin.toml"])
+    return load(file)[0]
+
+
+def test_the_file_of_settings_says_what_the_values_say(
+    rendered: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NEARKIN_KERNELS",):
+        monkeypatch.setenv(name, "cython")
+    settings = settings_of(rendered(MATRIX["everything"]), tmp_path)
+    assert settings.ingest.topics == ("backups=team-b", "dumps=team-a")
+    assert settings.kafka.bootstrap_servers == "a:9093,b:9093"
+    assert (settings.kafka.partitions, settings.features.algorithm) == (12, "odess")
+    assert (settings.gateway.body_bytes_max, settings.gateway.port) == (64 << 30, 8443)
+    assert (settings.gateway.host, settings.monitor.port) == ("0.0.0.0", 9090)
+    assert settings_of(rendered(MATRIX["least"]), tmp_path).block.level == 9
+    large = rendered({"config": {"gateway": {"body_bytes_max": 1 << 41}, "redis": {"prefix": 'a"b\\'}}})
+    assert settings_of(large, tmp_path).gateway.body_bytes_max == 1 << 41
+    assert settings_of(large, tmp_path).redis.prefix == 'a"b\\'
+    topics = of_kind(rendered(MATRIX["everything"]), "ConfigMap")["store-nearkin-topics"]["data"]["nearkin.toml"]
+    assert set(tomllib.loads(topics)) == {"profile", "kafka"}
+
+
+def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    def keyed(objects: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
+        return {(one["kind"], one["metadata"]["name"]): yaml.safe_dump(one) for one in objects}
+
+    first, second = keyed(before), keyed(after)
+    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+
+
+def test_a_hot_setting_changes_the_config_map_alone(rendered: Render) -> None:
+    only = {("ConfigMap", "store-nearkin")}
+    before = rendered()
+    assert changed(before, rendered({"config": {"features": {"algorithm": "ntransform"}}})) == only
+    one, other = ({"config": {"features": {"algorithm": name}}} for name in ("odess", "finesse"))
+    assert changed(rendered(one), rendered(other)) == only
+    all_hot: dict[str, dict[str, Any]] = {
+        "features": {"algorithm": "odess", "count": 6, "super_features": 2, "sampling_bits": 5},
+        "base": {"policy": "first-fit"},
+        "delta": {"codec": "none", "level": 2, "max_depth": 2},
+        "block": {"raw_bytes": "1MiB", "delta_bytes": "64KiB", "level": 4},
+        "service": {"read_only": True, "paused": True},
+    }
+    assert {f"{section}.{field}" for section, fields in all_hot.items() for field in fields} == HOT_FIELDS
+    assert changed(before, rendered({"config": all_hot})) == only
+
+
+def test_a_setting_that_is_not_hot_restarts_every_service(rendered: Render) -> None:
+    before = rendered()
+    deployments = {("Deployment", name) for name in of_kind(before, "Deployment")}
+    after = rendered({"config": {"base": {"cache_bytes": "200MiB"}}})
+    assert changed(before, after) == deployments | {("ConfigMap", "store-nearkin")}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"config": {"features": {"algorithm": "fineese"}}}, "config/features/algorithm"),
+        ({"config": {"features": {"algoritm": "odess"}}}, "algoritm"),
+        ({"config": {"kafka": {"sasl_password": "x"}}}, "sasl_password"),
+        ({"config": {"redis": {"url": "redis://:word@redis:6379"}}}, "config/redis/url"),
+        ({"config": {"kafka": {"partitions": 0}}}, "config/kafka/partitions"),
+        ({"config": {"block": {"level": "high"}}}, "config/block/level"),
+        ({"config": {"token": "nk_x"}}, "token"),
+        ({"chunker": {"replica": 3}}, "replica"),
+        ({"gatway": {}}, "gatway"),
+        ({"defaults": {"terminationGracePeriodSeconds": 30}}, "terminationGracePeriodSeconds"),
+        ({"ingress": {"enabled": True}}, "ingress.host: want the name that clients use"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs: want the Gateway"),
+        ({"secrets": {"tokens": {"name": ""}}}, "secrets.tokens.name: want a Secret"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(rendered: Render, values: dict[str, Any], told: str) -> None:
+    with pytest.raises(Exception, match=r"Error: ") as refused:
+        rendered(values)
+    assert told in str(refused.value)
+
+
+# --- its papers ------------------------------------------------------------------------------------------------------
+
+
+def test_readme_and_schema_follow_from_the_values_and_the_settings() -> None:
+    values = (CHART / "values.yaml").read_text()
+    assert chart.undocumented(values) == []
+    remedy = "run python -m nearkin.testing.chart"
+    readme, schema = ((CHART / name).read_text() for name in ("README.md", "values.schema.json"))
+    assert chart.with_values(readme, values) == readme, remedy
+    assert chart.with_config(schema) == schema, remedy
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    told = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (told["version"], told["appVersion"]) == (package, package)
+
+
+def test_the_notes_begin_with_a_curl_that_fits(helm: Callable[..., str]) -> None:
+    notes = helm("install", "store", str(CHART), "--dry-run=client", "--namespace", "backups", values={})
+    assert 'curl -sS -H "Authorization: Bearer $NEARKIN_TOKEN" --data-binary @- "$URL/v1/blobs/greeting' in notes
+    assert "port-forward svc/store-nearkin 8080:80" in notes

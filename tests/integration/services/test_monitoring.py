@@ -1,0 +1,148 @@
+"""Workers tell how they are, what they did, and take settings that are swapped under them as Kubernetes swaps them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from nearkin.config import load
+from nearkin.errors import ConfigError
+from nearkin.runners.kafka.clients import connection, topic
+from nearkin.runners.kafka.hot import HotSettings
+from nearkin.runners.kafka.topics import prepare_topics
+from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
+from nearkin.testing.samples import noise
+from nearkin.testing.servers import Redis
+
+LINE = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
+
+
+def until(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def sections(kafka: Any, topic_prefix: str, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},
+        "object_store": {"url": str(tmp_path / "objects")},
+        "monitor": {"port": 0},
+    }
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path, need: Any) -> Iterator[Redis]:
+    server = Redis(tmp_path / "redis")
+    need(server.start)
+    yield server
+    server.stop()
+
+
+def test_workers_tell_when_redis_is_away_and_what_they_did(
+    sections: dict[str, dict[str, Any]], own_redis: Redis, tmp_path: Path
+) -> None:
+    sections["redis"] = {"url": own_redis.url}
+    data = noise(300_000, "monitoring").tobytes()
+    with Pipeline(tmp_path / "pipeline", sections) as pipeline:
+
+        def asked(service: str, path: str) -> httpx.Response:
+            log = pipeline.folder / f"{service}.log"
+            port = until(lambda: LINE.search(log.read_text()))[1]
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=15)
+
+        def metric(service: str, line: str) -> float:
+            found = re.search(rf"^{re.escape(line)} (\S+)$", asked(service, "/metrics").text, re.MULTILINE)
+            return float(found[1]) if found else -1.0
+
+        for service in SERVICES:
+            until(lambda: asked(service, "/readyz").status_code == 200)  # noqa: B023
+        with uploading(pipeline.settings) as uploader:
+            for _ in range(2):
+                assert uploader.wait(uploader.put("a", [data]))["state"] == "committed"
+        assert metric("delta", 'nearkin_blobs_total{state="committed"}') == 2
+        assert metric("delta", 'nearkin_bytes_total{after="in"}') == 2 * len(data)
+        assert metric("delta", 'nearkin_bytes_total{after="dedup"}') == len(data)
+        assert len(data) < metric("delta", 'nearkin_bytes_total{after="stored"}') < len(data) + 20_000
+        for service in ("chunker", "dedup", "resemblance", "delta"):
+            assert metric(service, f'nearkin_records_total{{stage="{service}"}}') > 0
+            assert metric(service, f'nearkin_restarts_total{{stage="{service}"}}') == 0
+        group = f"{pipeline.settings.kafka.topic_prefix}committer"
+        until(lambda: f'nearkin_lag_records{{group="{group}"' in asked("janitor", "/metrics").text)
+        assert metric("janitor", "nearkin_index_whole") == 1
+
+        own_redis.stop()
+        for service in SERVICES:
+            told = until(lambda: (answer := asked(service, "/readyz")).status_code == 503 and answer.json())  # noqa: B023
+            assert "redis" in told["redis"]
+            assert asked(service, "/livez").status_code == 200
+        own_redis.start()
+        for service in SERVICES:
+            until(lambda: asked(service, "/readyz").status_code == 200)  # noqa: B023
+
+
+def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """The kubelet's way: nearkin.toml -> ..data/nearkin.toml, ..data -> ..TIME, and a rename replaces the latter."""
+    folder = tmp_path / "config"
+    folder.mkdir()
+
+    def swap(name: str, algorithm: str) -> None:
+        (folder / name).mkdir()
+        kafka = "\n".join(f"{field} = {value!r}" for field, value in sections["kafka"].items())
+        (folder / name / "nearkin.toml").write_text(f'[kafka]\n{kafka}\n[features]\nalgorithm = "{algorithm}"\n')
+        before = folder / "..data"
+        old = before.readlink() if before.is_symlink() else None
+        (folder / "..data_tmp").symlink_to(name)
+        (folder / "..data_tmp").rename(before)
+        if old is not None:
+            (folder / old / "nearkin.toml").unlink()
+            (folder / old).rmdir()
+
+    swap("..2026_01_01", "finesse")
+    file = folder / "nearkin.toml"
+    file.symlink_to(Path("..data", "nearkin.toml"))
+    settings = load(file)[0]
+    prepare_topics(settings)
+    hot = HotSettings(settings, file)
+    hot.start()
+    try:
+        first = hot.revision
+        for name, algorithm in (("..2026_01_02", "ntransform"), ("..2026_01_03", "odess"), ("..2026_01_04", "finesse")):
+            time.sleep(0.2)
+            swap(name, algorithm)
+            until(lambda: hot.settings.features.algorithm == algorithm, 10.0)  # noqa: B023
+        assert hot.revision == first
+    finally:
+        hot.stop()
+    assert os.readlink(file) == "..data/nearkin.toml"
+
+
+def test_topics_are_made_once_with_their_retention_and_keep_their_partitions(
+    sections: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    def prepared(**kafka: Any) -> tuple[list[str], list[str]]:
+        return prepare_topics(load(None, {"kafka": sections["kafka"] | kafka})[0])
+
+    frames = f"{sections['kafka']['topic_prefix']}frames"
+    made, changed = prepared(retention_hours=48)
+    assert frames in made
+    assert (len(made), changed) == (9, [])
+    assert prepared(retention_hours=48) == ([], [])
+    assert frames in prepared(retention_hours=72)[1]
+    assert prepared(retention_hours=72) == ([], [])
+    with pytest.raises(ConfigError, match=r'kafka.partitions "3": topic .* has 2'):
+        prepared(partitions=3)
+    settings = load(None, {"kafka": sections["kafka"]})[0]
+    there = AdminClient(connection(settings, "test")).list_topics(timeout=10).topics
+    assert (len(there[frames].partitions), len(there[topic(settings, "config")].partitions)) == (2, 1)
