@@ -6,6 +6,7 @@ manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, ve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import BinaryIO
 
 import numpy as np
@@ -51,10 +52,9 @@ class Blob:
         """Yield the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is yielded."""
         whole = self._start == 0 and self._stop == self.info.size_bytes
         hasher, position = blake3(), 0
-        for locations in chunk_batches(self._manifest, self._source):
+        for plan in planned_batches(self._manifest, self._source):
             if position >= self._stop:
                 break
-            plan = self._reader.plan(locations)
             ends = offsets_of(plan.lengths) + plan.lengths
             total = int(ends[-1])
             wanted_from, wanted_to = max(self._start - position, 0), min(self._stop - position, total)
@@ -63,10 +63,8 @@ class Blob:
                 continue
             first = int(np.searchsorted(ends, wanted_from, side="right"))
             last = int(np.searchsorted(ends, wanted_to)) + 1
-            if (first, last) != (0, len(locations)):
-                plan = self._reader.plan(locations.take(slice(first, last)))
             skipped = int(ends[first - 1]) if first else 0
-            payload = self._verified(plan)
+            payload = self._verified(plan.take(slice(first, last)))
             if whole:
                 hasher.update(payload)
                 if position >= self._stop and hasher.digest() != self._manifest.blake3:
@@ -105,14 +103,17 @@ class Blob:
         return f"{self.info.key!r} version {self.info.version}"
 
 
-def chunk_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Locations]:
-    """Yield a version's chunk locations in order, about BATCH_BYTES of chunks at a time."""
+def planned_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Plan]:
+    """Yield how a version's chunks are kept, in order, about BATCH_BYTES of chunks at a time."""
     reader = ChunkReader(source)
     for start in range(0, len(manifest.segments), GROUP_SEGMENTS):
         chunks, _ = segment_chunks(manifest.segments.take(slice(start, start + GROUP_SEGMENTS)), source)
-        portion = np.cumsum(reader.plan(chunks).lengths, dtype=np.int64) // BATCH_BYTES
-        for rows in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(portion)) + 1):
-            yield chunks.take(rows)
+        plan = reader.plan(chunks)
+        portion = np.cumsum(plan.lengths, dtype=np.int64) // BATCH_BYTES
+        bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(chunks)]
+        for first, last in pairwise(bounds):
+            if last > first:  # all are zero where a version is empty
+                yield plan.take(slice(first, last))
 
 
 def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locations, NDArray[np.int64]]:

@@ -24,15 +24,13 @@ SPARE_BYTES_MAX = 16 * MIB
 STEPS = 4
 """Sizes between a power of two and the next one: at most a quarter of what is taken is slack."""
 
-_Memory = bytearray
-
 
 class Buffers:
     """Arrays whose memory is used again. Safe between threads."""
 
     def __init__(self, spare_bytes_max: int = SPARE_BYTES_MAX) -> None:
         self._spare_bytes_max = spare_bytes_max
-        self._spares: dict[int, deque[_Memory]] = {}
+        self._spares: dict[int, deque[memoryview]] = {}
         self._spare_bytes = 0
 
     def take(self, size_bytes: int) -> U8:
@@ -44,13 +42,13 @@ class Buffers:
             memory = self._spares[room_bytes].pop()
             self._spare_bytes -= room_bytes
         except (KeyError, IndexError):
-            memory = _Memory(room_bytes)
-        # Views of an array whose base is no array keep that very array alive, so its end is the end of them all.
+            memory = np.empty(room_bytes, np.uint8).data
+        # Views of an array whose base is a memoryview keep that very array alive, so its end is the end of them all.
         array = np.frombuffer(memory, np.uint8, size_bytes)
         weakref.finalize(array, partial(self._give_back, memory)).atexit = False
         return array
 
-    def _give_back(self, memory: _Memory) -> None:
+    def _give_back(self, memory: memoryview) -> None:
         """Runs wherever the last view ends, so it takes no lock: two at once may keep a buffer too many or too few."""
         if self._spare_bytes + len(memory) <= self._spare_bytes_max:
             self._spares.setdefault(len(memory), deque()).append(memory)

@@ -20,31 +20,80 @@ from nearkin.formats import container as fmt
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
-from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
+from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
 from nearkin.stage import Contents
 from nearkin.store.containers import ContainerSource, object_name
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """How each wanted row is kept: arrays of one row each."""
+    """How each wanted row is kept: `rows` CHUNK_ROW[n], zeros but for the length where the built-in zero chunk is.
+
+    Each column is a copy, contiguous as kernels want it.
+    """
 
     locations: Locations
-    lengths: U32
-    encoded: U32
-    blocks: U32
-    positions: U32
-    depths: U8
-    bases: Locations
-    names: U8
-    """uint8[n, 32]; zeros for the built-in zero chunk."""
-    ranks: U8
-    kinds: U8
-    """Of the rows' blocks: docs/formats/container.md."""
+    rows: NDArray[np.void]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> U32:
+        """Return uint32[n] bytes of the chunks."""
+        return np.ascontiguousarray(self.rows["lengths"])
+
+    @property
+    def encoded(self) -> U32:
+        """Return uint32[n] bytes of their encodings."""
+        return np.ascontiguousarray(self.rows["encoded"])
+
+    @property
+    def blocks(self) -> U32:
+        """Return uint32[n] numbers of their blocks."""
+        return np.ascontiguousarray(self.rows["blocks"])
+
+    @property
+    def positions(self) -> U32:
+        """Return uint32[n]: where in the decoded block each encoding starts, bytes."""
+        return np.ascontiguousarray(self.rows["positions"])
+
+    @property
+    def depths(self) -> U8:
+        """Return uint8[n] deltas to decode."""
+        return np.ascontiguousarray(self.rows["depths"])
+
+    @property
+    def bases(self) -> Locations:
+        """Return where the bases lie, (0, 0) at depth 0."""
+        rows = self.rows
+        return Locations(rows["base_containers"].copy(), rows["base_ordinals"].copy())
+
+    @property
+    def names(self) -> U8:
+        """Return uint8[n, 32] names."""
+        return np.ascontiguousarray(self.rows["names"])
+
+    @property
+    def ranks(self) -> U8:
+        """Return uint8[n]: what found the bases."""
+        return np.ascontiguousarray(self.rows["ranks"])
+
+    @property
+    def kinds(self) -> U8:
+        """Return uint8[n] kinds of their blocks: docs/formats/container.md."""
+        return np.ascontiguousarray(self.rows["kinds"])
+
+    def take(self, which: NDArray[np.intp] | Bools | slice) -> Plan:
+        """Return some of the rows."""
+        return Plan(self.locations.take(which), self.rows[which])
 
 
 CONTENTS_BYTES_MAX = 32 * 1024 * 1024
 """Of bases read for one batch, at most."""
+
+HELD_BYTES_MAX = 16 * 1024 * 1024
+"""Of decoded blocks from which rows are copied together, and the block that passes it."""
 
 Task = Generator[Any, U8, U8]
 """Returns bytes; yields what it must have before it can go on, and is sent it."""
@@ -66,41 +115,19 @@ class ChunkReader:
 
     def plan(self, locations: Locations) -> Plan:
         """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
-        count = len(locations)
-        plan = Plan(
-            locations,
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint8),
-            Locations.empty(count),
-            np.zeros((count, 32), np.uint8),
-            np.zeros(count, np.uint8),
-            np.zeros(count, np.uint8),
-        )
-        for container, rows in grouped(locations.containers):
-            ordinals = locations.ordinals[rows]
+        rows = np.zeros(len(locations), fmt.CHUNK_ROW)
+        for container, mine in grouped(locations.containers):
+            ordinals = locations.ordinals[mine]
             if container == ZERO:
-                plan.lengths[rows] = ordinals
+                rows["lengths"][mine] = ordinals
                 continue
-            directory = self._source.directory(ContainerId(container))
-            chunks = directory.chunks
-            if int(ordinals.max()) >= len(chunks):
+            kept = self._source.directory(ContainerId(container)).rows
+            if int(ordinals.max()) >= len(kept):
                 raise Corrupt(
-                    f"container {container:016x} has {len(chunks)} chunks, number {int(ordinals.max())} is wanted"
+                    f"container {container:016x} has {len(kept)} chunks, number {int(ordinals.max())} is wanted"
                 )
-            plan.lengths[rows] = chunks.lengths[ordinals]
-            plan.encoded[rows] = chunks.encoded[ordinals]
-            plan.blocks[rows] = chunks.blocks[ordinals]
-            plan.positions[rows] = chunks.positions[ordinals]
-            plan.depths[rows] = chunks.depths[ordinals]
-            plan.bases.containers[rows] = chunks.bases.containers[ordinals]
-            plan.bases.ordinals[rows] = chunks.bases.ordinals[ordinals]
-            plan.names[rows] = chunks.names[ordinals]
-            plan.ranks[rows] = chunks.ranks[ordinals]
-            plan.kinds[rows] = directory.blocks.kinds[plan.blocks[rows]]
-        return plan
+            rows[mine] = kept[ordinals]
+        return Plan(locations, rows)
 
     def fetch(self, plan: Plan) -> U8:
         """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
@@ -119,9 +146,7 @@ class ChunkReader:
             if isinstance(wanted, Plan):
                 tasks.append(self._rows(wanted))
                 continue
-            answer = self._source.decoded(wanted[0], wanted[1])
-            if answer is None:
-                tasks.append(self._block(*wanted))
+            tasks.append(self._block(*wanted))
 
     def _rows(self, plan: Plan) -> Task:
         levels = [plan]
@@ -181,19 +206,21 @@ class ChunkReader:
         lengths = plan.lengths[distinct]
         kept = np.cumsum(lengths, dtype=np.uint64) <= CONTENTS_BYTES_MAX
         lengths = np.where(kept, lengths, 0).astype(np.uint32)
-        payload = self.fetch(self.plan(plan.locations.take(distinct[kept])))
+        payload = self.fetch(plan.take(distinct[kept]))
         offsets = offsets_of(lengths)
         return Contents(plan.locations, payload, offsets[which], lengths[which], plan.depths, kept[which])
 
     def _replaced(self, plan: Plan, depth_below: int) -> Plan:
         """Return the plan of the first ancestor of each row that is less deep than `depth_below`."""
+        containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
+        replaced = Plan(Locations(containers, ordinals), plan.rows)
         for _ in range(DEPTH_MAX + 1):
-            deep = np.flatnonzero(plan.depths >= depth_below)
+            deep = np.flatnonzero(replaced.depths >= depth_below)
             if not len(deep):
-                return plan
-            containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
-            containers[deep], ordinals[deep] = plan.bases.containers[deep], plan.bases.ordinals[deep]
-            plan = self.plan(Locations(containers, ordinals))
+                return replaced
+            below = self.plan(replaced.bases.take(deep))
+            containers[deep], ordinals[deep] = below.locations.containers, below.locations.ordinals
+            replaced.rows[deep] = below.rows
         raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
 
     def _contents_piecewise(self, locations: Locations, depth_below: int | None) -> Contents:
@@ -238,15 +265,35 @@ class ChunkReader:
         return out
 
     def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, U8, None]:
-        """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block, one call each."""
-        order = wanted[np.lexsort((plan.blocks[wanted], plan.locations.containers[wanted]))]
-        containers, blocks = plan.locations.containers[order], plan.blocks[order]
+        """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block.
+
+        Blocks gather until HELD_BYTES_MAX are held, then all their rows are copied in one call.
+        """
+        if not len(wanted):
+            return
+        containers, blocks = plan.locations.containers[wanted], plan.blocks[wanted]
+        order = np.lexsort((blocks, containers))
+        wanted, containers, blocks = wanted[order], containers[order], blocks[order]
         changes = np.flatnonzero((containers[1:] != containers[:-1]) | (blocks[1:] != blocks[:-1])) + 1
-        for rows in np.split(order, changes) if len(order) else []:
-            first = rows[0]
-            block = yield ContainerId(int(plan.locations.containers[first])), int(plan.blocks[first])
-            which, positions = np.zeros(len(rows), np.int32), plan.positions[rows].astype(np.uint64)
-            gather([block], which, positions, plan.encoded[rows], out, places[rows])
+        starts = np.concatenate([np.zeros(1, np.intp), changes])
+        stops = [*changes.tolist(), len(wanted)]
+        held: list[U8] = []
+        held_bytes = first = copied = 0
+        for number, (container, block) in enumerate(
+            zip(containers[starts].tolist(), blocks[starts].tolist(), strict=True)
+        ):
+            content = self._source.decoded(container, block)
+            if content is None:
+                content = yield container, block
+            held.append(content)
+            held_bytes += len(content)
+            if held_bytes >= HELD_BYTES_MAX or number == len(stops) - 1:
+                rows = wanted[copied : stops[number]]
+                sizes = np.diff(np.append(starts[first : number + 1], stops[number]))
+                which = np.repeat(np.arange(len(held), dtype=np.int32), sizes)
+                positions = plan.positions[rows].astype(np.uint64)
+                gather(held, which, positions, plan.encoded[rows], out, places[rows])
+                held, held_bytes, first, copied = [], 0, number + 1, stops[number]
 
 
 def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
