@@ -66,3 +66,17 @@ def test_the_image_is_built_from_files_that_are_there() -> None:
     for path in (path for paths in copied for path in paths):
         assert (ROOT / path).exists(), path
         assert f"!{Path(path).parts[0]}" in (ROOT / ".dockerignore").read_text().replace("/\n", "\n"), path
+
+
+def test_the_image_runs_as_the_user_that_the_chart_runs_it_as() -> None:
+    lines = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
+    assert "USER 10001:10001" in lines  # by number: Kubernetes cannot tell of a name whether it is root
+    pod = (ROOT / "deploy/helm/nearkin/templates/_pod.tpl").read_text()
+    assert "runAsUser: 10001" in pod
+    assert "runAsGroup: 10001" in pod
+    stages = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert stages == ["python:${PYTHON}-slim"] * 2
+    assert lines.index("USER 10001:10001") > max(number for number, line in enumerate(lines) if line.startswith("RUN "))
+    installs = [line for line in lines if "pip install" in line]
+    assert all("--require-hashes" in line or "--no-deps /wheel/" in line for line in installs)
+    assert len(installs) == 3

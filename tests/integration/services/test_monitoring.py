@@ -11,12 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from nearkin import metrics
 from nearkin.config import load
 from nearkin.errors import ConfigError
-from nearkin.runners.kafka.clients import connection, topic
+from nearkin.runners.kafka.clients import connection, consumer, group, producer, topic
 from nearkin.runners.kafka.hot import HotSettings
+from nearkin.runners.kafka.lag import LagWatch
 from nearkin.runners.kafka.topics import prepare_topics
 from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
 from nearkin.testing.samples import noise
@@ -38,7 +41,7 @@ def sections(kafka: Any, topic_prefix: str, tmp_path: Path) -> dict[str, dict[st
     return {
         "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},
         "object_store": {"url": str(tmp_path / "objects")},
-        "monitor": {"port": 0},
+        "monitor": {"port": 0, "stall_seconds": 10},
     }
 
 
@@ -66,6 +69,7 @@ def test_workers_tell_when_redis_is_away_and_what_they_did(
             found = re.search(rf"^{re.escape(line)} (\S+)$", asked(service, "/metrics").text, re.MULTILINE)
             return float(found[1]) if found else -1.0
 
+        began = time.monotonic()
         for service in SERVICES:
             until(lambda: asked(service, "/readyz").status_code == 200)  # noqa: B023
         with uploading(pipeline.settings) as uploader:
@@ -90,6 +94,34 @@ def test_workers_tell_when_redis_is_away_and_what_they_did(
         own_redis.start()
         for service in SERVICES:
             until(lambda: asked(service, "/readyz").status_code == 200)  # noqa: B023
+        until(lambda: time.monotonic() - began > 11)  # longer than a loop may do nothing
+        assert {service: asked(service, "/livez").status_code for service in SERVICES} == dict.fromkeys(SERVICES, 200)
+
+
+def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
+    sections: dict[str, dict[str, Any]],
+) -> None:
+    settings = load(None, {"kafka": sections["kafka"] | {"retention_hours": 1}})[0]
+    prepare_topics(settings)
+    frames, name = topic(settings, "frames"), group(settings, "chunker")
+    sender = producer(settings, "test")
+    now_ms = time.time_ns() // 1_000_000
+    for age_minutes in (40, 35, 31, 29, 0):
+        sender.produce(frames, b"x", timestamp=now_ms - age_minutes * 60_000, partition=1)
+    assert sender.flush(10) == 0
+
+    def lag() -> tuple[float, float, float]:
+        LagWatch(settings).look()
+        parts = (metrics.LAG.labels(name, frames, part)._value.get() for part in "01")
+        return (*parts, metrics.OLD_LAG.labels(name)._value.get())
+
+    assert lag() == (0, 5, 3)
+    reader = consumer(settings, name, "test")
+    reader.commit(offsets=[TopicPartition(frames, 1, 2)], asynchronous=False)
+    assert lag() == (0, 3, 1)
+    reader.commit(offsets=[TopicPartition(frames, 1, 5)], asynchronous=False)
+    reader.close()
+    assert lag() == (0, 0, 0)
 
 
 def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
