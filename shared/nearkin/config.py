@@ -230,7 +230,7 @@ class RunnerSettings:
 
     __pydantic_config__ = _FORBID
 
-    batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 4 * MIB
+    batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 8 * MIB
     queue_batches: Annotated[int, Between(1, 16)] = 1
 
 

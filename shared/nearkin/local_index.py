@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from nearkin.config import Settings
 from nearkin.errors import FormatTooNew, IndexUnfinished, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
@@ -177,8 +175,7 @@ class LocalIndex:
         Costs one read of the ids that the index has, 8 bytes each, where none is missing.
         """
         index = self.writable()
-        there = np.fromiter(listed, np.uint64, len(listed))
-        missing = np.setdiff1d(index.container_ids(), there).tolist()
+        missing = sorted(set(index.container_ids().tolist()).difference(listed))
         if not missing:
             return
         from nearkin_janitor import Soundness

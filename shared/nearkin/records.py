@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NewType
+from typing import NewType, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
+
+IntegerT = TypeVar("IntegerT", bound=np.integer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,14 @@ class Locations:
         if not parts:
             return Locations.empty()
         return Locations(np.concatenate([p.containers for p in parts]), np.concatenate([p.ordinals for p in parts]))
+
+
+def distinct(values: NDArray[IntegerT]) -> NDArray[IntegerT]:
+    """Return the distinct values, ascending. A plain np.unique imports numpy.ma: 15 ms of a command's start."""
+    ordered = np.sort(values)
+    new = np.ones(len(ordered), np.bool_)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[new]
 
 
 @dataclass(frozen=True, slots=True)

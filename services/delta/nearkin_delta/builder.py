@@ -21,7 +21,7 @@ from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import container as fmt
 from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
-from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations
+from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, distinct
 from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockEncoder, ClosedBlock, OpenBlock
 
 CHUNKS_MAX = 1 << 20
@@ -155,9 +155,9 @@ class ContainerBuilder:
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
         self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None))
         self._block_numbers.append(numbers)
-        self._named.update(np.unique(fresh.bases.containers).tolist())
+        self._named.update(distinct(fresh.bases.containers).tolist())
         if fresh.prefixes is not None:
-            self._named.update(np.unique(fresh.prefixes.bases.containers).tolist())
+            self._named.update(distinct(fresh.prefixes.bases.containers).tolist())
         self.chunks += count
         self._snapshot = None
         return Locations(np.full(count, self.container, np.uint64), ordinals)
@@ -211,7 +211,7 @@ class ContainerBuilder:
         self._segment_sketches.append(np.full(number, self._sketch_names.index(sketch), np.uint8))
         self._recipes.append(chunks)
         self._recipe_chunks += len(chunks)
-        self._named.update(np.unique(chunks.containers).tolist())
+        self._named.update(distinct(chunks.containers).tolist())
         ordinals = np.arange(self.segments, self.segments + number, dtype=np.uint32)
         self.segments += number
         self._snapshot = None

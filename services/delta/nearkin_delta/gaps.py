@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.records import CONTAINER_ID_MIN, U8, U32, Locations, PairedBatch
+from nearkin.records import CONTAINER_ID_MIN, U8, U32, Locations, PairedBatch, distinct
 from nearkin.stage import Anchor, Gaps, Neighbours
 
 GAP_CHUNKS_MAX = 32
@@ -62,7 +62,7 @@ class Alignment:
 
         `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
         """
-        for number in np.unique(batch.fresh.batch.blobs).tolist():
+        for number in distinct(batch.fresh.batch.blobs).tolist():
             self._began.setdefault((stream, number), here)
         while len(self._began) > STREAMS_MAX:
             self._began.popitem(last=False)

@@ -23,7 +23,7 @@ from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
 from nearkin.kernels.frames import FrameEncoder, decode_frame
 from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
-from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations
+from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations, distinct
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -195,7 +195,7 @@ class Directory:
     def leans_on(self) -> list[int]:
         """Return the other containers in which bases of this one lie, ascending."""
         bases = np.concatenate([self.chunks.bases.containers, self.prefixes.bases.containers])
-        return [int(base) for base in np.unique(bases) if base not in (0, self.container)]
+        return [int(base) for base in distinct(bases) if base not in (0, self.container)]
 
 
 @dataclass(frozen=True, slots=True)
