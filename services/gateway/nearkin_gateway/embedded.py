@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, cast
 
+from nearkin import metrics
 from nearkin.api import Item, Store, open_store
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
@@ -132,6 +133,7 @@ class EmbeddedIngest:
         self._queue.put_nowait(_Job(intent, source, ending, done, loop))
         # Shielded: a client that goes away now does not take the commit back.
         result = await asyncio.shield(done)
+        metrics.count_committed(result.ledger, 0, result.seconds)  # its ledger counts the manifest
         began = datetime.fromtimestamp(intent.began_us / 1e6, UTC).isoformat(timespec="milliseconds")
         self._outcomes.add(committed_event(intent, began.replace("+00:00", "Z"), result))
 

@@ -257,7 +257,9 @@ def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: Run
             if sample.name.endswith("_total")
         }
 
-    before = counted()
+    before, bytes_before = counted(), metrics.BYTES.labels("in")._value.get()
+    assert client("default", "write").put("/v1/blobs/counted", content=b"x" * 4321).status_code == 201
+    assert metrics.BYTES.labels("in")._value.get() - bytes_before == 4321
     assert reader.get("/v1/blobs/shared/name").status_code == 200
     assert reader.get("/v1/no/such/place").status_code == 404
     assert reader.request("PROPFIND", "/v1/blobs/shared/name").status_code == 405
