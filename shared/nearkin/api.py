@@ -373,9 +373,14 @@ class Store:
         time to come back is over go at once. Raises Corrupt (what a version needs cannot be read: nothing is
         condemned), StoreLocked, StoreUnavailable.
         """
-        from nearkin_janitor import Collector
+        from nearkin.recoding import BlockRecoder
+        from nearkin_janitor import Collector, Rewriter, Tenants
 
-        collector = Collector(self._containers, self._manifests, self._condemned, self.settings.gc, clock=self._clock)
+        tenants = Tenants(self._fingerprinters, [self.settings.tenant], self._manifests)
+        rewriter = Rewriter(self._containers, tenants, self._fingerprinter, BlockRecoder(self.settings))
+        collector = Collector(
+            self._containers, self._manifests, self._condemned, self.settings.gc, rewriter, clock=self._clock
+        )
         if dry_run:
             return collector.preview()
         if self._putting:

@@ -30,7 +30,7 @@ class ContainerClaims:
     @property
     def findable(self) -> U32:
         """Return the ordinals of the chunks that may be found."""
-        return np.arange(len(self.directory.chunks), dtype=np.uint32) if self.only is None else self.only
+        return np.flatnonzero(self.directory.chunks.there).astype(np.uint32) if self.only is None else self.only
 
 
 @dataclass(frozen=True, slots=True)

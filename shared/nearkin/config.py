@@ -20,6 +20,7 @@ from nearkin.config_rules import (
     OneOf,
     Refused,
     ServerUrl,
+    Share,
     Size,
     Text,
     Token,
@@ -346,6 +347,10 @@ class GcSettings:
 
     grace_seconds: Annotated[int, Between(0, 315_360_000)] = 86_400
     """How long it stays condemned before it goes: longer than a message may be on its way or a restore may take."""
+    compact_below: Annotated[float, Share(0.95)] = 0.5
+    """A container is written anew where less than this share of its bytes is needed; 0 never does."""
+    bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
+    """Containers are written anew at this speed at most, reads and writes together."""
 
 
 @dataclass(frozen=True)

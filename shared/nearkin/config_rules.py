@@ -80,6 +80,19 @@ class Between(Rule):
 
 
 @dataclass(frozen=True)
+class Share(Rule):
+    """A part of a whole, from 0 up to a bound."""
+
+    most: float
+
+    def check(self, value: float) -> float:
+        """Return `value`. Raises Refused."""
+        if not 0 <= value <= self.most:
+            raise Refused(f"want a share from 0 to {self.most}")
+        return value
+
+
+@dataclass(frozen=True)
 class Size(Between):
     """Bytes, given as a number or as `8KiB`, `400MB`."""
 

@@ -17,7 +17,9 @@ from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, containers, flip, manifests, objects, settings
 
 DAY = 86_400
-CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 7 * DAY}, "gc": {"grace_seconds": DAY}})
+CHOSEN = settings(
+    SMALL, {"deletion": {"undelete_seconds": 7 * DAY}, "gc": {"grace_seconds": DAY, "compact_below": 0.8}}
+)
 DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
 """Deletion sets whose reclaim is told before."""
 
@@ -49,8 +51,12 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Store]]:
         store.close()
 
 
+def sizes(root: Path) -> dict[str, int]:
+    return {name: len(data) for name, data in objects(root).items()}
+
+
 def size_of(root: Path) -> int:
-    return sum(map(len, objects(root).values()))
+    return sum(sizes(root).values())
 
 
 def collected(store: Store, clock: Clock, rounds: int = 4) -> int:
@@ -265,6 +271,109 @@ def test_what_was_condemned_by_a_clock_ahead_waits_anew(opened, clock):
     assert store.gc().containers_deleted == len([1])
 
 
+def beside(store: Store) -> tuple[dict[str, bytes], int]:
+    """Put blobs that share containers, delete most of them; return what is left and the bytes stored."""
+    contents = {f"k{number}": random_bytes(30_000, number) for number in range(20)}
+    list(store.put_many(contents.items()))
+    before = size_of(store.root)
+    for number in range(20):
+        if number % 4:
+            store.delete(f"k{number}")
+            del contents[f"k{number}"]
+    return contents, before
+
+
+def test_a_container_with_little_left_is_written_anew(opened, clock):
+    store = opened()
+    contents, before = beside(store)
+    clock.now += 8 * DAY
+    collected(store, clock)
+    assert size_of(store.root) < before * 0.4
+    assert all(len(path.name.split(".")) == 3 for path in containers(store.root))
+    for key, content in contents.items():
+        assert store.get(key).read() == content
+    # A second time: those that were written anew are written anew again.
+    for key in list(contents)[1:]:
+        store.delete(key)
+        del contents[key]
+    clock.now += 8 * DAY
+    collected(store, clock)
+    assert size_of(store.root) < before * 0.1
+    for key, content in contents.items():
+        assert store.get(key).read() == content
+    assert store.rebuild_index().skipped == ()
+    assert store.put("again", contents["k0"]).ledger.unique_bytes == 0
+
+
+def test_whoever_had_begun_to_read_reads_on(opened, clock, tmp_path):
+    store = opened()
+    contents, _ = beside(store)
+    clock.now += 8 * DAY
+    store.gc()
+    small_cache = settings(CHOSEN, {"restore": {"cache_bytes": 8 << 20}, "base": {"cache_bytes": 1 << 20}})
+    with open_store(store.root, settings=small_cache, read_only=True, clock=clock) as reader:
+        begun = {key: reader.get(key) for key in contents}
+        for key in contents:
+            assert reader.get(key, start=0, stop=10).read() == contents[key][:10]  # directories are known from now on
+        reader._containers.blocks.clear()
+        clock.now += DAY
+        assert store.gc().containers_rewritten > 0
+        for key, blob in begun.items():
+            assert blob.read() == contents[key]
+
+
+def test_a_patch_block_that_loses_chunks_keeps_the_bases_of_the_others_alone(opened, clock):
+    store = opened()
+    firsts = {f"k{number}": text_like(60_000, number) for number in range(12)}
+    list(store.put_many(firsts.items()))
+    seconds = {key: mutated(content, 3, edits=25) for key, content in firsts.items()}
+    results = list(store.put_many(seconds.items()))
+    assert sum(result.ledger.delta_chunks for result in results) > 12
+    for key in firsts:
+        store.delete(key, 1)
+        if key != "k5":
+            store.delete(key, 2)
+    clock.now += 8 * DAY
+    collected(store, clock, rounds=8)
+    assert store.get("k5").read() == seconds["k5"]
+    assert size_of(store.root) < 80_000
+
+
+def test_the_next_round_frees_what_was_told_of_it(opened, clock):
+    store = opened()
+    beside(store)
+    clock.now += 8 * DAY
+    told = store.gc(dry_run=True)
+    store.gc()
+    clock.now += DAY
+    before = size_of(store.root)
+    done = store.gc()
+    assert before - size_of(store.root) == done.freed_bytes == told.freed_later_bytes > 0
+    assert done.containers_rewritten > 0
+
+
+def test_what_is_damaged_is_not_written_anew(opened, clock):
+    store = opened()
+    contents, _ = beside(store)
+    clock.now += 8 * DAY
+    store.gc()
+    flip(containers(store.root)[0], 5_000)
+    store = opened()
+    before = objects(store.root)
+    clock.now += DAY
+    with pytest.raises(Corrupt, match="checksum"):
+        store.gc()
+    assert {name for name in before if name.startswith("containers")} <= set(objects(store.root))
+    assert contents.keys() - {"k0"} <= {key for key in contents if _reads(store, key, contents[key])} | {"k4", "k8"}
+
+
+def _reads(store: Store, key: str, content: bytes) -> bool:
+    try:
+        return store.get(key).read() == content
+    except Corrupt:
+        return False
+
+
 def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
     """Random sets; each byte was told before it goes."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # half of the time, and no power cut is tested here
@@ -293,7 +402,8 @@ def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
             clock.now += DAY
             before = size_of(root)
             store.gc()
-            assert before - size_of(root) == told.freed_later_bytes == done.freed_later_bytes
+            condemned = sum(size for name, size in sizes(root).items() if name.startswith("gc/"))
+            assert before - size_of(root) + condemned == told.freed_later_bytes
             for key, number in draw.sample(sorted(contents.keys() - set(going)), min(2, len(contents) - len(going))):
                 assert store.get(key, number).read() == contents[key, number]
             if not deletion_set % 10:

@@ -129,7 +129,7 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
         assert store.verify().damage == ()
         assert [store.get("history", n).read() for n in (1, 2, 3, 4)] == frozen
     formats = {path.read_bytes()[4] for path in containers(tmp_path / "s")}
-    assert formats == {2, fmt.VERSION}
+    assert formats == {2, fmt.VERSION_WHOLE}
 
 
 def test_a_paper_profile_has_no_patch_blocks(tmp_path):

@@ -47,7 +47,58 @@ def test_an_empty_container_is_156_bytes() -> None:
     assert (len(data), blocks, len(directory.chunks), len(directory.segments)) == (156, [], 0, 0)
 
 
-@pytest.mark.parametrize("make", [samples.small_container, samples.patched_container, samples.empty_container])
+def test_a_container_written_anew_keeps_its_numbers_and_says_what_is_gone() -> None:
+    data, before = samples.rest_container(), fmt.decode_container(samples.small_container(), "whole")
+    assert int.from_bytes(data[4:6], "little") == fmt.VERSION == 4
+    assert int.from_bytes(samples.small_container()[4:6], "little") == fmt.VERSION_WHOLE == 3
+    directory = fmt.decode_container(data, "rest")
+    assert directory.chunks.there.tolist() == [True, False, False, True, False, False]
+    assert directory.chunks.names[[0, 3]].tolist() == before.chunks.names[[0, 3]].tolist()
+    assert not directory.chunks.names[[1, 2, 4, 5]].any()
+    assert directory.chunks.blocks.tolist() == [3, 0, 0, 4, 0, 0]
+    assert directory.chunks.depths.tolist() == [0, 0, 0, 1, 0, 0]
+    assert directory.blocks.raw.tolist() == [0, 0, 0, 100, 8]
+    assert [len(directory.segments), *np.diff(directory.segments.bounds).tolist()] == [3, 5, 5, 0]
+    for number, raw in ((3, b"The quick brown fox. " * 5), (4, bytes(samples.noise(8, "delta")))):
+        start = int(directory.blocks.offsets[number])
+        record = data[start - fmt.BLOCK.size : start + int(directory.blocks.stored[number])]
+        assert fmt.decode_block(record, "block").tobytes() == raw[:100]
+    assert len(data) < len(samples.small_container())
+
+
+def test_what_is_gone_is_gone_altogether() -> None:
+    directory = samples.directory_of(samples.rest_container())
+    names = fmt.DIRECTORY.size
+    assert directory[:4] == b"NKD3"
+    for count in (1, 3, 7, 1 << 31):
+        wrong = directory[:names] + count.to_bytes(4, "little") + directory[names + 4 :]
+        with pytest.raises(Corrupt):
+            fmt.decode_container(samples.with_directory(samples.rest_container(), wrong), "wrong")
+    chunks = fmt.decode_container(samples.rest_container(), "rest").chunks
+    for name, value in (("lengths", 0), ("blocks", 3)):
+        column = getattr(chunks, name).copy()
+        column[0 if name == "lengths" else 1] = value
+        with pytest.raises(Corrupt):
+            fmt.decode_container(_written(chunks, {name: column}), "wrong")
+
+
+def _written(chunks: fmt.ChunkTable, changes: dict[str, Any]) -> bytes:
+    """Return the sample written anew with another chunk table, under agreeing checksums."""
+    whole = fmt.decode_container(samples.rest_container(), "rest")
+    columns_of = {f.name: getattr(chunks, f.name) for f in fields(chunks)} | changes
+    raw = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
+    packer = samples.compressor()
+    last = fmt.encode_block(samples.noise(8, "delta"), fmt.XDELTA3, 1, packer)
+    blocks = [None, None, None, fmt.encode_block(raw, fmt.RAW, 0, packer), last]
+    return fmt.encode_container(
+        samples.CONTAINER, samples.DOMAIN, 2, samples.SKETCHES, blocks, fmt.ChunkTable(**columns_of), whole.segments
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [samples.small_container, samples.patched_container, samples.rest_container, samples.empty_container],
+)
 def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
     data = bytearray(make())
     for position in range(len(data) * 8):

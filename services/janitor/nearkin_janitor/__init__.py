@@ -2,8 +2,9 @@
 
 from nearkin_janitor.collect import Collector
 from nearkin_janitor.rebuild import claims_of, rebuild_index
+from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
 from nearkin_janitor.verify import Verifier
 
-__all__ = ["Collector", "Soundness", "Tenants", "Unsound", "Verifier", "claims_of", "rebuild_index"]
+__all__ = ["Collector", "Rewriter", "Soundness", "Tenants", "Unsound", "Verifier", "claims_of", "rebuild_index"]

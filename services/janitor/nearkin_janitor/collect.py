@@ -1,8 +1,9 @@
 """Garbage collection. Invariant: what goes was unreached in two rounds, a grace apart; to die anywhere repeats work.
 
-    1 versions gone for good: mark, index, manifest, marks      2 what every other version reaches
-    3 what an earlier round condemned, is due and is unreached still: index, then container
-    4 what else is unreached: index, then record
+    1 generations that newer ones have replaced      2 versions gone for good: mark, index, manifest, marks
+    3 what every other version reaches
+    4 what an earlier round condemned, is due and is unreached still: index, then container, or a new generation of it
+    5 what else is unreached: index, then record
 
 Between the index forgetting what is condemned and its going lies `gc.grace_seconds`: who was told of it before has
 committed by then, and the mark of that round sees the version. docs/decisions/0015-garbage-collection.md.
@@ -22,16 +23,18 @@ from nearkin.errors import NotFound, Permanent
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.index.catalog import summarise_directory
 from nearkin.index.protocols import Collected, SupportsCollection
 from nearkin.records import ContainerId, GcReport
 from nearkin.store.condemned import CondemnedStore, record_bytes
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
-from nearkin_janitor.holding import held_by
+from nearkin_janitor.holding import bytes_of_chunks, held_by
 from nearkin_janitor.order import leaning_last
-from nearkin_janitor.plan import Plan, record_of, to_condemn, to_sweep
+from nearkin_janitor.plan import Drop, Plan, record_of, to_condemn, to_sweep
 from nearkin_janitor.reach import Reach
+from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.roots import Roots, Version, find_roots
 
 COLLECTED_AT_ONCE = 256
@@ -43,6 +46,7 @@ WHO = "gc"
 class _Sums:
     versions: int = 0
     deleted: int = 0
+    rewritten: int = 0
     freed_bytes: int = 0
     later_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
@@ -57,10 +61,14 @@ class Collector:
         manifests: ManifestStore,
         condemned: CondemnedStore,
         settings: GcSettings,
+        rewriter: Rewriter,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._containers = containers.of(None)
+        self._rewriter = rewriter
+        self._compact_below = settings.compact_below
+        self._bytes_per_second = int(settings.bytes_per_second)
         self._manifests = manifests
         self._condemned = condemned
         self._grace_us = settings.grace_seconds * 1_000_000
@@ -76,18 +84,22 @@ class Collector:
 
     def _round(self, index: SupportsCollection | None) -> GcReport:
         started, sums = time.perf_counter(), _Sums()
-        ids: dict[int, int] = dict(self._containers.ids())  # before the manifests: a put meanwhile adds no garbage
+        ids = self._replaced(index, sums)  # 1, and before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, self._now_us())
-        kept = self._collect(roots, index, sums)  # 1
-        reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 2
+        kept = self._collect(roots, index, sums)  # 2
+        reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 3
         before = self._condemned.read()
         record = {container: entry for container, entry in before.items() if container in ids}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
         swept = to_sweep(reach, ids, due) if due else Plan({})
-        self._sweep(swept, ids, index, sums)  # 3
+        # Both are planned before anything is done, so that a preview plans the same. What is written anew now is looked
+        # at in the next round: its bases are others then.
+        staying = [c for c in ids if c not in swept.drops or not swept.drops[c].everything]
+        plan = to_condemn(reach, staying, self._compact_below, just_written=swept.drops.keys())
+        self._sweep(swept, ids, index, sums)  # 4
         for container in swept.drops:
             record.pop(container)
-        record = self._condemn(reach, ids, record, before, index, sums)  # 4
+        record = self._condemn(plan, ids, record, before, index, sums)  # 5
         if index is None:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
             sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable), ids, record)
@@ -96,7 +108,7 @@ class Collector:
             dry_run=index is None,
             versions=sums.versions,
             containers_deleted=sums.deleted,
-            containers_rewritten=0,
+            containers_rewritten=sums.rewritten,
             freed_bytes=sums.freed_bytes,
             condemned_containers=len(record),
             freed_later_bytes=sums.later_bytes,
@@ -111,7 +123,28 @@ class Collector:
     def _is_due(self, entry: Condemned) -> bool:
         return entry.at_us + self._grace_us <= self._now_us()
 
-    # --- 1: versions -------------------------------------------------------------------------------------------------
+    # --- 1: what was cut short --------------------------------------------------------------------------------------
+
+    def _replaced(self, index: SupportsCollection | None, sums: _Sums) -> dict[int, int]:
+        """Remove generations that have been replaced; return the bytes of each container."""
+        ids: dict[int, int] = {}
+        for container, generations in self._containers.generations().items():
+            newest = max(generations)
+            ids[container] = generations[newest]
+            if len(generations) > 1 and index is not None:
+                self._renew(index, container)
+            for older in sorted(generations.keys() - {newest}):
+                sums.freed_bytes += generations[older]
+                if index is not None:
+                    self._containers.delete(container, older)
+        return ids
+
+    def _renew(self, index: SupportsCollection, container: ContainerId) -> None:
+        """Tell the index what is left of a container, before what was goes."""
+        directory = self._containers.directory(container)
+        index.renew(summarise_directory(directory))
+
+    # --- 2: versions -------------------------------------------------------------------------------------------------
 
     def _collect(self, roots: Roots, index: SupportsCollection | None, sums: _Sums) -> tuple[Version, ...]:
         """Free manifests and marks of versions that are gone for good; return all others, the roots."""
@@ -182,18 +215,37 @@ class Collector:
         for name in names[:-1] if version.manifest in roots.highest else names:
             self._manifests.delete_mark(name)
 
-    # --- 3: what an earlier round condemned --------------------------------------------------------------------------
+    # --- 4: what an earlier round condemned --------------------------------------------------------------------------
 
     def _sweep(self, plan: Plan, ids: dict[int, int], index: SupportsCollection | None, sums: _Sums) -> None:
-        whole = [container for container, drop in plan.drops.items() if drop.everything]
         if index is not None and plan.drops:
+            whole = [container for container, drop in plan.drops.items() if drop.everything]
             index.forget(plan.chunks, plan.segments, whole)
-        # What leans goes before what it leans on: whoever finds it after a crash can still decode it.
-        for container in reversed(list(leaning_last(sorted(whole), self._leans_on))):
-            sums.deleted += 1
-            sums.freed_bytes += ids.pop(container)
-            if index is not None:
-                self._containers.delete(ContainerId(container))
+        # What leans goes before what it leans on: whatever is there after a crash can be decoded.
+        for container in reversed(list(leaning_last(sorted(plan.drops), self._leans_on))):
+            drop = plan.drops[container]
+            if drop.everything:
+                sums.deleted += 1
+                sums.freed_bytes += ids.pop(container)
+                if index is not None:
+                    self._containers.delete(ContainerId(container), self._containers.generation(ContainerId(container)))
+                continue
+            sums.rewritten += 1
+            before_bytes = ids[container]
+            ids[container] = self._rewrite(ContainerId(container), drop, index, before_bytes)
+            sums.freed_bytes += before_bytes - ids[container]
+
+    def _rewrite(self, container: ContainerId, drop: Drop, index: SupportsCollection | None, before_bytes: int) -> int:
+        """Put the next generation, then remove the one until now; return the new bytes. At a bounded speed."""
+        started, data = time.perf_counter(), self._rewriter.rewritten(container, drop)
+        if index is not None:
+            generation = self._containers.generation(container)
+            self._containers.put(container, data, generation + 1)
+            self._renew(index, container)
+            self._containers.delete(container, generation)
+            allowed_seconds = (before_bytes + len(data)) / self._bytes_per_second
+            time.sleep(max(0.0, allowed_seconds - (time.perf_counter() - started)))
+        return len(data)
 
     def _leans_on(self, container: int) -> list[int]:
         try:
@@ -201,11 +253,11 @@ class Collector:
         except (Permanent, NotFound):
             return []
 
-    # --- 4: what is unreached from now on ----------------------------------------------------------------------------
+    # --- 5: what is unreached from now on ----------------------------------------------------------------------------
 
     def _condemn(
         self,
-        reach: Reach,
+        plan: Plan,
         ids: Mapping[int, int],
         record: dict[int, Condemned],
         before: dict[int, Condemned],
@@ -213,22 +265,42 @@ class Collector:
         sums: _Sums,
     ) -> dict[int, Condemned]:
         """Return the record of this round: what was condemned before and is unreached still, and what is now."""
-        plan = to_condemn(reach, ids)
         if index is not None and plan.drops:
             index.forget(plan.chunks, plan.segments, ())
         now_us = self._now_us()  # after the index has forgotten: the grace begins when nobody is told any more
         found = record_of(plan, now_us)
         for container in found.keys() & record.keys():
-            entry = record[container]
-            if entry.at_us <= now_us and _same(entry, found[container]):  # else condemned by a clock that was ahead
-                found[container] = entry
+            if record[container].at_us <= now_us:  # else condemned by a clock that was ahead
+                found[container] = _carried(record[container], found[container])
         old = self._condemned.listed()
         if not _same_record(found, before) or len(old) != bool(before):  # the latter after a crash, or damage
             sums.freed_bytes += sum(old.values()) - record_bytes(found)
             if index is not None:
                 self._condemned.replace(found)
-        sums.later_bytes = sum(ids[container] for container in found) + record_bytes(found)
+        sums.later_bytes = record_bytes(found)
+        for container, entry in found.items():
+            sums.later_bytes += ids[container]
+            if not entry.whole:
+                sums.later_bytes -= self._left(ContainerId(container), entry, ids[container], exactly=index is None)
         return found
+
+    def _left(self, container: ContainerId, entry: Condemned, now_bytes: int, *, exactly: bool) -> int:
+        """Return the bytes of a container without what is condemned of it: as it would be written, or an estimate."""
+        if exactly:
+            return len(self._rewriter.rewritten(container, Drop(entry.chunks, entry.segments, everything=False)))
+        shares = bytes_of_chunks(self._containers.directory(container))
+        return now_bytes - int(shares[entry.chunks].sum())
+
+
+def _carried(before: Condemned, now: Condemned) -> Condemned:
+    """Return what was condemned before and still is; what was condemned since waits until that has gone."""
+    if before.whole and now.whole:
+        return before
+    chunks, segments = np.intersect1d(before.chunks, now.chunks), np.intersect1d(before.segments, now.segments)
+    if not len(chunks) + len(segments):
+        return now
+    same = len(chunks) == len(now.chunks) and len(segments) == len(now.segments)
+    return Condemned(before.at_us, chunks, segments, now.whole and same)
 
 
 def _same(one: Condemned, other: Condemned) -> bool:

@@ -49,6 +49,7 @@ def bytes_of_chunks(directory: Directory) -> np.ndarray[tuple[int], np.dtype[np.
     blocks, chunks = directory.blocks, directory.chunks
     ratio = (blocks.stored + float(fmt.BLOCK.size)) / np.maximum(blocks.raw, 1)
     shares: np.ndarray[tuple[int], np.dtype[np.float64]] = chunks.encoded * ratio[chunks.blocks] + NAME_AND_ROW_BYTES
+    shares[~chunks.there] = 0
     return shares
 
 

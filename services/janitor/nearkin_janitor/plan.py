@@ -9,11 +9,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
+from nearkin.formats import container as fmt
 from nearkin.formats.condemned import Condemned, Record
-from nearkin.records import U32, Bools
+from nearkin.records import U32, Bools, Locations
 from nearkin.store.chunks import grouped
+from nearkin_janitor.holding import bytes_of_chunks
 from nearkin_janitor.reach import Masks, Reach, filled
+
+PLAN_ROUNDS_MAX = 4
+"""So often containers are looked at again because dead blocks elsewhere hold more of them than was thought."""
+NUMBERS_MAX = fmt.BLOCKS_MAX // 2
+"""A container that has used more numbers of blocks is not written anew: each time may take as many again."""
+_NONE: Bools = np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +56,85 @@ class Plan:
         return {**partly, **self.naming}
 
 
-def to_condemn(reach: Reach, ids: Collection[int]) -> Plan:
-    """Return what is to be condemned of the containers `ids`: those of which nothing is reached.
+def to_condemn(
+    reach: Reach, ids: Collection[int], compact_below: float = 0.0, just_written: Collection[int] = ()
+) -> Plan:
+    """Return what is to be condemned of the containers `ids`.
 
-    Raises Corrupt where something that is needed cannot be read.
+    Those of which nothing is reached go; those of which less than `compact_below` is, by bytes, are to be written anew,
+    and so are those whose dead blocks hold so much of others. Raises Corrupt where something that is needed cannot be
+    read.
     """
     live = reach.closed(reach.chunks)
-    dead = {c for c in ids if not _any(live, c) and not _any(reach.segments, c)}
-    stays = [c for c in ids if c not in dead]
-    while True:
-        kept = reach.closed(live, [*stays])
-        held = [c for c in dead if _any(kept, c)]
-        if not held:
+    shares = _Shares(reach, live, ids)
+    going = {c for c in ids if c not in just_written and shares.worth(c, compact_below)}
+    for _ in range(PLAN_ROUNDS_MAX):
+        kept = reach.closed(live, [c for c in ids if c not in going])
+        staying = {c for c in going if not shares.little_stays(c, kept, compact_below)}
+        if not staying:
             break
-        dead.difference_update(held)
-        stays += held
-    return _plan(reach, kept, dead, ids)
+        going -= staying
+    else:
+        kept = reach.closed(live, [c for c in ids if c not in going])
+    return _plan(reach, kept, going, ids)
+
+
+class _Shares:
+    """What of each container is needed, in bytes: 4 bytes of memory for each chunk of the store."""
+
+    def __init__(self, reach: Reach, live: Masks, ids: Collection[int]) -> None:
+        self._reach = reach
+        self._of_chunks: dict[int, NDArray[np.float32]] = {}
+        self._live = live
+        self._dead: dict[int, float] = {}
+        self._total: dict[int, float] = {}
+        for container in ids:
+            directory = reach.directory(container) if _any(live, container) else reach.readable(container)
+            if directory is None:
+                continue
+            shares = bytes_of_chunks(directory).astype(np.float32)
+            needed = filled(live.get(container, _NONE), len(shares))
+            self._of_chunks[container] = shares
+            self._total[container] = float(shares.sum())
+            self._dead[container] = float(shares[~needed].sum())
+
+    def worth(self, container: int, compact_below: float) -> bool:
+        """Return whether a container may go, or be written anew."""
+        if not _any(self._live, container) and not _any(self._reach.segments, container):
+            return True
+        total, dead = self._total.get(container, 0.0), self._dead.get(container, 0.0)
+        if not dead or not compact_below or len(self._reach.directory(container).blocks) > NUMBERS_MAX:
+            return False
+        allowed = (1 - compact_below) * total
+        return dead > allowed or dead + self._held_by_dead(container) > allowed
+
+    def _held_by_dead(self, container: int) -> float:
+        """Return the bytes of dead chunks elsewhere that this container's dead blocks lean on; half dead ones half."""
+        directory = self._reach.directory(container)
+        chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
+        dead = ~filled(self._live.get(container, _NONE), len(chunks)) & chunks.there
+        dead_raw = np.bincount(chunks.blocks, chunks.encoded * dead, len(blocks))
+        dead_share = dead_raw / np.maximum(blocks.raw, 1)
+        deltas = np.flatnonzero(dead & (blocks.kinds[chunks.blocks] == fmt.XDELTA3))
+        of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
+        bases = Locations.join([chunks.bases.take(deltas), prefixes.bases])
+        weights = np.concatenate([np.ones(len(deltas)), dead_share[of_prefix]])
+        held = 0.0
+        for other, rows in grouped(bases.containers):
+            if other != container and other in self._of_chunks:
+                shares, ordinals = self._of_chunks[other], bases.ordinals[rows]
+                needless = ~filled(self._live.get(other, _NONE), len(shares))
+                held += float((shares[ordinals] * needless[ordinals] * weights[rows]).sum())
+        return held
+
+    def little_stays(self, container: int, kept: Masks, compact_below: float) -> bool:
+        """Return whether a container is still worth it, once what dead blocks elsewhere hold of it is counted."""
+        shares = self._of_chunks.get(container)
+        mask = filled(kept.get(container, _NONE), 0 if shares is None else len(shares))
+        if not compact_below or shares is None:
+            return not mask.any()
+        held_too = self._held_by_dead(container)
+        return float(shares[mask].sum()) <= compact_below * self._total[container] + held_too
 
 
 def to_sweep(reach: Reach, ids: Collection[int], due: Record) -> Plan:
@@ -75,9 +147,9 @@ def to_sweep(reach: Reach, ids: Collection[int], due: Record) -> Plan:
             if _any(seeds, container) or reach.readable(container) is not None:  # else broken, and nobody's
                 stays.append(container)
         elif not due[container].whole:
-            spared = np.ones(len(reach.directory(container).chunks), np.bool_)
+            spared = reach.directory(container).chunks.there.copy()
             spared[due[container].chunks] = False
-            mine = filled(seeds.get(container, np.zeros(0, np.bool_)), len(spared))
+            mine = filled(seeds.get(container, _NONE), len(spared))
             seeds[container] = mine | spared
     kept = reach.closed(seeds, stays)
     return _plan(reach, kept, due, ids, due)
@@ -99,15 +171,16 @@ def _drop(reach: Reach, kept: Masks, container: int, due: Condemned | None) -> D
     if directory is None:
         none = np.zeros(0, np.uint32)
         return Drop(none, none, nothing_kept and (due is None or due.whole))
-    chunks = ~filled(np.zeros(0, np.bool_) if chunks_kept is None else chunks_kept, len(directory.chunks))
-    segments = ~filled(np.zeros(0, np.bool_) if segments_kept is None else segments_kept, len(directory.segments))
-    if due is not None:
+    there, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
+    chunks = there & ~filled(_NONE if chunks_kept is None else chunks_kept, len(there))
+    segments = recipes & ~filled(_NONE if segments_kept is None else segments_kept, len(recipes))
+    if due is not None and not due.whole:
         chunks &= _of(due.chunks, len(chunks))
         segments &= _of(due.segments, len(segments))
     return Drop(
         np.flatnonzero(chunks).astype(np.uint32),
         np.flatnonzero(segments).astype(np.uint32),
-        bool(chunks.all() and segments.all()),
+        bool(np.array_equal(chunks, there) and np.array_equal(segments, recipes)) and nothing_kept,
     )
 
 

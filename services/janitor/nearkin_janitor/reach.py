@@ -96,7 +96,7 @@ class Reach:
                 in_use = np.zeros(len(blocks), np.bool_)
                 in_use[chunks.blocks[mine]] = True
                 used &= in_use
-            deltas = used[chunks.blocks] & (blocks.kinds[chunks.blocks] == fmt.XDELTA3)
+            deltas = chunks.there & used[chunks.blocks] & (blocks.kinds[chunks.blocks] == fmt.XDELTA3)
             if not every_block:
                 deltas &= mine
             bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])

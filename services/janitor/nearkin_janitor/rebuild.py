@@ -22,7 +22,18 @@ from nearkin.formats.condemned import Record
 from nearkin.formats.container import Directory
 from nearkin.formats.mark import Kind
 from nearkin.index.protocols import Index, Marked
-from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, ZERO, ContainerId, Locations, RebuildReport
+from nearkin.records import (
+    NAME_BYTES,
+    SEGMENT_ID_BYTES,
+    U8,
+    U32,
+    U64,
+    ZERO,
+    Bools,
+    ContainerId,
+    Locations,
+    RebuildReport,
+)
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore, marked_version
@@ -178,7 +189,8 @@ def claims_of(
     """
     reader = ChunkReader(containers)
     mine = condemned.get(directory.container)
-    only = None if mine is None else np.setdiff1d(np.arange(len(directory.chunks), dtype=np.uint32), mine.chunks)
+    there = np.flatnonzero(directory.chunks.there).astype(np.uint32)
+    only = None if mine is None else np.setdiff1d(there, mine.chunks)
     features = _super_features(directory, reader, sketches)
     if only is not None:
         features = {sketch: _among(only, *found) for sketch, found in features.items()}
@@ -190,19 +202,31 @@ def claims_of(
     usable = [int(holder) in sound or holder in (ZERO, directory.container) for holder in named]
     lost = ~np.array(usable, np.bool_)[which]
     for at, holder in enumerate(named.tolist()):
-        if holder in condemned:
-            lost |= (which == at) & np.isin(recipes.ordinals, condemned[holder].chunks)
+        if usable[at] and holder != ZERO:
+            rows = np.flatnonzero(which == at)
+            lost[rows] = ~_findable(containers.directory(ContainerId(holder)), recipes.ordinals[rows], condemned)
     names = np.zeros((len(recipes), NAME_BYTES), np.uint8)
     names[~lost] = reader.plan(recipes.take(~lost)).names
     zero = recipes.containers == np.uint64(ZERO)
     if zero.any():
         names[zero] = fingerprinter.name_zeros(recipes.ordinals[zero])
     segment_ids = fingerprinter.name_segments(names, bounds)
+    segment_ids[np.diff(bounds) == 0] = 0
     of_segment = np.repeat(np.arange(len(directory.segments)), np.diff(bounds))
     segment_ids[of_segment[lost]] = 0
     if mine is not None:
         segment_ids[mine.segments] = 0
     return ContainerClaims(directory, segment_ids, features, only)
+
+
+def _findable(directory: Directory, ordinals: U32, condemned: Record) -> Bools:
+    """Return which of a container's chunks are there and not condemned. Raises Corrupt for what it never had."""
+    if len(ordinals) and int(ordinals.max()) >= len(directory.chunks):
+        raise Corrupt(f"{object_name(directory.container)}: {len(directory.chunks)} chunks, {ordinals.max()} is wanted")
+    found = directory.chunks.there[ordinals]
+    if directory.container in condemned:
+        found &= ~np.isin(ordinals, condemned[directory.container].chunks)
+    return found
 
 
 def _among(ordinals: U32, bases: U32, super_features: U64) -> tuple[U32, U64]:
@@ -218,8 +242,8 @@ def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketche
     own = np.flatnonzero(segments.chunks.containers == np.uint64(directory.container))[::-1]
     of_segment = np.repeat(np.arange(len(segments), dtype=np.int64), np.diff(segments.bounds))
     introduced_by[segments.chunks.ordinals[own]] = of_segment[own]  # written backwards: the first mention wins
-    eligible = np.flatnonzero((chunks.depths < directory.depth_max) & (introduced_by >= 0))
-    for rows in _portions(chunks.lengths, np.setdiff1d(np.arange(len(chunks)), eligible)):
+    eligible = np.flatnonzero((chunks.depths < directory.depth_max) & (introduced_by >= 0) & chunks.there)
+    for rows in _portions(chunks.lengths, np.setdiff1d(np.flatnonzero(chunks.there), eligible)):
         _read(directory, reader, rows)  # no base of anything, but it is claimed, so it must decode
     by_sketch = segments.sketches[introduced_by[eligible]]
     found: dict[str, tuple[U32, U64]] = {}

@@ -85,6 +85,7 @@ class Soundness:
                 self.problems.setdefault(name, str(err))
             return  # one that is missing is a problem only once something is found to need it
         blamed = np.zeros(len(directory.chunks), np.uint64)
+        blamed[~directory.chunks.there] = container  # collected: no damage, but whatever needs one is broken
         if deep:
             self._check_blocks(directory, data, blamed, name)
         self._check_bases(directory, blamed)
@@ -165,7 +166,7 @@ class Soundness:
         return checked
 
     def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str) -> None:
-        for block in range(len(directory.blocks)):
+        for block in np.flatnonzero(directory.blocks.raw).tolist():
             start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
             end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
             said = int(directory.blocks.raw[block])

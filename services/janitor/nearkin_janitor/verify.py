@@ -188,7 +188,7 @@ class Verifier:
         blamed = self._soundness.blame(chunks, domain)
         for container in np.unique(blamed[blamed != 0]):
             culprit = object_name(ContainerId(int(container)))
-            culprits.setdefault(culprit, self._soundness.problems.get(culprit, f"{culprit}: broken"))
+            culprits.setdefault(culprit, self._soundness.problems.get(culprit, f"{culprit}: a chunk is gone"))
         total = 0
         for container, named in grouped(chunks.containers):
             rows = named[blamed[named] == 0]

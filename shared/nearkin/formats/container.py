@@ -23,13 +23,27 @@ from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
 from nearkin.kernels.frames import FrameEncoder, decode_frame
 from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
-from nearkin.records import CONTAINER_ID_MIN, NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations, distinct
+from nearkin.records import (
+    CONTAINER_ID_MIN,
+    NAME_BYTES,
+    SELF,
+    U8,
+    U32,
+    U64,
+    ZERO,
+    Bools,
+    ContainerId,
+    Locations,
+    distinct,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-VERSION = 3
-"""3 has patch blocks. 2, which had none, is still read. 1 named containers by u16; no release ever wrote it."""
+VERSION = 4
+"""4 is rewritten: of what it had some is gone. 3 has patch blocks. 2, which had none, is still read."""
+VERSION_WHOLE = 3
+"""What a container is written as whose chunks are all there, so that an older Nearkin reads it."""
 VERSION_MIN = 2
 DOMAIN_BYTES = 16
 CONTAINER_BYTES_MAX = 1 << 30
@@ -58,7 +72,8 @@ PREFIX_BYTES_MAX = 32 * 1024 * 1024
 """Bases of one patch block, together."""
 LOCALITY_RANK = 255
 """Of a delta whose base no super-feature found: it lay beside the chunks around it when those were stored."""
-_MAGIC_2, _MAGIC = b"NKD1", b"NKD2"
+_MAGIC_2, _MAGIC, _MAGIC_REST = b"NKD1", b"NKD2", b"NKD3"
+_NAMES = Struct("<I")
 
 _BLOCK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "u1", "u1", "u1")]
 _CHUNK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u2")]
@@ -76,7 +91,7 @@ class ChunkTable:
 
     `blocks` says in which block the encoding lies, `positions` and `encoded` where in the decoded block (bytes).
     `bases` is (0, 0) for a chunk at depth 0; of a chunk in a patch block it is the one that gives most of its bytes.
-    `ranks` says which super-feature found that base, or LOCALITY_RANK.
+    `ranks` says which super-feature found that base, or LOCALITY_RANK. A chunk of length 0 is gone: all of it is zero.
     """
 
     names: U8
@@ -91,10 +106,19 @@ class ChunkTable:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def there(self) -> Bools:
+        """Return which chunks are not gone."""
+        there: Bools = self.lengths > 0
+        return there
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks of one container: `offsets` uint64 and `stored` uint32 bytes of the payload, `raw` bytes decoded."""
+    """The blocks of one container: `offsets` uint64 and `stored` uint32 bytes of the payload, `raw` bytes decoded.
+
+    A block of no bytes is gone; its number is never given to another.
+    """
 
     offsets: U64
     stored: U32
@@ -300,17 +324,22 @@ def encode_container(
     domain: bytes,
     depth_max: int,
     sketch_names: Sequence[str],
-    blocks: Sequence[EncodedBlock],
+    blocks: Sequence[EncodedBlock | None],
     chunks: ChunkTable,
     segments: SegmentTable,
     prefixes: PrefixTable | None = None,
 ) -> tuple[bytes, int, int]:
-    """Return (the container, its directory's bytes, of these the recipes' bytes)."""
-    parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", VERSION, 0, container, domain)]
+    """Return (the container, its directory's bytes, of these the recipes' bytes). A block that is None is gone."""
+    whole = bool(chunks.there.all()) and None not in blocks
+    version = VERSION_WHOLE if whole else VERSION
+    parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", version, 0, container, domain)]
     for block in blocks:
-        parts += [block.header, block.payload]
+        if block is not None:
+            parts += [block.header, block.payload]
     prefixes = prefixes or PrefixTable.empty(len(blocks))
-    directory, recipe_bytes = _encode_directory(container, depth_max, sketch_names, blocks, chunks, segments, prefixes)
+    directory, recipe_bytes = _encode_directory(
+        container, depth_max, sketch_names, blocks, chunks, segments, prefixes, whole=whole
+    )
     offset = sum(len(part) for part in parts)
     lead = FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
     frame_check = columns.check_bytes(parts[0], lead)
@@ -322,14 +351,16 @@ def _encode_directory(
     container: ContainerId,
     depth_max: int,
     sketch_names: Sequence[str],
-    blocks: Sequence[EncodedBlock],
+    blocks: Sequence[EncodedBlock | None],
     chunks: ChunkTable,
     segments: SegmentTable,
     prefixes: PrefixTable,
+    *,
+    whole: bool,
 ) -> tuple[bytes, int]:
-    kinds = np.array([b.kind for b in blocks], np.uint8)
-    of_chunks = kinds[chunks.blocks]
-    deltas, patched = np.flatnonzero(of_chunks == XDELTA3), np.flatnonzero(of_chunks == PATCH)
+    kinds = np.array([b.kind if b else RAW for b in blocks], np.uint8)
+    of_chunks, there = kinds[chunks.blocks], chunks.there
+    deltas, patched = np.flatnonzero(there & (of_chunks == XDELTA3)), np.flatnonzero(there & (of_chunks == PATCH))
     bases = chunks.bases.take(deltas)
     table, refs = runs.container_table(
         np.concatenate([bases.containers, prefixes.bases.containers, segments.chunks.containers]), container
@@ -346,14 +377,17 @@ def _encode_directory(
     recipes = columns.pack([np.diff(segments.bounds).astype("<u4"), segments.sketches]) + columns.pack(
         [run_refs, steps, counts]
     )
-    head = DIRECTORY.pack(_MAGIC, len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
+    magic = _MAGIC if whole else _MAGIC_REST
+    head = DIRECTORY.pack(magic, len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
+    if not whole:
+        head += _NAMES.pack(int(np.count_nonzero(there)))
     rest = columns.pack(
         [
-            np.array([b.stored_bytes for b in blocks], "<u4"),
-            np.array([b.raw_bytes for b in blocks], "<u4"),
-            np.array([b.codec for b in blocks], "u1"),
+            np.array([b.stored_bytes if b else 0 for b in blocks], "<u4"),
+            np.array([b.raw_bytes if b else 0 for b in blocks], "<u4"),
+            np.array([b.codec if b else 0 for b in blocks], "u1"),
             kinds,
-            np.array([b.depth for b in blocks], "u1"),
+            np.array([b.depth if b else 0 for b in blocks], "u1"),
         ]
     )
     rest += columns.pack([chunks.lengths.astype("<u4"), chunks.blocks.astype("<u2")])
@@ -362,7 +396,7 @@ def _encode_directory(
     rest += columns.pack([np.diff(prefixes.bounds)[kinds == PATCH].astype("<u4")])
     rest += columns.pack(list(prefix_runs[:3]))
     rest += columns.pack([table.astype("<u8")])
-    return head + names + chunks.names[:, :28].tobytes() + rest + recipes, len(recipes)
+    return head + names + chunks.names[there, :28].tobytes() + rest + recipes, len(recipes)
 
 
 def _singles(rows: NDArray[np.intp]) -> U32:
@@ -443,20 +477,24 @@ def _decode_directory(
 ) -> Directory:
     magic, block_count, chunk_count, segment_count, depth_max, sketch_count = DIRECTORY.unpack_from(view)
     if (
-        magic not in (_MAGIC, _MAGIC_2)
+        magic not in (_MAGIC, _MAGIC_2, _MAGIC_REST)
         or sketch_count > SKETCHES_MAX
         or depth_max > DEPTH_MAX
         or chunk_count > ROWS_MAX
     ):
         raise Corrupt(f"{what}: not a directory")
-    position = DIRECTORY.size
+    position, name_count = DIRECTORY.size, chunk_count
+    if magic == _MAGIC_REST:
+        (name_count,) = _NAMES.unpack_from(view, position)
+        position += _NAMES.size
+        _expect(name_count <= chunk_count, what, "more names than chunks")
     sketch_names: list[str] = []
     for _ in range(sketch_count):
         length = int.from_bytes(view[position : position + 2], "little")
         sketch_names.append(str(view[position + 2 : position + 2 + length], "utf-8"))
         position += 2 + length
-    names28 = np.frombuffer(view, np.uint8, chunk_count * 28, position).reshape(chunk_count, 28)
-    position += chunk_count * 28
+    names28 = np.frombuffer(view, np.uint8, name_count * 28, position).reshape(name_count, 28)
+    position += name_count * 28
 
     def take(dtypes: list[np.dtype[Any]], rows_max: int) -> list[NDArray[Any]]:
         nonlocal position
@@ -469,7 +507,7 @@ def _decode_directory(
     delta_columns = take(_DELTA_COLUMNS, ROWS_MAX)
     patched_columns = [np.zeros(0, dtype) for dtype in _PATCHED_COLUMNS]
     prefix_counts, prefix_runs = np.zeros(0, np.uint32), [np.zeros(0, dtype) for dtype in _RUN_COLUMNS]
-    if magic == _MAGIC:
+    if magic != _MAGIC_2:
         patched_columns = take(_PATCHED_COLUMNS, ROWS_MAX)
         (prefix_counts,) = take(_PREFIX_COLUMNS, BLOCKS_MAX)
         prefix_runs = take(_RUN_COLUMNS, ROWS_MAX)
@@ -480,8 +518,8 @@ def _decode_directory(
     _expect(position == len(view), what, "bytes left over")
     found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
     _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head says")
-    blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what)
-    _expect(magic == _MAGIC or _below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format")
+    blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what, whole=magic != _MAGIC_REST)
+    _expect(magic != _MAGIC_2 or _below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format")
     scope = _Scope(container, table, what)
     prefixes = _prefixes(prefix_counts, prefix_runs, chunk_count, blocks, scope)
     chunks = _chunks(names28, chunk_columns, delta_columns, patched_columns, blocks, prefixes, scope)
@@ -512,14 +550,16 @@ class _Scope:
     what: str
 
 
-def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str) -> BlockTable:
+def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str, *, whole: bool) -> BlockTable:
     """Return the block table; `other_bytes` of the container are not its directory: header, blocks and footer."""
     stored, raw, codecs, kinds, depths = found
     _expect(_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
     _expect(_below(codecs, ZSTD + 1) and _below(kinds, len(KINDS)), what, "a block of unknown kind")
     _expect(_below(depths, depth_max + 1), what, "a block deeper than its container allows")
     _expect(bool(np.array_equal(kinds == RAW, depths == 0)), what, "a block whose depth its kind does not have")
-    records = stored.astype(np.int64) + BLOCK.size
+    gone = np.zeros(len(raw), np.bool_) if whole else raw == 0
+    _expect(not np.any(stored[gone]) and not np.any(kinds[gone] | codecs[gone]), what, "a block that is half gone")
+    records = np.where(gone, 0, stored.astype(np.int64) + BLOCK.size)
     _expect(HEADER.size + int(records.sum()) + FOOTER.size == other_bytes, what, "its blocks do not fill the container")
     offsets = HEADER.size + BLOCK.size + np.cumsum(records) - records
     return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths)
@@ -552,13 +592,17 @@ def _chunks(
     prefixes: PrefixTable,
     scope: _Scope,
 ) -> ChunkTable:
-    what, count = scope.what, len(names28)
+    what, count = scope.what, len(found[0])
     lengths, block_numbers = found[0], found[1].astype(np.uint32)
+    there = lengths > 0
     delta_encoded, base_refs, base_steps, delta_ranks = deltas_found
     _expect(_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
-    _expect(_below(lengths - np.uint32(1), SEGMENT_BYTES_MAX), what, "a chunk is empty, or longer than a segment")
-    depths, kinds = blocks.depths[block_numbers], blocks.kinds[block_numbers]
-    deltas, patched = np.flatnonzero(kinds == XDELTA3), np.flatnonzero(kinds == PATCH)
+    fine = len(names28) == np.count_nonzero(there) and _below(lengths, SEGMENT_BYTES_MAX + 1)
+    _expect(fine, what, "a chunk is empty, or longer than a segment")
+    _expect(not np.any(block_numbers[~there]), what, "a chunk that is gone, in a block")
+    depths: U8 = np.where(there, blocks.depths[block_numbers], np.uint8(0))
+    kinds = blocks.kinds[block_numbers]
+    deltas, patched = np.flatnonzero(there & (kinds == XDELTA3)), np.flatnonzero(there & (kinds == PATCH))
     _expect(len(deltas) == len(delta_encoded), what, "delta counts differ")
     _expect(len(patched) == len(patched_found[0]), what, "counts of patched chunks differ")
     encoded = lengths.copy()
@@ -574,11 +618,14 @@ def _chunks(
     ranks[deltas], ranks[patched] = delta_ranks, patched_found[1]
     rows = _rows_of_prefix(block_numbers[patched], patched_found[0], prefixes, what)
     bases.containers[patched], bases.ordinals[patched] = prefixes.bases.containers[rows], prefixes.bases.ordinals[rows]
+    own = np.concatenate([bases.take(deltas).ordinals, prefixes.bases.ordinals])
+    own = own[np.concatenate([bases.containers[deltas], prefixes.bases.containers]) == np.uint64(scope.container)]
+    _expect(bool(there[own].all()), what, "a base that is gone")
     _shallower(bases, depths[deltas], deltas, depths, scope)
     of_row = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
     _shallower(prefixes.bases, blocks.depths[of_row], np.arange(len(of_row)), depths, scope)
-    names = np.empty((count, NAME_BYTES), np.uint8)
-    names[:, :28] = names28
+    names = np.zeros((count, NAME_BYTES), np.uint8)
+    names[there, :28] = names28
     names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(count, 4)
     positions = positions_in_blocks(block_numbers, encoded)
     return ChunkTable(names, lengths, block_numbers, positions, encoded, depths, bases, ranks)

@@ -8,6 +8,7 @@ import numpy as np
 
 from nearkin.claims import ContainerClaims
 from nearkin.formats import container as fmt
+from nearkin.formats.container import Directory
 from nearkin.index.protocols import ContainerSummary
 from nearkin.records import Ledger
 
@@ -38,29 +39,35 @@ def finder_name(rank: int) -> str:
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:
     """Return what `stats` needs of a container."""
-    directory = claims.directory
+    return summarise_directory(claims.directory)
+
+
+def summarise_directory(directory: Directory) -> ContainerSummary:
+    """Return what `stats` needs of a container, from its directory."""
     chunks, blocks = directory.chunks, directory.blocks
-    vcdiff = blocks.kinds[chunks.blocks] == fmt.XDELTA3
+    there = chunks.there
+    vcdiff = there & (blocks.kinds[chunks.blocks] == fmt.XDELTA3)
     patched = int(blocks.stored[blocks.kinds == fmt.PATCH].sum())
     ranks = np.bincount(chunks.ranks[chunks.depths > 0], minlength=1)
     deltas = chunks.depths > 0
     raw_blocks = blocks.depths == 0
-    counted = np.bincount(directory.segments.sketches, minlength=len(directory.sketch_names))
+    recipes = np.diff(directory.segments.bounds)
+    counted = np.bincount(directory.segments.sketches[recipes > 0], minlength=len(directory.sketch_names))
     return ContainerSummary(
         container=directory.container,
         container_bytes=directory.container_bytes,
         directory_bytes=directory.directory_bytes,
         recipe_bytes=directory.recipe_bytes,
-        name_bytes=len(chunks) * 28,
-        blocks=len(blocks),
-        segments=len(directory.segments),
-        raw_chunks=int(np.count_nonzero(~deltas)),
+        name_bytes=int(np.count_nonzero(there)) * 28,
+        blocks=int(np.count_nonzero(blocks.raw)),
+        segments=int(np.count_nonzero(recipes)),
+        raw_chunks=int(np.count_nonzero(there & ~deltas)),
         raw_block_bytes=int(blocks.stored[raw_blocks].sum()),
         delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
         unique_bytes=int(chunks.lengths.sum(dtype=np.uint64)),
         delta_chunk_bytes=int(chunks.lengths[deltas].sum(dtype=np.uint64)),
         delta_bytes=int(chunks.encoded[vcdiff].sum(dtype=np.uint64)) + patched,
-        depths=tuple(int(n) for n in np.bincount(chunks.depths)),
+        depths=tuple(int(n) for n in np.bincount(chunks.depths[there])),
         sketches={name: int(n) for name, n in zip(directory.sketch_names, counted, strict=True) if n},
         found_by={finder_name(rank): int(ranks[rank]) for rank in np.flatnonzero(ranks).tolist()},
     )

@@ -143,6 +143,12 @@ class LmdbIndex:
             txn.cursor(self._segments).putmulti(segments, overwrite=False)
             txn.put(container.to_bytes(8, "big"), json.dumps(asdict(summary)).encode(), db=self._containers)
 
+    def renew(self, summary: ContainerSummary) -> None:
+        """Replace what is known of a container as a whole."""
+        with self._writing() as txn:
+            name = summary.container.to_bytes(8, "big")
+            txn.put(name, json.dumps(asdict(summary)).encode(), db=self._containers)
+
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a version to the catalog and count its segments, once, in one transaction."""
         self.commit_many([(manifest, manifest_bytes)])

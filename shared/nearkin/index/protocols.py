@@ -120,6 +120,9 @@ class SupportsCollection(Protocol):
         `containers` are gone as a whole and no longer counted. What is not there is fine.
         """
 
+    def renew(self, summary: ContainerSummary) -> None:
+        """Replace what `containers` tells of a container: it was written anew."""
+
     def collect_many(self, versions: Sequence[Collected]) -> None:
         """Take versions out of the catalog and count their segments no more, before their manifests go.
 

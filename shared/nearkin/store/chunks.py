@@ -22,7 +22,7 @@ from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
 from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
 from nearkin.stage import Contents
-from nearkin.store.containers import ContainerSource, object_name
+from nearkin.store.containers import ContainerSource, Rewritten, object_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,10 @@ CONTENTS_BYTES_MAX = 32 * 1024 * 1024
 HELD_BYTES_MAX = 16 * 1024 * 1024
 """Of decoded blocks from which rows are copied together, and the block that passes it."""
 
+REWRITTEN_MAX = 8
+"""A plan is made again so often at most: of its containers, and those below, each is written anew once a day or so."""
+MISSING_MAX = 1 << 16
+_NO_LENGTHS: U32 = np.zeros(0, np.uint32)
 Task = Generator[Any, U8, U8]
 """Returns bytes; yields what it must have before it can go on, and is sent it."""
 Wanted = tuple[ContainerId, int] | Plan
@@ -112,6 +116,8 @@ class ChunkReader:
 
     def __init__(self, source: ContainerSource) -> None:
         self._source = source
+        self._missing: set[int] = set()
+        """Containers that were collected, and that older recipes still name."""
 
     def plan(self, locations: Locations) -> Plan:
         """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
@@ -127,10 +133,25 @@ class ChunkReader:
                     f"container {container:016x} has {len(kept)} chunks, number {int(ordinals.max())} is wanted"
                 )
             rows[mine] = kept[ordinals]
+        if not rows["lengths"].all():
+            row = int(np.flatnonzero(rows["lengths"] == 0)[0])
+            name = object_name(ContainerId(int(locations.containers[row])))
+            raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
         return Plan(locations, rows)
 
     def fetch(self, plan: Plan) -> U8:
-        """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
+        """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound.
+
+        Where a container was written anew since it was planned, it is looked at again.
+        """
+        for _ in range(REWRITTEN_MAX):
+            try:
+                return self._fetched(plan)
+            except Rewritten:
+                plan = self.plan(plan.locations)
+        return self._fetched(plan)
+
+    def _fetched(self, plan: Plan) -> U8:
         tasks: list[Task] = [self._rows(plan)]
         answer: U8 | None = None
         while True:
@@ -175,6 +196,8 @@ class ChunkReader:
         if fmt.kind_of(record) == fmt.PATCH:
             fmt.decode_block(record, what)  # its checksum, before anything is read for it
             directory = self._source.directory(container)
+            if not directory.blocks.raw[number]:
+                raise Rewritten(f"{what} is gone: read again")
             depth = int(directory.blocks.depths[number])
             if directory.blocks.kinds[number] != fmt.PATCH:
                 raise Corrupt(f"{what}: a patch block, which its directory does not say")
@@ -193,10 +216,44 @@ class ChunkReader:
         With `depth_below` chunks as deep as that are replaced as `Reads` says. What comes after CONTENTS_BYTES_MAX is
         not available either.
         """
+        if self._missing and not (there := self._there(locations)).all():
+            return self._some(locations, there, depth_below)
         try:
             return self._contents(locations, depth_below)
         except (Corrupt, NotFound):
+            there = self._there(locations)
+            if not there.all():  # garbage that was collected: what is around it is read as ever
+                return self._some(locations, there, depth_below)
             return self._contents_piecewise(locations, depth_below)
+
+    def _some(self, locations: Locations, there: Bools, depth_below: int | None) -> Contents:
+        rows = np.flatnonzero(there)
+        return _spread(self.contents(locations.take(rows), depth_below), rows, locations)
+
+    def _there(self, locations: Locations) -> Bools:
+        """Return which rows are chunks that their containers have."""
+        there = np.ones(len(locations), np.bool_)
+        for container, rows in grouped(locations.containers):
+            if container == ZERO:
+                continue
+            lengths = self._lengths(container)
+            ordinals = locations.ordinals[rows]
+            there[rows] = ordinals < len(lengths)
+            beyond = np.zeros(1, np.uint32)
+            there[rows] &= np.concatenate([lengths, beyond])[np.minimum(ordinals, len(lengths))] > 0
+        return there
+
+    def _lengths(self, container: int) -> U32:
+        """Return the lengths of a container's chunks, none where it is not there."""
+        if container in self._missing:
+            return _NO_LENGTHS
+        try:
+            return self._source.directory(ContainerId(container)).chunks.lengths
+        except (Corrupt, NotFound):
+            if len(self._missing) >= MISSING_MAX:
+                self._missing.clear()
+            self._missing.add(container)
+            return _NO_LENGTHS
 
     def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
         plan = self.plan(locations)
@@ -294,6 +351,18 @@ class ChunkReader:
                 positions = plan.positions[rows].astype(np.uint64)
                 gather(held, which, positions, plan.encoded[rows], out, places[rows])
                 held, held_bytes, first, copied = [], 0, number + 1, stops[number]
+
+
+def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:
+    """Return what was found of some rows as answers for all of `locations`: the others are not available."""
+    count = len(locations)
+    replaced = Locations(locations.containers.copy(), locations.ordinals.copy())
+    replaced.containers[rows], replaced.ordinals[rows] = found.locations.containers, found.locations.ordinals
+    offsets, lengths = np.zeros(count, np.uint64), np.zeros(count, np.uint32)
+    depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+    offsets[rows], lengths[rows] = found.offsets, found.lengths
+    depths[rows], available[rows] = found.depths, found.available
+    return Contents(replaced, found.payload, offsets, lengths, depths, available)
 
 
 def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:

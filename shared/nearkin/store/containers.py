@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -111,10 +112,22 @@ class ReadCosts:
     blocks_decoded: int = 0
 
 
-def object_name(container: ContainerId) -> str:
-    """Return a container's object name; the first level is the id's time, 4.7 hours a folder."""
+class Rewritten(Corrupt):
+    """A block went while it was to be read: its container was written anew, and says where its chunks lie now."""
+
+
+GENERATIONS_MAX = 1 << 16
+_NAME = re.compile(r"([0-9a-f]{16})(?:\.([0-9a-f]{4}))?\.nkc")
+
+
+def object_name(container: ContainerId, generation: int = 0) -> str:
+    """Return a container's object name; the first level is the id's time, 4.7 hours a folder.
+
+    One that was written anew, without what was garbage, is of the next generation; the highest holds.
+    """
     digits = f"{container:016x}"
-    return f"containers/{digits[:5]}/{digits}.nkc"
+    rewritten = f".{generation:04x}" if generation else ""
+    return f"containers/{digits[:5]}/{digits}{rewritten}.nkc"
 
 
 class ContainerStore:
@@ -123,10 +136,15 @@ class ContainerStore:
     def __init__(self, objects: ObjectStore, domain: bytes, block_cache_bytes: int) -> None:
         self._objects = objects
         self._domain: bytes | None = domain
-        self._directories: ByteBoundedCache[ContainerId, Directory] = ByteBoundedCache(DIRECTORY_CACHE_BYTES)
+        self._directories: ByteBoundedCache[ContainerId, tuple[Directory, int]] = ByteBoundedCache(
+            DIRECTORY_CACHE_BYTES
+        )
+        """With the generation that each is of."""
         self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes)
         self.buffers = Buffers()
         self.costs = ReadCosts()
+        self._generations: dict[ContainerId, int] = {}
+        """Of containers that were written anew, as far as known: some 100 bytes each."""
 
     def of(self, domain: bytes | None) -> Self:
         """Return the same store, and the same caches, for another domain; None: for all, which is the janitor's."""
@@ -140,14 +158,19 @@ class ContainerStore:
         other.costs = ReadCosts()
         return other
 
-    def put(self, container: ContainerId, data: bytes) -> None:
+    def put(self, container: ContainerId, data: bytes, generation: int = 0) -> None:
         """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
-        self._objects.put_new(object_name(container), data)
+        self._objects.put_new(object_name(container, generation), data)
+        if generation:
+            self._generations[container] = generation
+            self._directories.drop([container])
 
-    def delete(self, container: ContainerId) -> None:
-        """Remove a container, durably; nothing may lean on it, and no index name it. Again is fine."""
-        self._objects.delete(object_name(container))
-        self.forget_read()
+    def delete(self, container: ContainerId, generation: int) -> None:
+        """Remove one generation of a container, durably. Again is fine.
+
+        It is not the last one, or nothing leans on the container and no index names it.
+        """
+        self._objects.delete(object_name(container, generation))
 
     def forget_read(self) -> None:
         """Let go of all that was read: containers may have gone, and nothing new may lean on them."""
@@ -155,29 +178,73 @@ class ContainerStore:
         self.blocks.clear()
 
     def ids(self) -> Iterator[tuple[ContainerId, int]]:
-        """Yield (id, bytes) of every container, in no order."""
-        for name, size_bytes in self._objects.names("containers"):
-            digits = name.rpartition("/")[2].removesuffix(".nkc")
-            try:
-                container = ContainerId(int(digits, 16))
-            except ValueError as err:
-                raise Corrupt(f"{name}: not a container's name; move it out of the store") from err
-            yield container, size_bytes
+        """Yield (id, bytes) of every container, in no order; of its highest generation."""
+        for container, generations in self.generations().items():
+            yield container, generations[max(generations)]
+
+    def generations(self) -> dict[ContainerId, dict[int, int]]:
+        """Return by container the bytes of each generation that is there: mostly one."""
+        found: dict[ContainerId, dict[int, int]] = {}
+        for container, generation, size_bytes in self._listed("containers"):
+            found.setdefault(container, {})[generation] = size_bytes
+            if generation > self._generations.get(container, 0):
+                self._generations[container] = generation
+        return found
+
+    def _listed(self, folder: str) -> Iterator[tuple[ContainerId, int, int]]:
+        for name, size_bytes in self._objects.names(folder):
+            matched = _NAME.fullmatch(name.rpartition("/")[2])
+            if matched is None:
+                raise Corrupt(f"{name}: not a container's name; move it out of the store")
+            yield ContainerId(int(matched[1], 16)), int(matched[2] or "0", 16), size_bytes
+
+    def generation(self, container: ContainerId) -> int:
+        """Return the generation of a container, as far as known: `generations` looks."""
+        return self._generations.get(container, 0)
+
+    def _moved(self, container: ContainerId, tried: int) -> bool:
+        """Look for another generation than the one that was not found; return whether there is one."""
+        self._directories.drop([container])
+        folder = object_name(container).rpartition("/")[0]
+        there = [generation for found, generation, _ in self._listed(folder) if found == container]
+        if not there or max(there) == tried:
+            return False
+        self._generations[container] = max(there)
+        return True
 
     def raw(self, container: ContainerId) -> bytes:
         """Return a container's bytes, unchecked."""
-        return self._objects.get(object_name(container))
+        tried = self.generation(container)
+        try:
+            return self._objects.get(object_name(container, tried))
+        except NotFound:
+            if not self._moved(container, tried):
+                raise
+            return self._objects.get(object_name(container, self.generation(container)))
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory, from the cache or with one or two reads. Raises Corrupt where it is lost."""
-        name = object_name(container)
+        return self._known(container)[0]
+
+    def _known(self, container: ContainerId) -> tuple[Directory, int]:
         known = self._directories.get(container)
-        if known is not None:
-            return self._ours(known, name)
-        try:
-            size_bytes = self._objects.size_bytes(name)
-        except NotFound as err:
-            raise Corrupt(f"{name}: missing, and what is asked for lies in it: run `nearkin verify`") from err
+        if known is None:
+            tried = self.generation(container)
+            try:
+                known = self._read_directory(container, tried)
+            except NotFound as err:
+                if not self._moved(container, tried):
+                    name = object_name(container, tried)
+                    raise Corrupt(f"{name}: missing, and what is asked for lies in it: run `nearkin verify`") from err
+                known = self._read_directory(container, self.generation(container))
+        if self._domain not in (None, known[0].domain):
+            # Another tenant's (I9): whoever can name its container must not read through it.
+            raise Corrupt(f"{object_name(container, known[1])}: belongs to another tenant")
+        return known
+
+    def _read_directory(self, container: ContainerId, generation: int) -> tuple[Directory, int]:
+        name = object_name(container, generation)
+        size_bytes = self._objects.size_bytes(name)
         if size_bytes < fmt.HEADER.size + fmt.FOOTER.size:
             raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
         tail_start = max(0, size_bytes - TAIL_BYTES)
@@ -192,36 +259,39 @@ class ContainerStore:
         else:
             (data,) = self._objects.get_ranges(name, [offset], [offset + length])
         directory = fmt.decode_directory(data, container, domain, size_bytes, check, name)
-        self._directories.put(container, directory, directory.memory_bytes)
+        self._directories.put(container, (directory, generation), directory.memory_bytes)
         self.costs.containers.add(container)
         self.costs.directory_reads += 1
         self.costs.bytes_read += len(header) + size_bytes - min(offset, tail_start)
-        return self._ours(directory, name)
-
-    def _ours(self, directory: Directory, name: str) -> Directory:
-        """Refuse another tenant's (I9): whoever can name its container must not read through it."""
-        if self._domain not in (None, directory.domain):
-            raise Corrupt(f"{name}: belongs to another tenant")
-        return directory
+        return directory, generation
 
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
         """Return a decoded block from the cache."""
         return self.blocks.get((container, block))
 
     def record(self, container: ContainerId, block: int) -> bytes:
-        """Return a block as it is stored, with one ranged read."""
-        directory = self.directory(container)
+        """Return a block as it is stored, with one ranged read. Raises Rewritten where it was there a moment ago."""
+        directory, generation = self._known(container)
+        try:
+            return self._read_record(directory, generation, block)
+        except NotFound as err:
+            if block >= len(directory.blocks):
+                raise
+            if not self._moved(container, generation):
+                name = object_name(container, generation)
+                raise Corrupt(f"{name}: missing since its directory was read: run `nearkin verify`") from err
+        return self._read_record(*self._known(container), block)  # its number is its own, in every generation
+
+    def _read_record(self, directory: Directory, generation: int, block: int) -> bytes:
+        name = object_name(directory.container, generation)
         if block >= len(directory.blocks):
-            raise NotFound(f"{object_name(container)}: has no block {block}")
+            raise NotFound(f"{name}: has no block {block}")
+        if not directory.blocks.raw[block]:
+            raise Rewritten(f"{name}: block {block} is gone: read again")
         start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
         end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
-        try:
-            (record,) = self._objects.get_ranges(object_name(container), [start], [end])
-        except NotFound as err:
-            raise Corrupt(
-                f"{object_name(container)}: missing since its directory was read: run `nearkin verify`"
-            ) from err
-        self.costs.containers.add(container)
+        (record,) = self._objects.get_ranges(name, [start], [end])
+        self.costs.containers.add(directory.container)
         self.costs.block_reads += 1
         self.costs.bytes_read += end - start
         return record

@@ -81,6 +81,8 @@ def _ruled(rule: object) -> dict[str, Any] | None:
             found = {"anyOf": [number, {"type": "string", "pattern": BYTES_PATTERN}]}
         case config_rules.Between():
             found = {"type": "integer", "minimum": rule.least, "maximum": rule.most}
+        case config_rules.Share():
+            found = {"type": "number", "minimum": 0, "maximum": rule.most}
         case config_rules.Text():
             found = {"type": "string", "minLength": 1, "maxLength": rule.bytes_max}
         case config_rules.OneMatch():

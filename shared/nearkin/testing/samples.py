@@ -86,6 +86,32 @@ def small_container() -> bytes:
     return fmt.encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
 
 
+def rest_container() -> bytes:
+    """Return what is left of `small_container` without chunks 1, 2, 4 and 5 and its last segment, written anew."""
+    whole = fmt.decode_container(small_container(), "whole")
+    text = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
+    packer = compressor()
+    kept, lengths = [0, 3], np.zeros(6, np.uint32)
+    blocks = [None, None, None, fmt.encode_block(text, fmt.RAW, 0, packer)]
+    blocks.append(fmt.encode_block(noise(8, "delta"), fmt.XDELTA3, 1, packer))
+    lengths[kept] = whole.chunks.lengths[kept]
+    there = lengths > 0
+    chunks = ChunkTable(
+        names=np.where(there[:, None], whole.chunks.names, np.uint8(0)),
+        lengths=lengths,
+        blocks=np.array([3, 0, 0, 4, 0, 0], np.uint32),
+        positions=np.zeros(6, np.uint32),
+        encoded=np.array([100, 0, 0, 8, 0, 0], np.uint32),
+        depths=np.array([0, 0, 0, 1, 0, 0], np.uint8),
+        bases=Locations(np.array([0, 0, 0, OLDER, 0, 0], np.uint64), np.array([0, 0, 0, 77, 0, 0], np.uint32)),
+        ranks=np.array([0, 0, 0, 2, 0, 0], np.uint8),
+    )
+    segments = SegmentTable(
+        np.array([0, 5, 10, 10], np.uint32), np.array([0, 0, 0], np.uint8), whole.segments.chunks.take(slice(0, 10))
+    )
+    return fmt.encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+
+
 PATCHED_BASES = (b"".join(b"row %04d of the first base; " % i for i in range(40)), bytes(noise(500, "second base")))
 """Bytes of chunk 0 of `patched_container` and of chunk 77 of OLDER."""
 
@@ -176,7 +202,7 @@ def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:
     directory = fmt.decode_container(data, "sample")
     view = memoryview(data)
     blocks = []
-    for number in range(len(directory.blocks)):
+    for number in np.flatnonzero(directory.blocks.raw).tolist():
         start = int(directory.blocks.offsets[number])
         record = view[start - fmt.BLOCK.size : start + int(directory.blocks.stored[number])]
         blocks.append(fmt.decode_block(record, f"sample block {number}").tobytes())
