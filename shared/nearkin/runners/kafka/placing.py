@@ -38,7 +38,7 @@ _log = logging.getLogger("nearkin.delta")
 SETTLE_SECONDS = 0.02
 """After the end of a blob a container is sealed once nothing has come for so long: who waits for a 201 waits for it."""
 JOBS_MAX = 2
-JOIN_BYTES_MAX = 4 * 1024 * 1024
+JOIN_BYTES_MAX = 16 * 1024 * 1024
 """Payload that is encoded at once, as the embedded runner's batches: what one brings is no base for the same one."""
 HELD_MAX = 20_000
 """Messages whose chunks lie in one open container; all-duplicate data hold nothing else back."""
