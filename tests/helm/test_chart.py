@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from nearkin.testing import chart, cluster
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/nearkin"
+GOLDEN = Path(__file__).with_name("golden.yaml")
 KUBERNETES = ("1.33", "1.35", "1.37")
 NOT_KUBERNETES_OWN = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.networking.k8s.io/v1"}
 WORKERS = ("chunker", "dedup", "resemblance", "delta", "janitor")
@@ -80,6 +83,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "serviceAccount": {"create": False},
         "config": {"kafka": {"partitions": 1, "replication": 1}, "profile": "archive"},
     },
+    **{path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))},
     "no-gateway": {"gateway": {"enabled": False}, "fullnameOverride": "kin", "config": {"ingest": {"topics": ["b"]}}},
 }
 
@@ -96,6 +100,13 @@ def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], d
             yield name, one["spec"]["template"]["metadata"], one["spec"]["template"]["spec"]
         elif one["kind"] == "Pod":
             yield name, one["metadata"], one["spec"]
+
+
+@cache
+def taken(text: str) -> None:
+    """Validate an object; many are the same in all cases."""
+    for version in KUBERNETES:
+        kubernetes_validate.validate(json.loads(text), version, strict=True)
 
 
 @pytest.fixture(params=sorted(MATRIX))
@@ -115,10 +126,21 @@ def test_three_versions_of_kubernetes_take_it(rendered: Render, case: dict[str, 
     assert {one["apiVersion"] for one in objects} <= NOT_KUBERNETES_OWN | {
         *("v1", "apps/v1", "batch/v1", "policy/v1", "autoscaling/v2", "networking.k8s.io/v1")
     }
-    own = [one for one in objects if one["apiVersion"] not in NOT_KUBERNETES_OWN]
-    for version in KUBERNETES:
-        for one in own:
-            kubernetes_validate.validate(one, version, strict=True)
+    for one in objects:
+        if one["apiVersion"] not in NOT_KUBERNETES_OWN:
+            taken(json.dumps(one))
+
+
+def test_it_renders_what_was_looked_at(rendered: Render) -> None:
+    """Who changes the chart looks at what that changes in golden.yaml, and commits both."""
+    wanted = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(GOLDEN.read_text())}
+    without_dashboard = MATRIX["aws"] | {"monitoring": MATRIX["aws"]["monitoring"] | {"dashboard": {"enabled": False}}}
+    found = {(one["kind"], one["metadata"]["name"]): one for one in rendered(without_dashboard)}
+    command = (
+        "helm template store deploy/helm/nearkin -n backups -f deploy/helm/nearkin/examples/aws.yaml "
+        "--set monitoring.dashboard.enabled=false"
+    )
+    assert found == wanted, f"look at it, then: {command} > tests/helm/golden.yaml"
 
 
 def test_names_are_unique_and_end_up_in_one_namespace(rendered: Render, case: dict[str, Any]) -> None:

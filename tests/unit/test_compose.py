@@ -31,6 +31,8 @@ def test_every_worker_reads_its_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert settings.object_store.secret_access_key == SERVICES["s3"]["environment"]["ROOT_SECRET_ACCESS_KEY"]
     assert settings.object_store.access_key_id == SERVICES["s3"]["environment"]["ROOT_ACCESS_KEY_ID"]
     assert settings.object_store.secret_access_key not in str(origins)
+    asked = SERVICES["delta"]["healthcheck"]["test"][-1]
+    assert f"http://{settings.monitor.host}:{settings.monitor.port}/readyz" in asked
 
 
 def test_it_runs_what_make_up_runs() -> None:

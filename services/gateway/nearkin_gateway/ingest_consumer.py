@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from confluent_kafka import Message as KafkaMessage
 from confluent_kafka.admin import AdminClient
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
+from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import BadInput, Retryable, StoreUnavailable
 from nearkin.runners.kafka.clients import (
@@ -118,18 +120,24 @@ class IngestConsumer:
             while not stop.is_set():
                 self._pause(paused())
                 self._resume_due()
-                passed_over: set[_Place] = set()
-                for record in self._take():  # 1
-                    place = (record.topic, record.partition)
-                    if place not in passed_over and not self._one(record):  # 2, 3
-                        passed_over.add(place)
-                self._settle()  # 4, 5
+                self._step(self._take())  # 1
                 self._beat()
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
         finally:
             self._outbox.close()
             self._consumer.close()
+
+    def _step(self, records: list[UserRecord]) -> None:
+        """Bring what was taken to its end."""
+        count_taken(records)
+        passed_over: set[_Place] = set()
+        with metrics.STEP_SECONDS.labels(STAGE).time() if records else nullcontext():
+            for record in records:
+                place = (record.topic, record.partition)
+                if place not in passed_over and not self._one(record):  # 2, 3
+                    passed_over.add(place)
+            self._settle()  # 4, 5
 
     # --- one record --------------------------------------------------------------------------------------------------
 
@@ -314,6 +322,14 @@ class IngestConsumer:
             found = self._admin.describe_topics(TopicCollection([topic]), request_timeout=ADMIN_SECONDS_MAX)[topic]
             self._topic_ids[topic] = str(found.result(ADMIN_SECONDS_MAX).topic_id or "")
         return self._topic_ids[topic]
+
+
+def count_taken(records: Sequence[UserRecord]) -> None:
+    """Count records as they come, again where they come again."""
+    sent_ms = [record.timestamp_ms for record in records if record.timestamp_ms is not None]
+    metrics.RECORD_AGE.labels(STAGE).set(max(0.0, time.time() - min(sent_ms) / 1000) if sent_ms else 0.0)
+    metrics.RECORDS.labels(STAGE).inc(len(records))
+    metrics.RECORD_BYTES.labels(STAGE).inc(sum(len(record.value or b"") for record in records))
 
 
 _jitter = wait_random_exponential(multiplier=0.25, max=BACKOFF_SECONDS_MAX)

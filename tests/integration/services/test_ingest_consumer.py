@@ -16,6 +16,7 @@ from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from nearkin import metrics
 from nearkin.config import Settings, load
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.message import End, Frame, decode
@@ -178,8 +179,11 @@ def test_records_become_blobs_in_order_and_offsets_are_committed(world: World) -
             (b"large", large, [("content-type", b"a/b")]),
         ]
     )
+    taken = metrics.RECORDS.labels("ingest"), metrics.RECORD_BYTES.labels("ingest")
+    before = [counter._value.get() for counter in taken]
     with world.running():
         until(lambda: world.committed() == 3)
+    assert [counter._value.get() - start for counter, start in zip(taken, before, strict=True)] == [3, 2_500_007]
     found = {blob.key: blob for blob in world.whole()}
     assert {key: blob.content for key, blob in found.items()} == {"small": b"content", "empty": b"", "large": large}
     small, end = found["small"], found["small"].end
