@@ -32,7 +32,7 @@ VERSITYGW = "v1.8.0"
 HELM = "v4.3.1"
 FETCH_SECONDS_MAX = 900
 """`go install` fetches and compiles versitygw, 150 CPU seconds: 260 s on one core, 410 s beside other work; helm,
-266 CPU seconds, in 272 s on one core beside other work."""
+266 to 292 CPU seconds, in 272 to 446 s on one core beside other work."""
 
 _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>

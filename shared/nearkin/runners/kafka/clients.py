@@ -113,6 +113,8 @@ def _create(settings: Settings, wanted: Sequence[NewTopic]) -> list[str]:
         except KafkaException as err:
             if err.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise Permanent(f"topic {new.topic}: {err.args[0].str()}") from err
+        except TimeoutError as err:
+            raise StoreUnavailable(f"topic {new.topic}: kafka has not made it in {ADMIN_SECONDS_MAX:.0f} s") from err
     return made
 
 

@@ -63,12 +63,12 @@ class LagWatch:
         while not self._stop.is_set():
             try:
                 self.look()
-            except KafkaException as err:
-                _log.warning("lag was not read: %s", err.args[0].str())
+            except (KafkaException, TimeoutError) as err:
+                _log.warning("lag was not read: %s", str(err) or type(err).__name__)
             self._stop.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Read it once. Raises KafkaException."""
+        """Read it once. Raises KafkaException, TimeoutError."""
         for name, topics in self._watched:
             behind, old = self._behind(name, topics)
             for place, records in behind.items():

@@ -21,7 +21,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from nearkin.config import Settings, load
-from nearkin.errors import BadInput, ConfigError, NearkinError
+from nearkin.errors import BadInput, ConfigError, NearkinError, StoreUnavailable
 from nearkin.runners.kafka.clients import (
     ADMIN_SECONDS_MAX,
     COMPACTED,
@@ -55,6 +55,10 @@ def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
         return made, _with_retention(admin, [name for name in ours if name not in made], retention_ms(settings))
     except KafkaException as err:
         raise unavailable(settings, err) from err
+    except TimeoutError as err:
+        raise StoreUnavailable(
+            f"kafka {settings.kafka.bootstrap_servers}: no answer within {ADMIN_SECONDS_MAX:.0f} s"
+        ) from err
 
 
 def _with_retention(admin: AdminClient, names: list[str], wanted_ms: str) -> list[str]:
