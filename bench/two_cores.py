@@ -29,6 +29,7 @@ from nearkin.errors import NearkinError, choose
 from nearkin.lab.measuring import read_through, write_out
 from nearkin.runners.workers import Worker
 from nearkin.testing.corpora import CORPORA
+from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,16 @@ class ThreadClocks:
                 self.add(threading.current_thread().name.removeprefix("nearkin-"), time.thread_time())
 
         Worker._run = timed  # type: ignore[method-assign]  # a thread's clock can only be read on it, as it ends
+        close = BlockEncoder.close
+
+        def timed_close(encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
+            started = time.thread_time()
+            try:
+                return close(encoder, block)
+            finally:
+                self.add("encode", time.thread_time() - started)
+
+        BlockEncoder.close = timed_close  # type: ignore[method-assign]
 
     def add(self, name: str, seconds: float) -> None:
         """Add to a thread's time."""

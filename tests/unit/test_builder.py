@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from nearkin.formats import container as fmt
 from nearkin.records import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations
 from nearkin.testing import samples
 from nearkin_delta import builder as module
+from nearkin_delta.blocks import BlockCloser
 from nearkin_delta.builder import ContainerBuilder, Encodings, new_container_id
 
 CONTAINER = ContainerId(99 << 20)
@@ -173,4 +177,45 @@ def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
     sealed_bytes = len(made.seal().data)
     again = builder()
     again.add(fresh([70_000, 60_000]))
+    again.next_turn()
+    again.next_turn()
     assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
+
+
+class Waiting(Executor):
+    """A thread that does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Future[Any], Any, Any]] = []
+
+    def submit(self, function: Any, /, *args: Any, **_: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        self.tasks.append((done, function, args))
+        return done
+
+    def work(self) -> None:
+        for done, function, args in self.tasks:
+            done.set_result(function(*args))
+        self.tasks.clear()
+
+
+def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_next() -> None:
+    thread = Waiting()
+    delta = DeltaSettings()
+    closer = BlockCloser(SMALL, delta, thread)
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, fmt.PATCH, closer=closer)
+    chunks = fresh([70_000, 60_000])
+    made.add(chunks)
+    assert len(thread.tasks) == 1
+    before = made.stored_bytes_estimate
+    seen = made.open_block(0)
+    assert seen is not None
+    assert np.array_equal(seen, chunks.sources[0][:70_000])
+    thread.work()
+    assert made.stored_bytes_estimate == before, "when a thread is done is not to change what is stored"
+    assert made.open_block(0) is not None
+    made.next_turn()
+    assert made.open_block(0) is not None, "the next batch is placed meanwhile"
+    made.next_turn()
+    assert made.open_block(0) is None
+    assert np.array_equal(fmt.decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])

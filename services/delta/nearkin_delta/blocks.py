@@ -5,6 +5,7 @@ chunks and their bases gather -> close -> the smallest of: raw | zstd | zstd wit
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ DEPTH_COSTS = 0.9
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
 """Other ways are tried where a patch is more than 1/4, 1/16 of its chunks: below that none was ever smaller."""
+SPARES_MAX = 4
+"""Buffers of closed blocks kept for the next ones, of each limit."""
 FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
 WINDOW_LOG_MAX = 27
@@ -196,6 +199,36 @@ class BlockEncoder:
         if block.stored_bytes >= patch.block.stored_bytes:
             return patch
         return ClosedBlock(block, len(raw), Locations.empty(), deltas.lengths)
+
+
+class BlockCloser:
+    """Begins blocks and has them encoded, in order; keeps what closed ones leave for the next."""
+
+    def __init__(self, block: BlockSettings, delta: DeltaSettings, thread: Executor | None = None) -> None:
+        """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up."""
+        self._encoder = BlockEncoder(block, delta)
+        self._thread = thread
+        self._spares: dict[int, list[U8]] = {}
+
+    def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
+        """Return a new block."""
+        spares = self._spares.get(limit_bytes)
+        buffer = spares.pop() if spares else None  # a new one of 5 MiB costs 1,200 page faults
+        return OpenBlock(number, kind, depth, limit_bytes, buffer)
+
+    def close(self, block: OpenBlock) -> Future[ClosedBlock]:
+        """Return what the block will be; it must not be changed until that is known."""
+        if self._thread is not None:
+            return self._thread.submit(self._encoder.close, block)
+        done: Future[ClosedBlock] = Future()
+        done.set_result(self._encoder.close(block))
+        return done
+
+    def give_back(self, block: OpenBlock) -> None:
+        """Take the buffer of a block that is closed."""
+        spares = self._spares.setdefault(block.limit_bytes, [])
+        if len(spares) < SPARES_MAX:
+            spares.append(block.buffer)
 
 
 def _lists(locations: Locations) -> tuple[list[int], list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import container as fmt
 from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, distinct
-from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockEncoder, ClosedBlock, OpenBlock
+from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, OpenBlock
 
 CHUNKS_MAX = 1 << 20
 """A container is sealed before it names more chunks, whatever their size."""
@@ -31,8 +32,6 @@ RECIPE_CHUNKS_MAX = 1 << 22
 """Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
 NAMED_MAX = 1 << 15
 """Nor do its bases and recipes name more containers: the ids alone are 256 KiB then, read whenever it is opened."""
-SPARES_MAX = 2
-"""Buffers of closed blocks kept for the next ones, of each limit."""
 _NO_BYTES: U8 = np.zeros(0, np.uint8)
 
 
@@ -94,16 +93,19 @@ class ContainerBuilder:
         delta: DeltaSettings,
         kind: int,
         depth_bound: int | None = None,
+        closer: BlockCloser | None = None,
     ) -> None:
         """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper."""
         self.container = container
         self._domain = domain
         self._limits = int(block.raw_bytes), int(block.delta_bytes)
-        self._encoder = BlockEncoder(block, delta)
+        self._closer = closer or BlockCloser(block, delta)
         self._depth_max = delta.max_depth if depth_bound is None else depth_bound
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
-        self._spares: tuple[list[U8], list[U8]] = [], []
+        self._closing: dict[int, tuple[OpenBlock, Future[ClosedBlock], int]] = {}
+        """Blocks being encoded, each with the turn in which it was closed."""
+        self._turn = 0
         self._closed: dict[int, ClosedBlock] = {}
         self.blocks = 0
         self._added: list[Encodings] = []
@@ -127,10 +129,10 @@ class ContainerBuilder:
 
     @property
     def stored_bytes_estimate(self) -> int:
-        """Return closed blocks as they are, and open ones as if they came out at the ratio of the closed ones."""
+        """Return closed blocks as they are, and growing ones as if they came out at the ratio of the closed ones."""
         stored = sum(closed.block.stored_bytes for closed in self._closed.values())
         raw = sum(closed.chunk_bytes for closed in self._closed.values())
-        waiting = sum(block.used for block in self._open.values())
+        waiting = sum(block.used for block in self._growing())
         return stored + (waiting * stored // raw if raw else waiting // 2) + self.chunks * 30
 
     @property
@@ -168,9 +170,8 @@ class ContainerBuilder:
         while taken < len(rows):
             block = self._open.get(depth)
             if block is None:
-                limit, spare = self._limits[depth > 0], self._spares[depth > 0]
-                buffer = spare.pop() if spare else None  # a new one of 5 MiB costs 1,200 page faults
-                block = self._open[depth] = OpenBlock(self.blocks, kind, depth, limit, buffer)
+                limit = self._limits[depth > 0]
+                block = self._open[depth] = self._closer.begin(self.blocks, kind, depth, limit)
                 self.blocks += 1
             if fresh.prefixes is not None and kind == fmt.PATCH:
                 part = block.lean_on(fresh.prefixes, rows[taken:], fresh.encoded)
@@ -192,12 +193,29 @@ class ContainerBuilder:
                 self._close(depth)
 
     def _close(self, depth: int) -> None:
+        """Have a block encoded: until it is settled it counts as open, so that nothing depends on when that is done."""
         block = self._open.pop(depth)
-        self._closed[block.number] = self._encoder.close(block)
-        spare = self._spares[depth > 0]
-        if len(spare) < SPARES_MAX:
-            spare.append(block.buffer)
-        self._snapshot = None
+        self._closing[block.number] = block, self._closer.close(block), self._turn
+
+    def next_turn(self) -> None:
+        """Begin another batch: take the blocks that were closed in the batch before the last, and earlier ones.
+
+        Those of the last one may still be encoded while this one is placed. Raises Corrupt as encoding does.
+        """
+        self._turn += 1
+        self._settle(self._turn - 1)
+
+    def _settle(self, turn: int) -> None:
+        """Wait for the blocks that were closed before `turn`, and take them as they came out."""
+        for number in [number for number, (_, _, closed_in) in self._closing.items() if closed_in < turn]:
+            block, closed, _ = self._closing[number]
+            self._closed[number] = closed.result()
+            del self._closing[number]
+            self._closer.give_back(block)
+            self._snapshot = None
+
+    def _growing(self) -> list[OpenBlock]:
+        return [*self._open.values(), *(block for block, _, _ in self._closing.values())]
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:
         """Append segment recipes; return where they lie. `chunks` are the rows of all of them, `counts` of each."""
@@ -246,7 +264,7 @@ class ContainerBuilder:
 
     def open_block(self, block: int) -> U8 | None:
         """Return the bytes of a block that may still grow, None for a closed one."""
-        found = next((b for b in self._open.values() if b.number == block), None)
+        found = next((growing for growing in self._growing() if growing.number == block), None)
         return None if found is None else found.bytes_so_far
 
     def record(self, block: int) -> bytes:
@@ -256,7 +274,7 @@ class ContainerBuilder:
 
     def _kinds_and_depths(self) -> tuple[U8, U8]:
         kinds, depths = np.zeros(self.blocks, np.uint8), np.zeros(self.blocks, np.uint8)
-        for block in self._open.values():
+        for block in self._growing():
             kinds[block.number], depths[block.number] = block.kind, block.depth
         for number, closed in self._closed.items():
             kinds[number], depths[number] = closed.block.kind, closed.block.depth
@@ -309,6 +327,7 @@ class ContainerBuilder:
         """Close all blocks and return the container, read back once before anything depends on it."""
         for depth in list(self._open):
             self._close(depth)
+        self._settle(self._turn + 1)
         kinds, depths = self._kinds_and_depths()
         blocks = [self._closed[number].block for number in range(self.blocks)]
         data, _, _ = fmt.encode_container(

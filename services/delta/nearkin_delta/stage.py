@@ -6,6 +6,7 @@ recheck -> bases -> encode -> arbitrate -> place in the open container -> recipe
 from __future__ import annotations
 
 from collections.abc import Hashable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from nearkin.stage import Contents, Facts, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
 from nearkin_delta.bases import Chosen, Targets, try_bases
+from nearkin_delta.blocks import BlockCloser
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.gaps import Alignment, Mark
@@ -68,9 +70,18 @@ class DeltaStage:
     name = "delta"
 
     def __init__(
-        self, settings: Settings, domain: bytes, last_container: int, *, asks_bases_again: bool = False
+        self,
+        settings: Settings,
+        domain: bytes,
+        last_container: int,
+        *,
+        asks_bases_again: bool = False,
+        encoding: Executor | None = None,
     ) -> None:
-        """`asks_bases_again`: the resemblance stage runs elsewhere, and may not have seen what this stage placed."""
+        """`asks_bases_again`: the resemblance stage runs elsewhere, and may not have seen what this stage placed.
+
+        `encoding`: a thread that encodes the blocks of one batch while the next is read and looked up.
+        """
         self._settings = settings
         self._asks_bases_again = asks_bases_again
         self._domain = domain
@@ -83,14 +94,16 @@ class DeltaStage:
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
         self._alignment = Alignment()
+        self._closer = BlockCloser(settings.block, settings.delta, encoding)
         self._found_near: Chosen | None = None
         self.builder = self._new_builder()
 
     def _new_builder(self) -> ContainerBuilder:
         container = new_container_id(self._last)
         self._last = container
+        chosen = self._settings
         return ContainerBuilder(
-            container, self._domain, self._settings.block, self._settings.delta, self._kind, self._depth_bound
+            container, self._domain, chosen.block, chosen.delta, self._kind, self._depth_bound, self._closer
         )
 
     @property
@@ -158,6 +171,7 @@ class DeltaStage:
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
         assert facts.chunks is not None
+        self.builder.next_turn()
         batch = _with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~facts.chunks.found

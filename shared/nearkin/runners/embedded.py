@@ -2,7 +2,8 @@
 
     caller's thread      cut thread            reduce thread                        commit thread
     read, BLAKE3   -->   cut, name, group -->  dedup, resemblance, delta, seal -->  put container, publish, manifest
-          bounded queue        bounded queue                       bounded queue
+          bounded queue        bounded queue       | ^             bounded queue
+                                                   v |  encode thread: blocks of a batch, until the next is decided
 
 One thread reduces, so that what is stored depends on the input alone, never on timing.
 """
@@ -97,7 +98,8 @@ class EmbeddedWriter:
         self._facts = EmbeddedFacts(self._pending, self._in_flight)
         self._dedup = DedupStage()
         self._resemblance = ResemblanceStage(settings)
-        self._delta = DeltaStage(settings, fingerprinter.domain, last_container)
+        self._encoding = ThreadPoolExecutor(1, "nearkin-encode")
+        self._delta = DeltaStage(settings, fingerprinter.domain, last_container, encoding=self._encoding)
         self._arenas = Arenas(int(settings.runner.batch_bytes))
         self._arena = self._arenas.take()
         self._used = CARRY_BYTES_MAX
@@ -172,12 +174,14 @@ class EmbeddedWriter:
         self._cutter.stop()
         self._reducer.stop()
         self._committer.stop()
+        self._encoding.shutdown()
 
     def abort(self) -> None:
         """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
         self._cutter.cancel()  # each may wait for room with the next, so they end in this order
         self._reducer.cancel()
         self._committer.cancel()
+        self._encoding.shutdown()
         self._in_flight.abandon()
 
     def _fill(self) -> None:
