@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from nearkin.config import Settings, load
+from nearkin.config import RetentionPolicy, Settings, load
 from nearkin.errors import BadInput, NotFound, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
@@ -32,6 +32,7 @@ from nearkin.records import (
     VersionInfo,
 )
 from nearkin.restore import Blob
+from nearkin.retention import Decision, decisions, forget, guard_of, min_age_seconds, policy_of
 from nearkin.sources import Progress, Source, check_key, check_metadata, check_prefix, feed
 from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 
+FORGET_REASON = "forget"
 _log = logging.getLogger("nearkin")
 
 
@@ -141,7 +143,12 @@ class Store:
         self._manifests = ManifestStore(objects)
         self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._containers, self._manifests)
         self._condemned = CondemnedStore(objects)
-        self._deletions = Deletions(self._manifests, lambda marks: self._index.noting().mark_many(marks), clock=clock)
+        self._deletions = Deletions(
+            self._manifests,
+            lambda marks: self._index.noting().mark_many(marks),
+            clock=clock,
+            guard=guard_of(settings.retention, clock),
+        )
         self._putting = False
 
     def __enter__(self) -> Self:
@@ -311,6 +318,33 @@ class Store:
         marked = {entry.key: None for entry in self._index.readable().catalog(tenant, prefix) if entry.sequence}
         return list(self._deletions.listed(tenant, marked, broken or _warn))
 
+    def forget(
+        self,
+        prefix: str = "",
+        policy: RetentionPolicy | None = None,
+        *,
+        min_age: int = 0,
+        dry_run: bool = False,
+        broken: Callable[[Damage], None] | None = None,
+    ) -> list[Decision]:
+        """Delete the versions that no rule keeps, of keys that start with `prefix`; return what became of each.
+
+        By `policy`, or by those of the settings; without one for a key all its versions stay. None goes that is younger
+        than `min_age` seconds or than what the settings say. Raises as `delete` does: the same call goes on.
+        """
+        retention, tenant = self.settings.retention, self.settings.tenant
+        found = list(
+            decisions(
+                self,
+                prefix,
+                lambda key: policy or policy_of(retention, tenant, key),
+                lambda key: max(min_age, min_age_seconds(retention, tenant, key)),
+                self._clock(),
+                broken or _warn,
+            )
+        )
+        return found if dry_run else forget(self, found, FORGET_REASON)
+
     @property
     def deletions(self) -> Deletions:
         """Return what deletes any tenant's versions: for servers that answer for many."""
@@ -370,26 +404,26 @@ class Store:
         """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
 
         What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
-        time to come back is over go at once. Raises Corrupt (what a version needs cannot be read: nothing is
-        condemned), StoreLocked, StoreUnavailable.
+        time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
+        Corrupt (what a version needs cannot be read: nothing is condemned), StoreLocked, StoreUnavailable.
         """
-        from nearkin.recoding import BlockRecoder
-        from nearkin_janitor import Collector, Rewriter, Tenants
+        from nearkin.local_gc import LocalGc
 
-        tenants = Tenants(self._fingerprinters, [self.settings.tenant], self._manifests)
-        rewriter = Rewriter(self._containers, tenants, self._fingerprinter, BlockRecoder(self.settings))
-        collector = Collector(
-            self._containers, self._manifests, self._condemned, self.settings.gc, rewriter, clock=self._clock
+        collection = LocalGc(
+            self.settings,
+            self._containers,
+            self._manifests,
+            self._condemned,
+            self._index,
+            self._deletions,
+            self._fingerprinters,
+            self._clock,
         )
         if dry_run:
-            return collector.preview()
+            return collection.preview()
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        index = self._index.writable()
-        try:
-            return collector.run(index)
-        finally:
-            self._containers.forget_read()  # no later put may lean on what has gone
+        return collection.run()
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone, all tenants' alike."""

@@ -339,6 +339,42 @@ class DeletionSettings:
     before. A week: a mistake made on a Friday is found on the Monday after the next weekend."""
 
 
+_KEPT = Between(-1, 1_000_000)
+_SECONDS = Between(0, 3_153_600_000)
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """What stays of each key that starts with `prefix`, as `nearkin forget` takes it; -1 is all, 0 sets no rule."""
+
+    __pydantic_config__ = _FORBID
+
+    prefix: str = ""
+    tenant: str | None = None
+    """Of this tenant alone."""
+    keep_last: Annotated[int, _KEPT] = 0
+    keep_daily: Annotated[int, _KEPT] = 0
+    keep_weekly: Annotated[int, _KEPT] = 0
+    keep_monthly: Annotated[int, _KEPT] = 0
+    keep_yearly: Annotated[int, _KEPT] = 0
+    keep_within_seconds: Annotated[int, _SECONDS] = 0
+    """Of the key's newest version."""
+    min_age_seconds: Annotated[int, _SECONDS] = 0
+    """Nobody deletes a younger version."""
+
+
+@dataclass(frozen=True)
+class RetentionSettings:
+    """How long versions stay: `nearkin forget` and `nearkin gc` delete what no policy keeps."""
+
+    __pydantic_config__ = _FORBID
+
+    min_age_seconds: Annotated[int, _SECONDS] = 0
+    """Nobody deletes a younger version, of whatever key, by the server's clock."""
+    policies: tuple[RetentionPolicy, ...] = ()
+    """Of those that match a key, the one of the longest prefix says what stays; the longest minimum age holds."""
+
+
 @dataclass(frozen=True)
 class GcSettings:
     """How what no version needs is freed: condemned in one round, gone in a later one."""
@@ -459,6 +495,7 @@ class Settings:
     kafka: KafkaSettings = KafkaSettings()
     ingest: IngestSettings = IngestSettings()
     deletion: DeletionSettings = DeletionSettings()
+    retention: RetentionSettings = RetentionSettings()
     gc: GcSettings = GcSettings()
     service: ServiceSettings = ServiceSettings()
     gateway: GatewaySettings = GatewaySettings()

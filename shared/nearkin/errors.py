@@ -36,6 +36,10 @@ class Denied(Permanent):
     """The caller may not do this: its token is missing, unknown, expired or has no such scope."""
 
 
+class Retained(Permanent):
+    """A version may not be deleted yet, by nobody: it is younger than retention.min_age_seconds."""
+
+
 class NotFound(Permanent):
     """The store has no such key or version."""
 

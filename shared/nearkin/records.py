@@ -370,3 +370,5 @@ class GcReport:
     held: Mapping[str, int]
     """Bytes of chunks that no version names to be read and that stay, by what holds them. Only of a dry run."""
     seconds: float
+    forgotten: int = 0
+    """Versions that the settings' policies did not keep, deleted at the end of the round."""

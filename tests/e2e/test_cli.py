@@ -34,6 +34,7 @@ COMMANDS = (
     "get",
     "ls",
     "rm",
+    "forget",
     "undelete",
     "info",
     "stats",

@@ -39,7 +39,7 @@ _DONE: dict[int | str, dict[str, Any]] = {204: {"description": "Done, durably.",
     "/v1/blobs/{key:path}",
     status_code=204,
     response_class=Response,
-    responses={**_DONE, **responses(412)},
+    responses={**_DONE, **responses(409, 412)},
     operation_id="deleteBlob",
 )
 async def delete_blob(
@@ -56,7 +56,8 @@ async def delete_blob(
     """Delete a key with all versions that it has at this moment, or one of them. `undelete` brings them back.
 
     A version that is put meanwhile stays: none is deleted that the `If-Match` did not see. Their numbers are not given
-    again. The bytes are freed later, and not before the time to undelete is over.
+    again. The bytes are freed later, and not before the time to undelete is over. 409 where one of them is younger than
+    retention.min_age_seconds: none is deleted then.
     """
     gateway = gateway_of(request)
     check_writable(gateway)

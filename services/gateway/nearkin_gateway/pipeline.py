@@ -14,6 +14,7 @@ from pathlib import Path
 from nearkin.config import Settings
 from nearkin.errors import Retryable
 from nearkin.index.redis import RedisIndex
+from nearkin.retention import guard_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.store import descriptor
@@ -78,7 +79,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         outcomes=outcomes,
         tickets=Tickets(bytes.fromhex(found.secret)),
         catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
-        deletions=Deletions(ManifestStore(objects), index.mark_many),
+        deletions=Deletions(ManifestStore(objects), index.mark_many, guard=guard_of(settings.retention, time.time)),
         resumable=Resumable(objects, settings.gateway.resumable_max),
         workers=watch,
     )

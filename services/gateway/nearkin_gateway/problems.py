@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from nearkin import metrics
-from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew, NotFound, Retryable
+from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew, NotFound, Retained, Retryable
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
@@ -85,6 +85,8 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             return err
         case NotFound():
             return Problem(404, "not-found", str(err))
+        case Retained():
+            return Problem(409, "retained", str(err))
         case ConfigError():
             return Problem(422, "bad-setting", str(err))
         case BadInput():
@@ -148,7 +150,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
-    for kind in (Problem, NotFound, ConfigError, BadInput, Corrupt, FormatTooNew, Retryable, Exception):
+    for kind in (Problem, NotFound, Retained, ConfigError, BadInput, Corrupt, FormatTooNew, Retryable, Exception):
         app.add_exception_handler(kind, ours)
 
 

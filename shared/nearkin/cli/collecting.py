@@ -44,6 +44,7 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "condemned_containers": report.condemned_containers,
         "freed_later_bytes": report.freed_later_bytes,
         "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
+        "forgotten": report.forgotten,
         "held": dict(report.held) if report.dry_run else None,
         "seconds": report.seconds,
     }
@@ -68,6 +69,9 @@ def gc_lines(report: GcReport) -> Iterator[str]:
             f"condemned    {condemned}: {report.freed_later_bytes:,} bytes more from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
+    if report.forgotten:
+        deleted = "would delete" if report.dry_run else "deleted"
+        yield f"{deleted:<12} {counted(report.forgotten, 'version')} that retention.policies do not keep"
     for reason, size_bytes in report.held.items():
         if size_bytes:
             yield f"held         {size_bytes:,} bytes {REASONS.get(reason, reason)}"

@@ -199,6 +199,56 @@ def rm(key: str, version: int | None, reason: str) -> None:
     change("delete", "deleted", key, version, reason)
 
 
+_COUNT = click.IntRange(min=-1)
+
+
+@nearkin.command()
+@click.argument("prefix", metavar="[PREFIX]", default="")
+@click.option("--keep-last", metavar="N", type=_COUNT, default=0, help="The newest N versions of each key; -1: all.")
+@click.option("--keep-daily", metavar="N", type=_COUNT, default=0, help="The newest of each of the last N days.")
+@click.option("--keep-weekly", metavar="N", type=_COUNT, default=0, help="The same of weeks, from Monday on.")
+@click.option("--keep-monthly", metavar="N", type=_COUNT, default=0, help="The same of months.")
+@click.option("--keep-yearly", metavar="N", type=_COUNT, default=0, help="The same of years.")
+@click.option("--keep-within", metavar="TIME", help="All within this of a key's newest version: 36h, 30d, 2w.")
+@click.option("--min-age", metavar="TIME", help="None that is younger than this.")
+@click.option("--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
+@shared_options
+def forget(
+    prefix: str,
+    keep_last: int,
+    keep_daily: int,
+    keep_weekly: int,
+    keep_monthly: int,
+    keep_yearly: int,
+    keep_within: str | None,
+    min_age: str | None,
+    dry_run: bool,
+) -> None:
+    """Delete the versions that no rule keeps.
+
+    Of keys that start with PREFIX. Rules are restic's: a version stays that any of them keeps; days, weeks, months and
+    years are UTC's, and those without a version do not count. Without a rule retention.policies of the settings hold;
+    keys without a policy keep all. Versions younger than retention.min_age_seconds stay, whatever is said here.
+
+    nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
+    nearkin forget db/ --keep-within 30d
+    nearkin forget                                 # what retention.policies say
+    """
+    from nearkin.cli.forgetting import forget_versions, parse_duration
+    from nearkin.config import RetentionPolicy
+
+    policy = RetentionPolicy(
+        keep_last=keep_last,
+        keep_daily=keep_daily,
+        keep_weekly=keep_weekly,
+        keep_monthly=keep_monthly,
+        keep_yearly=keep_yearly,
+        keep_within_seconds=0 if keep_within is None else parse_duration("keep-within", keep_within),
+    )
+    seconds = 0 if min_age is None else parse_duration("min-age", min_age)
+    forget_versions(current_session(), prefix, policy, seconds, dry_run=dry_run)
+
+
 @nearkin.command()
 @click.argument("key", metavar="KEY")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
@@ -295,7 +345,8 @@ def gc(dry_run: bool) -> None:
     """Free what no version needs: one round.
 
     Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
-    condemned, and freed by a later round when gc.grace_seconds are over (a day, if not set otherwise).
+    condemned, and freed by a later round when gc.grace_seconds are over (a day, if not set otherwise). At its end a
+    round deletes the versions that retention.policies do not keep, as rm does.
 
     nearkin gc --dry-run
     nearkin gc --json | jq .freed_bytes

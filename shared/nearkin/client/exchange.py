@@ -24,6 +24,7 @@ from nearkin.errors import (
     NearkinError,
     NotFound,
     Permanent,
+    Retained,
     Retryable,
     SourceFailed,
     StoreLocked,
@@ -166,6 +167,7 @@ _BY_NAME: dict[str, type[NearkinError]] = {
     "corrupt": Corrupt,
     "not-found": NotFound,
     "read-only": ReadOnly,
+    "retained": Retained,
     "still-running": StoreUnavailable,
     "unavailable": StoreUnavailable,
 }

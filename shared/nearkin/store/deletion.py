@@ -34,6 +34,8 @@ WHO_CHARACTERS_MAX = 64
 
 Note = Callable[[Sequence[Marked]], None]
 """Tells the index, before the marks are written."""
+Guard = Callable[[str, str], Callable[[VersionInfo], None] | None]
+"""(tenant, key) -> what raises Retained for a version that may not be deleted yet; None where any may."""
 Condition = Callable[[VersionInfo], None]
 """Is given the newest of the versions that would be deleted; what it raises ends the call, and nothing is deleted."""
 
@@ -47,7 +49,9 @@ class Deletions:
         note: Note,
         *,
         clock: Callable[[], float] = time.time,
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard
         self._manifests = manifests
         self._note = note
         self._clock = clock
@@ -67,7 +71,8 @@ class Deletions:
         """Hide a version, or all versions that the key has at this moment; return how many.
 
         A call with the 16 bytes `request` of an earlier one that has deleted answers what that one did. Raises NotFound
-        (nothing is there to delete), BadInput, Corrupt, StoreUnavailable (perhaps some are deleted: call again).
+        (nothing is there to delete), Retained (one of them is too young: none is deleted), BadInput, Corrupt,
+        StoreUnavailable (perhaps some are deleted: call again).
         """
         _check(key, version)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
@@ -81,6 +86,10 @@ class Deletions:
                 raise NotFound(f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted")
             if condition is not None:
                 condition(self._manifests.get(tenant, key, wanted[-1].version).info)
+            check = None if self._guard is None else self._guard(tenant, key)
+            if check is not None:
+                for history in wanted:
+                    check(self._manifests.get(tenant, key, history.version).info)
             now_us = int(self._clock() * 1e6)
             until_us = now_us + int(undelete_seconds * 1e6)
             marks = [

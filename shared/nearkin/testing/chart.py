@@ -49,6 +49,8 @@ def _section(section: type[Any], prefix: str) -> dict[str, Any]:
             below = _section(kind, f"{name}.")
             if below["properties"]:
                 found[field.name] = below
+        elif get_origin(kind) is tuple and is_dataclass(get_args(kind)[0]):
+            found[field.name] = {"type": "array", "items": _section(get_args(kind)[0], f"{name}.")}
         else:
             found[field.name] = _value(kind) | ({"description": "hot"} if name in HOT_FIELDS else {})
             if name in config.SECRET_URLS:

@@ -1,0 +1,205 @@
+"""Retention. Invariant: a version goes only where a policy for its key says what stays; without one everything does.
+
+versions of a key, newest first -> each rule keeps some -> the others may be forgotten, once they are old enough
+
+The rules are restic's `forget`: the last N; of each of the last N days, weeks, months, years that have any the newest
+version; all within a time of the newest one. Calendars are UTC's, weeks begin on Monday (ISO 8601).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from typing import Protocol
+
+from nearkin.config import RetentionPolicy, RetentionSettings
+from nearkin.errors import Retained
+from nearkin.records import Damage, VersionInfo
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.shown import infos_of
+
+ALL = -1
+"""As a number of versions to keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a version, and why it stays: names of rules, none where it goes."""
+
+    info: VersionInfo
+    reasons: tuple[str, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Return whether it stays."""
+        return bool(self.reasons)
+
+
+class Forgettable(Protocol):
+    """A store, here or behind a gateway."""
+
+    def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return the versions of keys that start with `prefix`, by key."""
+
+    def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
+        """Delete a version."""
+
+
+def policy_of(settings: RetentionSettings, tenant: str, key: str) -> RetentionPolicy | None:
+    """Return the policy for a key: of the longest prefix; of two for one prefix the one that names the tenant."""
+    matching = [policy for policy in settings.policies if _matches(policy, tenant, key) and keeps_some(policy)]
+    return max(matching, key=lambda policy: (len(policy.prefix), policy.tenant is not None), default=None)
+
+
+def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
+    """Return how old a version of the key must be before anyone may delete it: the longest that is set for it."""
+    ages = [policy.min_age_seconds for policy in settings.policies if _matches(policy, tenant, key)]
+    return max(settings.min_age_seconds, *ages, 0)
+
+
+def check_age(settings: RetentionSettings, tenant: str, info: VersionInfo, now: float) -> None:
+    """Raise Retained where a version is too young to be deleted."""
+    seconds = min_age_seconds(settings, tenant, info.key)
+    until = info.created + timedelta(seconds=seconds)
+    if seconds and now < until.timestamp():
+        raise Retained(
+            f"key {info.key!r} version {info.version}: is kept until {until.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} "
+            "(retention.min_age_seconds); nothing was deleted"
+        )
+
+
+def guard_of(
+    settings: RetentionSettings, clock: Callable[[], float]
+) -> Callable[[str, str], Callable[[VersionInfo], None] | None]:
+    """Return what `Deletions` asks before it deletes: (tenant, key) -> a check of each version, None where none is."""
+
+    def guard(tenant: str, key: str) -> Callable[[VersionInfo], None] | None:
+        if not min_age_seconds(settings, tenant, key):
+            return None
+        return lambda info: check_age(settings, tenant, info, clock())
+
+    return guard
+
+
+def keeps_some(policy: RetentionPolicy) -> bool:
+    """Return whether a policy says what stays; one that does not forgets nothing."""
+    counts = (policy.keep_last, policy.keep_daily, policy.keep_weekly, policy.keep_monthly, policy.keep_yearly)
+    return any(counts) or policy.keep_within_seconds > 0
+
+
+def decide(versions: Sequence[VersionInfo], policy: RetentionPolicy, now: float, min_age: int = 0) -> list[Decision]:
+    """Return what becomes of the versions of one key, newest first. `min_age` seconds: younger ones stay."""
+    newest_first = sorted(versions, key=lambda info: (info.created, info.version), reverse=True)
+    rules = [
+        _Rule("last", policy.keep_last, lambda info: info.version),
+        _Rule("daily", policy.keep_daily, lambda info: _utc(info).date()),
+        _Rule("weekly", policy.keep_weekly, lambda info: _utc(info).isocalendar()[:2]),
+        _Rule("monthly", policy.keep_monthly, lambda info: (_utc(info).year, _utc(info).month)),
+        _Rule("yearly", policy.keep_yearly, lambda info: _utc(info).year),
+    ]
+    keeps_any = keeps_some(policy)
+    found = []
+    for place, info in enumerate(newest_first):
+        oldest = place == len(newest_first) - 1
+        reasons = [rule.name for rule in rules if rule.keeps(info, oldest=oldest)]
+        if info.created >= newest_first[0].created - timedelta(seconds=policy.keep_within_seconds) and (
+            policy.keep_within_seconds
+        ):
+            reasons.append("within")
+        if min_age and now < info.created.timestamp() + min_age:
+            reasons.append("min-age")
+        found.append(Decision(info, tuple(reasons) if keeps_any else ("no policy",)))
+    return found
+
+
+class _Rule:
+    """One rule over the versions of a key, newest first."""
+
+    def __init__(self, name: str, count: int, period: Callable[[VersionInfo], object]) -> None:
+        self.name = name
+        self._left = count
+        self._period = period
+        self._last: object = None
+
+    def keeps(self, info: VersionInfo, *, oldest: bool) -> bool:
+        """Return whether the rule keeps the next version: the newest of its period, or the oldest of all."""
+        period = self._period(info)
+        if not self._left or (period == self._last and not oldest):
+            return False
+        self._last = period
+        self._left -= self._left > 0
+        return True
+
+
+def decisions(
+    store: Forgettable,
+    prefix: str,
+    policy_for: Callable[[str], RetentionPolicy | None],
+    min_age_for: Callable[[str], int],
+    now: float,
+    broken: Callable[[Damage], None],
+) -> Iterator[Decision]:
+    """Yield what becomes of every version of the keys that start with `prefix`, by key, newest first.
+
+    Of a key of which a version cannot be read nothing goes: when that was made is not known.
+    """
+    damaged: set[str] = set()
+
+    def note(damage: Damage) -> None:
+        damaged.update(key for key, _ in damage.versions)
+        broken(damage)
+
+    found = store.versions(prefix, all_versions=True, broken=note)
+    for key, versions in groupby(found, key=lambda info: info.key):
+        policy = policy_for(key)
+        if key in damaged or policy is None:
+            why = "a version is damaged" if key in damaged else "no policy"
+            yield from (Decision(info, (why,)) for info in versions)
+        else:
+            yield from decide(list(versions), policy, now, min_age_for(key))
+
+
+def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[Decision]:
+    """Delete what does not stay, oldest first of each key; return what became of each. Raises as `delete` does.
+
+    What the store holds to be too young stays.
+    """
+    done = []
+    for decision in sorted(found, key=lambda decision: (decision.info.key, decision.info.version)):
+        try:
+            if not decision.kept:
+                store.delete(decision.info.key, decision.info.version, reason=reason)
+            done.append(decision)
+        except Retained:
+            done.append(Decision(decision.info, ("min-age",)))
+    return done
+
+
+def outdated(
+    settings: RetentionSettings, keys: Iterable[tuple[str, str]], manifests: ManifestStore, now: float
+) -> Iterator[tuple[str, VersionInfo]]:
+    """Yield (tenant, version) of those that the settings' policies do not keep, of `keys` as (tenant, key).
+
+    Of a key of which a version cannot be read nothing goes.
+    """
+    for tenant, key in keys:
+        policy = policy_of(settings, tenant, key)
+        if policy is None:
+            continue
+        entries = list(infos_of(manifests, tenant, key, sorted(manifests.histories(tenant, key))))
+        infos = [entry for entry in entries if isinstance(entry, VersionInfo)]
+        if len(infos) == len(entries):
+            found = decide(infos, policy, now, min_age_seconds(settings, tenant, key))
+            yield from ((tenant, decision.info) for decision in reversed(found) if not decision.kept)
+
+
+def _matches(policy: RetentionPolicy, tenant: str, key: str) -> bool:
+    return key.startswith(policy.prefix) and policy.tenant in (None, tenant)
+
+
+def _utc(info: VersionInfo) -> datetime:
+    return info.created.astimezone(UTC)

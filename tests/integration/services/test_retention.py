@@ -1,0 +1,191 @@
+"""Retention in a local store and over HTTP: what goes, what nobody may delete yet, and what `gc` applies by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import nearkin
+from nearkin.api import Store, open_store
+from nearkin.config import RetentionPolicy
+from nearkin.errors import BadInput, Retained
+from nearkin.retention import decisions, forget
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin.testing.stores import SMALL, manifests, objects, settings
+
+DAY = 86_400
+START = datetime(2026, 11, 2, 6, tzinfo=UTC).timestamp()
+
+
+class Clock:
+    now = START
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def opened(root: Path, clock: Clock, **retention: object) -> Store:
+    changes = {"retention": retention, "deletion": {"undelete_seconds": 2 * DAY}, "gc": {"grace_seconds": DAY}}
+    return open_store(root, settings=settings(SMALL, changes), clock=clock)
+
+
+def filled(store: Store, clock: Clock) -> None:
+    """Put two keys twice a day for six days."""
+    for day in range(6):
+        for hour in (1, 13):
+            clock.now = START + day * DAY + hour * 3600
+            for key in ("db/a", "web/a"):
+                store.put(key, os.urandom(2000))
+    clock.now = START + 6 * DAY
+
+
+def listed(store: Store, prefix: str) -> list[int]:
+    return [info.version for info in store.versions(prefix, all_versions=True)]
+
+
+def test_what_no_rule_keeps_goes_and_comes_back(tmp_path, clock):
+    with opened(tmp_path / "s", clock) as store:
+        filled(store, clock)
+        policy = RetentionPolicy(keep_last=1, keep_daily=3)
+        told = store.forget("db/", policy, dry_run=True)
+        assert listed(store, "db/") == list(range(1, 13))
+        done = store.forget("db/", policy)
+        assert listed(store, "db/") == [8, 10, 12]
+        assert listed(store, "web/") == list(range(1, 13))
+        assert {(d.info.version, d.kept) for d in told} == {(d.info.version, d.kept) for d in done}
+        assert store.undelete("db/a", 11) == 1
+        assert store.forget("nothing/", policy) == []
+
+
+def test_without_a_policy_all_stays_and_with_one_of_the_settings_its_keys(tmp_path, clock):
+    with opened(tmp_path / "s", clock, policies=[{"prefix": "web/", "keep_last": 2}]) as store:
+        filled(store, clock)
+        store.forget()
+        assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [11, 12])
+
+
+def test_a_key_with_a_damaged_version_loses_none(tmp_path, clock):
+    with opened(tmp_path / "s", clock) as store:
+        filled(store, clock)
+        broken = manifests(tmp_path / "s")[3]
+        broken.write_bytes(broken.read_bytes()[:-1])
+        told = []
+        done = store.forget("", RetentionPolicy(keep_last=1), broken=told.append)
+        (damaged,) = {key for damage in told for key, _ in damage.versions}
+        assert len({d.info.key for d in done if not d.kept}) == 1
+        assert all(d.reasons == ("a version is damaged",) for d in done if d.info.key == damaged)
+
+
+def test_nobody_deletes_what_is_too_young(tmp_path, clock):
+    with opened(tmp_path / "s", clock, policies=[{"prefix": "db/", "min_age_seconds": 3 * DAY}]) as store:
+        filled(store, clock)
+        with pytest.raises(Retained, match="is kept until"):
+            store.delete("db/a", 12)
+        with pytest.raises(Retained):
+            store.delete("db/a")  # one of them is too young: none goes
+        assert len(listed(store, "db/")) == 12
+        assert store.delete("db/a", 1) == 1
+        assert store.delete("web/a") == 12
+        done = store.forget("db/", RetentionPolicy(keep_last=1))
+        assert [d.info.version for d in done if d.kept] == listed(store, "db/") == [7, 8, 9, 10, 11, 12]
+        clock.now += 3 * DAY
+        assert store.delete("db/a") == 6
+
+
+def test_a_round_of_gc_applies_the_policies_of_all_tenants_and_tells_the_bytes(tmp_path, clock):
+    root = tmp_path / "s"
+    policies = [{"prefix": "web/", "keep_daily": 1}, {"tenant": "other", "keep_last": 1}]
+    with opened(root, clock, policies=policies) as store:
+        filled(store, clock)
+    other = settings(SMALL, {"tenant": "other"})
+    with open_store(root, settings=other, clock=clock) as store:
+        for number in range(3):
+            store.put("x", bytes([number]))
+    with opened(root, clock, policies=policies) as store:
+        for _ in range(8):
+            told, before = store.gc(dry_run=True), sum(map(len, objects(root).values()))
+            done = store.gc()
+            assert before - sum(map(len, objects(root).values())) == done.freed_bytes == told.freed_bytes
+            assert done.forgotten == told.forgotten
+            clock.now += DAY
+        assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [12])
+        assert store.verify().damage == ()
+    with open_store(root, settings=other, clock=clock) as store:
+        assert listed(store, "x") == [3]
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Running]:
+    changes = {"retention": {"policies": [{"prefix": "worm/", "min_age_seconds": 1000}]}}
+    with running(embedded(tmp_path / "store", changes)) as found:
+        yield found
+
+
+def test_a_gateway_refuses_to_delete_what_is_too_young(gateway: Running) -> None:
+    with gateway.client() as client:
+        client.put("/v1/blobs/worm/a", content=b"1")
+        client.put("/v1/blobs/free", content=b"1")
+        answer = client.delete("/v1/blobs/worm/a")
+        assert (answer.status_code, answer.json()["type"]) == (409, "urn:nearkin:problem:retained")
+        assert "is kept until" in answer.json()["detail"]
+        assert client.get("/v1/blobs/worm/a").content == b"1"
+        assert client.delete("/v1/blobs/free").status_code == 204
+
+
+def test_the_client_forgets_what_the_server_lets_it(gateway: Running) -> None:
+    with nearkin.connect(gateway.url) as remote:
+        for number in range(3):
+            remote.put("worm/a", bytes([number]))
+            remote.put("free/a", bytes([number]))
+        with pytest.raises(Retained):
+            remote.delete("worm/a", 1)
+        policy = RetentionPolicy(keep_last=1)
+        found = list(decisions(remote, "", lambda _: policy, lambda _: 0, START, lambda _: None))
+        done = forget(remote, found, "a test")
+        assert {d.info.key: d.reasons for d in done if d.info.version == 1} == {"worm/a": ("min-age",), "free/a": ()}
+        assert [(info.key, info.version) for info in remote.versions(all_versions=True)] == [
+            ("free/a", 3),
+            *(("worm/a", number) for number in (1, 2, 3)),
+        ]
+
+
+def test_the_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "nearkin.cli", "--store", str(tmp_path / "s"), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    for number in range(3):
+        (tmp_path / "f").write_bytes(bytes([number]))
+        assert run("put", "k", str(tmp_path / "f")).returncode == 0
+    shown = run("forget", "--keep-last", "2", "--dry-run").stdout
+    assert "would forget 1 version of 3" in shown
+    assert [line.split()[0] for line in shown.splitlines() if " k " in line] == ["keep", "keep", "forget"]
+    told = json.loads(run("forget", "--keep-last", "2", "--json").stdout)
+    assert [(entry["version"], entry["kept"]) for entry in told["versions"]] == [(1, False), (2, True), (3, True)]
+    assert len(json.loads(run("ls", "--versions", "--json").stdout)) == 2
+    refused = run("forget", "--keep-within", "soon")
+    assert (refused.returncode, "want a time" in refused.stderr) == (2, True)
+
+
+def test_policies_are_the_servers_own(gateway: Running) -> None:
+    from nearkin.cli.forgetting import forget_versions
+    from nearkin.cli.session import Session
+
+    session = Session()
+    session.server = gateway.url
+    with pytest.raises(BadInput, match="say what to keep"):
+        forget_versions(session, "", RetentionPolicy(), 0, dry_run=True)
