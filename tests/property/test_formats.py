@@ -150,7 +150,7 @@ def test_containers_come_back(made: Any) -> None:
         recipe_bytes,
     )
     assert [len(b) for b in decoded] == [b.raw_bytes for b in blocks if b.raw_bytes]
-    assert [set(b) for b in decoded] == [{number} if b.raw_bytes else set() for number, b in enumerate(blocks)]
+    assert [set(b) for b in decoded] == [{number} for number, b in enumerate(blocks) if b.raw_bytes]
     for name in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):
         assert np.array_equal(getattr(found.chunks, name), getattr(chunks, name)), name
     assert equal(found.chunks.bases, chunks.bases)
