@@ -138,8 +138,16 @@ class EmbeddedIngest:
         self._outcomes.add(committed_event(intent, began.replace("+00:00", "Z"), result))
 
     def _run(self) -> None:
+        collected = time.monotonic()
         while True:
-            job = self._queue.get()
+            interval_seconds = self._settings().gc.interval_seconds
+            try:
+                waits_seconds = max(0.0, collected + interval_seconds - time.monotonic()) if interval_seconds else None
+                job = self._queue.get(timeout=waits_seconds)
+            except Empty:
+                self._collect()
+                collected = time.monotonic()
+                continue
             if job is None:
                 return
             jobs, waiting_bytes, last = [job], job.ending.size_bytes, False
@@ -156,6 +164,16 @@ class EmbeddedIngest:
             self._put(jobs)
             if last:
                 return
+
+    def _collect(self) -> None:
+        """Do a round of garbage collection: here, since nobody else may write this store. Puts wait meanwhile."""
+        try:
+            self._store.settings = self._settings()
+            report = self._store.gc()
+        except NearkinError as err:  # damage, or a full disk: the next round tries again
+            _log.error("garbage was not collected: %s", err)
+        else:
+            _log.info("a round of garbage collection freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
 
     def _put(self, jobs: list[_Job]) -> None:
         """Commit a group; what was committed before a failure stays committed and is told so."""

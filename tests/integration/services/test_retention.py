@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,6 +143,21 @@ def test_a_gateway_refuses_to_delete_what_is_too_young(gateway: Running) -> None
         assert "is kept until" in answer.json()["detail"]
         assert client.get("/v1/blobs/worm/a").content == b"1"
         assert client.delete("/v1/blobs/free").status_code == 204
+
+
+def test_an_embedded_gateway_collects_its_garbage_by_itself(tmp_path: Path) -> None:
+    changes = {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0, "interval_seconds": 1}}
+    with running(embedded(tmp_path / "store", changes)) as found, found.client() as client:
+        client.put("/v1/blobs/gone", content=os.urandom(200_000))
+        kept = os.urandom(50_000)
+        client.put("/v1/blobs/kept", content=kept)
+        client.delete("/v1/blobs/gone")
+        deadline = time.monotonic() + 20
+        while sum(map(len, objects(tmp_path / "store").values())) > 100_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert client.get("/v1/blobs/kept").content == kept
+        assert client.put("/v1/blobs/gone", content=b"again").json()["version"] == 2
 
 
 def test_the_client_forgets_what_the_server_lets_it(gateway: Running) -> None:
