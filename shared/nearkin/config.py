@@ -390,6 +390,8 @@ class GcSettings:
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400
     """How often an embedded gateway does a round by itself, since nobody else may write its store; 0: never."""
+    services_ended: bool = False
+    """The services behind Kafka, which have written this store, never will again: else nothing of it is freed."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import Corrupt, NotFound, StoreLocked
+from nearkin.errors import Corrupt, NotFound, Permanent, StoreLocked
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, containers, flip, manifests, objects, settings
 
@@ -218,6 +219,24 @@ def test_nothing_is_condemned_while_what_a_version_needs_cannot_be_read(opened, 
     assert store.verify().damage == ()
 
 
+def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, clock):
+    store = opened()
+    store.put("gone", random_bytes(300_000, 1))
+    store.put("k", b"theirs")
+    manifest = store._manifests.get("default", "k", 1)
+    store._manifests.put(replace(manifest, version=2, origin=bytes([1] * 16)))
+    store.delete("gone")
+    clock.now += 8 * DAY
+    store.rebuild_index()
+    before = objects(store.root)
+    for dry_run in (True, False):
+        with pytest.raises(Permanent, match=r"set gc\.services_ended"):
+            store.gc(dry_run=dry_run)
+    assert objects(store.root) == before
+    store.settings = settings(CHOSEN, {"gc": {"services_ended": True}})
+    assert collected(store, clock) > 300_000
+
+
 def test_a_mark_that_cannot_be_read_keeps_its_version(opened, clock):
     store = opened()
     store.put("k", random_bytes(300_000, 1))
@@ -292,6 +311,7 @@ def test_a_container_with_little_left_is_written_anew(opened, clock):
     assert all(len(path.name.split(".")) == 3 for path in containers(store.root))
     for key, content in contents.items():
         assert store.get(key).read() == content
+        assert sum(segment.length_bytes for segment in store.explain(key).segments) == len(content)
     # A second time: those that were written anew are written anew again.
     for key in list(contents)[1:]:
         store.delete(key)

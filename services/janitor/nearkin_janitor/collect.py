@@ -37,6 +37,11 @@ from nearkin_janitor.reach import Reach
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.roots import Roots, Version, find_roots
 
+
+class Refused(Permanent):
+    """A round would not be sound here."""
+
+
 COLLECTED_AT_ONCE = 256
 """Versions leave the index so many a transaction."""
 WHO = "gc"
@@ -68,6 +73,7 @@ class Collector:
         self._containers = containers.of(None)
         self._rewriter = rewriter
         self._compact_below = settings.compact_below
+        self._services_ended = settings.services_ended
         self._bytes_per_second = int(settings.bytes_per_second)
         self._manifests = manifests
         self._condemned = condemned
@@ -84,10 +90,18 @@ class Collector:
 
     def _round(self, index: SupportsCollection | None) -> GcReport:
         started, sums = time.perf_counter(), _Sums()
-        ids = self._replaced(index, sums)  # 1, and before the manifests: a put meanwhile adds no garbage
+        generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, self._now_us())
+        reach = Reach(self._containers, self._manifests, [version.manifest for version in roots.kept])
+        if reach.by_services is not None and not self._services_ended:
+            raise Refused(
+                f"{reach.by_services} came through services, whose index cannot forget what is freed: nothing was "
+                "changed; if none will ever write this store again, set gc.services_ended"
+            )
+        ids = self._replaced(generations, index, sums)  # 1
         kept = self._collect(roots, index, sums)  # 2
-        reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 3
+        if len(kept) > len(roots.kept):  # some were brought back meanwhile
+            reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 3
         before = self._condemned.read()
         record = {container: entry for container, entry in before.items() if container in ids}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
@@ -125,10 +139,12 @@ class Collector:
 
     # --- 1: what was cut short --------------------------------------------------------------------------------------
 
-    def _replaced(self, index: SupportsCollection | None, sums: _Sums) -> dict[int, int]:
+    def _replaced(
+        self, listed: Mapping[ContainerId, dict[int, int]], index: SupportsCollection | None, sums: _Sums
+    ) -> dict[int, int]:
         """Remove generations that have been replaced; return the bytes of each container."""
         ids: dict[int, int] = {}
-        for container, generations in self._containers.generations().items():
+        for container, generations in listed.items():
             newest = max(generations)
             ids[container] = generations[newest]
             if len(generations) > 1 and index is not None:

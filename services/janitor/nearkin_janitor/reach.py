@@ -15,6 +15,7 @@ import numpy as np
 from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.formats import container as fmt
 from nearkin.formats.container import Directory
+from nearkin.formats.manifest import NO_ORIGIN
 from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ContainerStore
@@ -35,11 +36,16 @@ class Reach:
         self._containers = containers.of(None)
         self.segments: Masks = {}
         self.chunks: Masks = {}
+        self.by_services: str | None = None
+        """The name of a manifest, if any is there, that the services behind Kafka have committed."""
         for name in names:
             try:
-                segments = manifests.read(name).segments
+                manifest = manifests.read(name)
             except (Corrupt, NotFound) as err:
                 raise _unknown(err) from err
+            segments = manifest.segments
+            if manifest.origin != NO_ORIGIN:
+                self.by_services = name
             for container, rows in grouped(segments.containers):
                 reached(self.segments, container, segments.ordinals[rows])
         for container, wanted in self.segments.items():

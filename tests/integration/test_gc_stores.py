@@ -1,0 +1,77 @@
+"""The same rounds over any object store: what a local store put there is collected, and what is kept restores."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.config import GcSettings
+from nearkin.fingerprints import Fingerprinter, domain_of
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.local_index import super_features_of
+from nearkin.recoding import BlockRecoder
+from nearkin.restore import Blob
+from nearkin.store import descriptor
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import ObjectStore, memory_objects
+from nearkin.store.s3 import S3Objects
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.servers import S3
+from nearkin.testing.stores import SMALL, objects, settings
+from nearkin_janitor import Collector, Rewriter, Tenants, rebuild_index
+
+CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
+
+
+@pytest.fixture(params=["memory", "s3"])
+def elsewhere(request: pytest.FixtureRequest) -> ObjectStore:
+    if request.param == "memory":
+        return memory_objects()
+    server: S3 = request.getfixturevalue("versitygw")
+    return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
+
+
+def stored(elsewhere: ObjectStore) -> int:
+    return sum(size for folder in ("containers", "manifests", "gc") for _, size in elsewhere.names(folder))
+
+
+def test_rounds_free_there_what_was_told(elsewhere: ObjectStore, tmp_path: Path) -> None:
+    contents = {f"k{number}": random_bytes(30_000, number) for number in range(16)}
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        list(store.put_many(contents.items()))
+        for number in range(16):
+            if number % 4:
+                store.delete(f"k{number}")
+    for name, data in objects(tmp_path / "s").items():
+        elsewhere.put_new(name, data)
+    found = descriptor.read(elsewhere)
+
+    def fingerprinter(tenant: str) -> Fingerprinter:
+        return Fingerprinter(bytes.fromhex(found.secret), tenant, found.fingerprint_bits)
+
+    containers = ContainerStore(elsewhere, domain_of("default"), 8 << 20)
+    manifests, condemned = ManifestStore(elsewhere), CondemnedStore(elsewhere)
+    tenants = Tenants(fingerprinter, ["default"], manifests)
+    index = LmdbIndex(tmp_path / "index", domain_of("default"), 1 << 28)
+    rebuild_index(containers, manifests, index, tenants, super_features_of)
+    rewriter = Rewriter(containers, tenants, fingerprinter("default"), BlockRecoder(CHOSEN))
+    collector = Collector(containers, manifests, condemned, GcSettings(grace_seconds=0), rewriter)
+    first, rewritten = stored(elsewhere), 0
+    for _ in range(4):
+        told, before = collector.preview(), stored(elsewhere)
+        done = collector.run(index)
+        assert before - stored(elsewhere) == done.freed_bytes == told.freed_bytes
+        rewritten += done.containers_rewritten
+    assert rewritten > 0
+    assert stored(elsewhere) < first * 0.4
+    reader = ContainerStore(elsewhere, domain_of("default"), 8 << 20)
+    for number in range(0, 16, 4):
+        manifest = manifests.seen("default", f"k{number}", 1)
+        blob = Blob(manifest.info, manifest, reader, fingerprinter("default"), 0, manifest.size_bytes)
+        assert blob.read() == contents[f"k{number}"]
+    index.close()
