@@ -1,0 +1,114 @@
+"""Garbage collection over 30 days. Invariant: nothing is compared but stores of the same versions, made the same way.
+
+Three keys are put every day, each a little changed; the last 7 versions of each are kept, and a round of garbage
+collection is done a day. Then: the store's bytes beside those of a fresh store of the versions that are left.
+
+    python bench/gc_days.py [--edits stretches|small] [--days 30] [--keep 7]      one row a gc.compact_below
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nearkin import open_store
+from nearkin.config import Settings, with_changes
+from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
+from nearkin.testing.stores import objects
+
+DAY = 86_400
+STRETCH_BYTES = 32 * 1024
+
+
+def stretches(content: bytes, draw: random.Random, share: float) -> bytes:
+    """Change a share of the bytes in stretches of 32 KiB: half of them replaced, half edited."""
+    data = bytearray(content)
+    for _ in range(max(1, int(len(data) * share / STRETCH_BYTES))):
+        at = draw.randrange(len(data) - STRETCH_BYTES)
+        before = bytes(data[at : at + STRETCH_BYTES])
+        after = mutated(before, draw.randrange(1 << 30), edits=200)
+        data[at : at + STRETCH_BYTES] = (
+            after if draw.random() < 0.5 else draw.randbytes(STRETCH_BYTES // 2).hex().encode()
+        )
+    return bytes(data)
+
+
+def small(content: bytes, draw: random.Random, share: float) -> bytes:
+    """Change a share of the bytes in edits of 200 bytes all over: almost every chunk, every day."""
+    data = bytearray(content)
+    for _ in range(int(len(data) * share / 200)):
+        at = draw.randrange(len(data) - 400)
+        data[at : at + 200] = draw.randbytes(100).hex().encode()
+    return bytes(data)
+
+
+def stored_bytes(root: Path) -> int:
+    """Return every byte that counts as stored."""
+    return sum(map(len, objects(root).values()))
+
+
+def run(compact_below: float, edit: Callable[[bytes, random.Random, float], bytes], days: int, keep: int) -> str:
+    """Return one row of the table."""
+    now, draw = [1_764_000_000.0], random.Random(1)
+    changes = {
+        "deletion": {"undelete_seconds": 0},
+        "gc": {"grace_seconds": DAY // 2, "compact_below": compact_below, "bytes_per_second": 1 << 40},
+        "index": {"map_bytes": 1 << 30},
+    }
+    chosen = with_changes(Settings(), changes)
+    contents = {
+        "text": text_like(3_000_000, 1),
+        "records": records_like(3_000_000, 2),
+        "mixed": random_bytes(1_000_000, 3) + text_like(1_000_000, 4),
+    }
+    live: dict[tuple[str, int], bytes] = {}
+    rewritten, cpu_seconds = 0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        root, fresh = Path(folder, "kept"), Path(folder, "fresh")
+        with open_store(root, settings=chosen, clock=lambda: now[0]) as store:
+            for day in range(days + 2):
+                for key in contents if day < days else ():
+                    if day:
+                        contents[key] = edit(contents[key], draw, draw.uniform(0.01, 0.05))
+                    version = store.put(key, contents[key]).info.version
+                    live[key, version] = contents[key]
+                    if version > keep:
+                        store.delete(key, version - keep)
+                        del live[key, version - keep]
+                now[0] += DAY
+                began = time.process_time()
+                rewritten += store.gc().containers_rewritten
+                cpu_seconds += time.process_time() - began
+            if store.verify().damage or any(store.get(*name).read() != content for name, content in live.items()):
+                raise SystemExit("a version is damaged")
+            held = store.gc(dry_run=True).held
+        with open_store(fresh, settings=chosen) as store:
+            for (key, _), content in sorted(live.items(), key=lambda entry: (entry[0][1], entry[0][0])):
+                store.put(key, content)
+        ratio = stored_bytes(root) / stored_bytes(fresh)
+        return (
+            f"{compact_below:<14} {stored_bytes(root):>12,} {stored_bytes(fresh):>12,} {ratio:>6.2f} {rewritten:>10} "
+            f"{cpu_seconds:>6.1f} {held['bases']:>12,} {held['beside']:>12,}"
+        )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--edits", choices=["stretches", "small"], default="stretches")
+    parser.add_argument("--days", type=int, default=30)
+    parser.add_argument("--keep", type=int, default=7)
+    given = parser.parse_args()
+    print("compact_below        stored        fresh  ratio  rewritten  CPU s  held: bases       beside")
+    for compact_below in (0.0, 0.5, 0.8, 0.9):
+        print(
+            run(compact_below, stretches if given.edits == "stretches" else small, given.days, given.keep), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
