@@ -400,8 +400,10 @@ class Store:
             return report
         return replace(report, forgotten=self._index.forget(verifier.unsound))
 
-    def gc(self, *, dry_run: bool = False) -> GcReport:
+    def gc(self, *, dry_run: bool = False, deleted_too: bool = False) -> GcReport:
         """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
+
+        `deleted_too`, of a dry run alone: as if no deleted version could be brought back any more.
 
         What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
         time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
@@ -419,8 +421,10 @@ class Store:
             self._fingerprinters,
             self._clock,
         )
+        if deleted_too and not dry_run:
+            raise BadInput("deleted_too: only a dry run goes by what has not happened")
         if dry_run:
-            return collection.preview()
+            return collection.preview(deleted_too=deleted_too)
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
         return collection.run()

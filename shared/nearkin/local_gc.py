@@ -45,9 +45,9 @@ class LocalGc:
         finally:
             self.containers.forget_read()  # no later put may lean on what has gone
 
-    def preview(self) -> GcReport:
+    def preview(self, *, deleted_too: bool) -> GcReport:
         """Return what `run` would do, and what holds the rest; takes no lock."""
-        return self._with_retention(self._collector().preview(), dry_run=True)
+        return self._with_retention(self._collector().preview(deleted_too=deleted_too), dry_run=True)
 
     def _collector(self) -> Collector:
         tenant = self.settings.tenant

@@ -13,7 +13,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import Corrupt, NotFound, Permanent, StoreLocked
+from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, containers, flip, manifests, objects, settings
 
@@ -370,6 +370,23 @@ def test_the_next_round_frees_what_was_told_of_it(opened, clock):
     done = store.gc()
     assert before - size_of(store.root) == done.freed_bytes == told.freed_later_bytes > 0
     assert done.containers_rewritten > 0
+
+
+def test_what_a_deletion_frees_in_the_end_is_told_at_once(opened, clock):
+    store = opened()
+    beside(store)
+    assert store.gc(dry_run=True).freed_bytes == 0
+    told = store.gc(dry_run=True, deleted_too=True)
+    assert told.versions == 15
+    with pytest.raises(BadInput):
+        store.gc(deleted_too=True)
+    clock.now += 8 * DAY
+    before = size_of(store.root)
+    first = store.gc()
+    assert before - size_of(store.root) == told.freed_bytes == first.freed_bytes
+    clock.now += DAY
+    store.gc()
+    assert before - size_of(store.root) == told.freed_bytes + told.freed_later_bytes
 
 
 def test_what_is_damaged_is_not_written_anew(opened, clock):

@@ -21,7 +21,7 @@ import numpy as np
 from nearkin.config import GcSettings
 from nearkin.errors import NotFound, Permanent
 from nearkin.formats.condemned import Condemned
-from nearkin.formats.manifest import Manifest
+from nearkin.formats.manifest import CREATED_US_MAX, Manifest
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.catalog import summarise_directory
 from nearkin.index.protocols import Collected, SupportsCollection
@@ -84,14 +84,17 @@ class Collector:
         """Do a round. Raises Corrupt (what a version needs cannot be read: nothing is condemned), StoreUnavailable."""
         return self._round(index)
 
-    def preview(self) -> GcReport:
-        """Return what `run` would report, and what holds the rest; nothing is changed."""
-        return self._round(None)
+    def preview(self, *, deleted_too: bool = False) -> GcReport:
+        """Return what `run` would report, and what holds the rest; nothing is changed.
 
-    def _round(self, index: SupportsCollection | None) -> GcReport:
+        `deleted_too`: as if no deleted version could be brought back any more.
+        """
+        return self._round(None, deleted_too=deleted_too)
+
+    def _round(self, index: SupportsCollection | None, *, deleted_too: bool = False) -> GcReport:
         started, sums = time.perf_counter(), _Sums()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
-        roots = find_roots(self._manifests, self._now_us())
+        roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
         reach = Reach(self._containers, self._manifests, [version.manifest for version in roots.kept])
         if reach.by_services is not None and not self._services_ended:
             raise Refused(

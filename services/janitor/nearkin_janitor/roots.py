@@ -5,7 +5,6 @@ no mark, undeleted, or deleted and still to be brought back -> root      its tim
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nearkin.errors import Corrupt
@@ -45,11 +44,8 @@ class Roots:
     """Manifests' names of each key's highest version: its last mark stays, so that its number is not given again."""
 
 
-def find_roots(manifests: ManifestStore, now_us: int, as_if_ended: Collection[str] = ()) -> Roots:
-    """List all manifests and marks. `as_if_ended`: manifests' names of versions to be taken for gone for good.
-
-    Raises Corrupt for a name that is no version's, StoreUnavailable.
-    """
+def find_roots(manifests: ManifestStore, now_us: int) -> Roots:
+    """List all manifests and marks. Raises Corrupt for a name that is no version's, StoreUnavailable."""
     versions: dict[str, Version] = {}
     listed, marks = manifests.names_and_marks()
     for name, size_bytes in listed:
@@ -66,7 +62,7 @@ def find_roots(manifests: ManifestStore, now_us: int, as_if_ended: Collection[st
             version.ended = mark
         if version.ended is not None:
             ended.append(version)
-        elif version.committed and name not in as_if_ended:
+        elif version.committed:
             kept.append(version)
             if version.marks and version.marks[-1][0] % 2:
                 undeletable.add(name)

@@ -19,13 +19,13 @@ REASONS = {
 }
 
 
-def collect(*, dry_run: bool) -> None:
+def collect(*, dry_run: bool, deleted_too: bool) -> None:
     """Do a round, or look what it would do, and print what it did."""
     from nearkin.cli.output import print_json, say
 
     session = current_session()
     with session.open_local(read_only=dry_run) as store:
-        report = store.gc(dry_run=dry_run)
+        report = store.gc(dry_run=dry_run, deleted_too=deleted_too)
     if session.as_json:
         print_json(gc_json(report))
     else:

@@ -340,8 +340,9 @@ def verify(sample: str | None) -> int:
 
 @nearkin.command()
 @click.option("--dry-run", is_flag=True, help="Say what a round would free, and what holds the rest; change nothing.")
+@click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
 @shared_options
-def gc(dry_run: bool) -> None:
+def gc(dry_run: bool, deleted_too: bool) -> None:
     """Free what no version needs: one round.
 
     Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
@@ -349,11 +350,14 @@ def gc(dry_run: bool) -> None:
     round deletes the versions that retention.policies do not keep, as rm does.
 
     nearkin gc --dry-run
+    nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
     nearkin gc --json | jq .freed_bytes
     """
     from nearkin.cli.collecting import collect
 
-    collect(dry_run=dry_run)
+    if deleted_too and not dry_run:
+        raise BadInput("--deleted-too: only with --dry-run")
+    collect(dry_run=dry_run, deleted_too=deleted_too)
 
 
 @nearkin.command("rebuild-index")
