@@ -153,13 +153,16 @@ class DeltaSettings:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """How fresh chunks are gathered and compressed. Hot."""
+    """How fresh chunks are gathered and compressed. Hot, but for `far_matches`."""
 
     __pydantic_config__ = _FORBID
 
-    raw_bytes: Annotated[int, Size(64 * KIB, 16 * MIB)] = 4 * MIB
+    raw_bytes: Annotated[int, Size(64 * KIB, 30 * MIB)] = 4 * MIB
+    """Of decoded bytes: what one read of a chunk may cost. A chunk more must stay below 32 MiB."""
     delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 256 * KIB
     level: Annotated[int, Between(1, 22)] = 3
+    far_matches: bool = False
+    """Look for repeats in the whole of a raw block, and at level 9 deeper in all: docs/decisions/0019."""
 
 
 @dataclass(frozen=True)
@@ -524,12 +527,12 @@ class Settings:
 
 PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "default": {},
-    # As few bytes as it can, for what is written once and seldom read: docs/decisions/0011.
+    # As few bytes as it can, for what is written once and seldom read: docs/decisions/0019.
     "archive": {
-        "chunker": {"min_bytes": 4 * KIB, "target_bytes": 16 * KIB, "max_bytes": 128 * KIB},
+        "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
         "delta": {"max_depth": 32},
-        "block": {"raw_bytes": 8 * MIB, "delta_bytes": MIB, "level": 9},
-        "container": {"target_bytes": 8 * MIB},
+        "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
+        "container": {"target_bytes": 24 * MIB},
     },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {

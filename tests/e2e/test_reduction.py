@@ -5,10 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from backports.zstd import CompressionParameter, ZstdCompressor
 
 from nearkin import open_store
+from nearkin.config import load
 from nearkin.errors import NearkinError
 from nearkin.testing import corpora
+
+SOLID = {
+    CompressionParameter.compression_level: 9,
+    CompressionParameter.window_log: 31,
+    CompressionParameter.enable_long_distance_matching: 1,
+}
+
+
+def solid_bytes(files: list[Path]) -> int:
+    """Return what `zstd -9 --long=31` makes of the files, one after another."""
+    compressor = ZstdCompressor(options=SOLID)
+    compressor.set_pledged_input_size(sum(path.stat().st_size for path in files))
+    return sum(len(compressor.compress(path.read_bytes())) for path in files) + len(compressor.flush())
+
+
+def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at_random(tmp_path: Path) -> None:
+    try:
+        releases = corpora.botocore(3)
+    except NearkinError as err:  # no network: the text says so
+        pytest.skip(f"botocore: {err}")
+    with open_store(tmp_path / "s", settings=load(None, {"profile": "archive"})[0]) as store:
+        for release in releases:
+            store.put("botocore", release)
+        assert store.stats().ledger.stored_bytes <= solid_bytes(releases)
+        with releases[1].open("rb") as file:
+            file.seek(70_000_000)
+            assert store.get("botocore", 2, start=70_000_000, stop=70_100_000).read() == file.read(100_000)
 
 
 def test_ten_releases_of_botocore_reduce_at_least_fifty_times_and_the_parts_add_up(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
         {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 2048}},
         {"runner": {"batch_bytes": 64 << 20, "queue_batches": 16}},
         {"base": {"cache_bytes": 1 << 20}, "restore": {"cache_bytes": 8 << 20}},
-        {"container": {"target_bytes": 64 << 20}, "block": {"raw_bytes": 16 << 20, "delta_bytes": 16 << 20}},
+        {"container": {"target_bytes": 64 << 20}, "block": {"raw_bytes": 30 << 20, "delta_bytes": 16 << 20}},
     ],
     ids=lambda changes: ",".join(f"{s}.{k}={v}" for s, section in changes.items() for k, v in section.items()),
 )

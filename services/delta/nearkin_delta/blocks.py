@@ -22,6 +22,7 @@ from nearkin.kernels.gather import gather
 from nearkin.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin.records import U8, U32, U64, Locations
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
+from nearkin_delta.searches import Searches, deeper
 
 if TYPE_CHECKING:
     from nearkin_delta.builder import Prefixes
@@ -139,10 +140,13 @@ class BlockEncoder:
     """Decides, by real sizes, how a block is kept."""
 
     def __init__(self, block: BlockSettings, delta: DeltaSettings) -> None:
-        self._level = block.level
-        self._encoder = FrameEncoder(
-            {CompressionParameter.compression_level: block.level, CompressionParameter.content_size_flag: 1}
-        )
+        self._level, self._far = block.level, block.far_matches
+        options: dict[int, int] = {
+            CompressionParameter.compression_level: block.level,
+            CompressionParameter.content_size_flag: 1,
+        }
+        self._encoder = FrameEncoder(options)
+        self._searches = Searches(options, block.far_matches)
         self._encode_deltas = xdelta3_encoder(delta.level)
 
     def close(self, open_block: OpenBlock) -> ClosedBlock:
@@ -150,8 +154,9 @@ class BlockEncoder:
         raw, none = open_block.bytes_so_far, Locations.empty()
         if open_block.kind != fmt.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
             kind = fmt.RAW if open_block.kind == fmt.PATCH else open_block.kind
-            depth = open_block.depth if kind else 0
-            return ClosedBlock(fmt.encode_block(raw, kind, depth, self._encoder), len(raw), none)
+            if kind == fmt.RAW:
+                return ClosedBlock(self._searches.encode(raw, self._encoder), len(raw), none)
+            return ClosedBlock(fmt.encode_block(raw, kind, open_block.depth, self._encoder), len(raw), none)
         patch = fmt.encode_patch(raw, open_block.prefix, open_block.depth, self._encoder, self._options(open_block))
         found = ClosedBlock(patch, len(raw), open_block.prefix_bases)
         if patch.stored_bytes * VCDIFF_TRIED > len(raw):
@@ -175,6 +180,8 @@ class BlockEncoder:
             CompressionParameter.content_size_flag: 1,
             CompressionParameter.window_log: min(WINDOW_LOG_MAX, max(10, (reach - 1).bit_length())),
         }
+        if self._far:
+            options |= deeper(self._level)
         if self._level <= FAST_LEVEL_MAX:
             options[CompressionParameter.compression_level] = 1
             options[CompressionParameter.hash_log] = FAST_HASH_LOG

@@ -239,12 +239,15 @@ class EncodedBlock:
         return len(self.payload)
 
 
-def encode_block(raw: U8, kind: int, depth: int, encoder: FrameEncoder) -> EncodedBlock:
+def encode_block(
+    raw: U8, kind: int, depth: int, encoder: FrameEncoder, options: Mapping[int, int] | None = None
+) -> EncodedBlock:
     """Return `raw` compressed, or as it is where that is not smaller. Decoded and compared before it is kept (I7).
 
-    Raises Corrupt when the decoded bytes differ: memory or the library failed.
+    `options` are those of zstd for this block, None: the encoder's. Raises Corrupt when the decoded bytes differ:
+    memory or the library failed.
     """
-    frame = encoder.encode(raw)
+    frame = encoder.encode(raw, None, options)
     if len(frame) < len(raw):
         return _framed(raw, ZSTD, kind, depth, frame)
     return _framed(raw, STORED, kind, depth, raw.tobytes())

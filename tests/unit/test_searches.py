@@ -1,0 +1,86 @@
+"""Searches: repeats are found from one end of a block to the other, and what suits the stream is tried again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from backports.zstd import CompressionParameter
+
+from nearkin.formats import container as fmt
+from nearkin.formats.container import EncodedBlock
+from nearkin.kernels.frames import FrameEncoder
+from nearkin.records import U8
+from nearkin.testing.generated import random_bytes, text_like
+from nearkin_delta import searches as module
+from nearkin_delta.searches import Searches
+
+OPTIONS: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+KEYS = [random_bytes(40, seed) for seed in range(40_000)]
+"""Short things that come again anywhere, far apart, as the keys and values of a dump do."""
+
+
+class CountingEncoder(FrameEncoder):
+    """Counts frames."""
+
+    frames = 0
+
+    def encode(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes:
+        self.frames += 1
+        return super().encode(raw, prefix, options)
+
+
+def as_array(content: bytes) -> U8:
+    return np.frombuffer(content, np.uint8)
+
+
+def scattered(seed: int) -> U8:
+    """Return 3.2 MB: 40,000 keys, and again in another order."""
+    order = np.random.default_rng(seed).permutation(len(KEYS)).tolist()
+    return as_array(b"".join(KEYS) + b"".join(KEYS[i] for i in order))
+
+
+def decoded(block: EncodedBlock) -> bytes:
+    return fmt.decode_block(block.header + bytes(block.payload), "b").tobytes()
+
+
+def test_short_repeats_far_apart_are_found_and_cost_a_reader_nothing() -> None:
+    raw = scattered(1)
+    usual = Searches(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
+    far = Searches(OPTIONS, far=True).encode(raw, FrameEncoder(OPTIONS))
+    assert far.stored_bytes < 0.75 * usual.stored_bytes
+    assert decoded(far) == raw.tobytes()  # with what reads any block: no option of the writer is needed
+
+
+def test_the_smaller_of_both_is_kept_and_goes_on_alone_until_both_are_tried_again() -> None:
+    encoder, searches = CountingEncoder(OPTIONS), Searches(OPTIONS, far=True)
+    raw = scattered(2)
+    sizes = [searches.encode(raw, encoder).stored_bytes for _ in range(module.TRIED_AGAIN_BLOCKS)]
+    assert encoder.frames == module.TRIED_AGAIN_BLOCKS + 1
+    assert len(set(sizes)) == 1
+    searches.encode(raw, encoder)
+    assert encoder.frames == module.TRIED_AGAIN_BLOCKS + 3
+
+
+def test_what_suited_one_stream_is_given_up_when_another_follows() -> None:
+    text = as_array(text_like(2_000_000, 1))
+    encoder, searches = FrameEncoder(OPTIONS), Searches(OPTIONS, far=True)
+    alone = [len(encoder.encode(text, None, {**OPTIONS, **way})) for way in (module.LONG, module.DENSE)]
+    assert alone[0] != alone[1]
+    searches.encode(scattered(3), encoder)
+    after = [searches.encode(text, encoder).stored_bytes for _ in range(module.TRIED_AGAIN_BLOCKS)]
+    assert after[0] == alone[1]
+    assert after[-1] == min(alone)
+
+
+@pytest.mark.parametrize(("size_bytes", "far"), [(module.FAR_BYTES_MIN - 1, True), (2 * module.FAR_BYTES_MIN, False)])
+def test_small_blocks_and_those_nobody_asked_for_are_written_as_ever(size_bytes: int, far: bool) -> None:
+    raw = as_array(text_like(size_bytes, 4))
+    plain = fmt.encode_block(raw, fmt.RAW, 0, FrameEncoder(OPTIONS))
+    assert Searches(OPTIONS, far).encode(raw, FrameEncoder(OPTIONS)).payload == plain.payload
+
+
+def test_the_archives_level_searches_deeper_and_others_as_zstd_does() -> None:
+    assert module.deeper(9) == {CompressionParameter.search_log: 5}
+    assert module.deeper(3) == module.deeper(12) == {}
