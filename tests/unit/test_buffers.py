@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,3 +79,25 @@ def test_threads_never_share_memory() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_gone() -> None:
+    resident = Path("/proc/self/statm")
+    if not resident.exists():
+        pytest.skip("only Linux tells how much memory is resident")
+
+    def pages() -> int:
+        return int(resident.read_text().split()[1])
+
+    size_bytes = 8 * LARGEST_BYTES
+    buffers, page_bytes = Buffers(), os.sysconf("SC_PAGE_SIZE")
+    before = pages()
+    taken = buffers.take(size_bytes)
+    assert (len(taken), taken.flags.writeable) == (size_bytes, True)
+    taken[:] = 1
+    view = taken[100:200]
+    del taken
+    assert (pages() - before) * page_bytes > size_bytes * 3 // 4
+    assert view.tolist() == [1] * 100
+    del view
+    assert (pages() - before) * page_bytes < size_bytes // 4
