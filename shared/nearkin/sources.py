@@ -128,7 +128,7 @@ def _read_into(file: Any, window: memoryview, name: str) -> int:
     """Fill the window's start from a file; 0 at its end. Files without `readinto` are read and copied."""
     try:
         if hasattr(file, "readinto"):
-            count = file.readinto(window)
+            count = file.readinto(window[:READ_BYTES])
         else:
             data = file.read(min(len(window), READ_BYTES))
             if not isinstance(data, bytes | bytearray | memoryview | None):

@@ -28,6 +28,7 @@ from pathlib import Path
 from nearkin import open_store
 from nearkin.testing.generated import mutated
 from nearkin.testing.stores import SMALL, settings
+import nearkin.runners.embedded  # not in a put: what interrupts the import of a compiled module is lost
 
 first = Path(sys.argv[2]).read_bytes()
 with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}})) as store:

@@ -18,6 +18,11 @@ def segment_bounds(names: U8, lengths: U32, zero: Bools, target_chunks: int, byt
     low = names[:, 0].astype(np.uint32) | (names[:, 1].astype(np.uint32) << 8)
     ends = np.flatnonzero(((low & np.uint32(target_chunks - 1)) == 0) & ~zero) + 1
     reached = np.cumsum(lengths, dtype=np.int64)
+    if count:  # mostly no segment meets its bound, and the ends are just those that the fingerprints say
+        last = [count] if not len(ends) or ends[-1] < count else []
+        all_ends = np.append(ends, last).astype(np.intp)
+        if np.diff(reached[all_ends - 1], prepend=0).max() <= bytes_max:
+            return np.append(np.uint32(0), all_ends if final else ends).astype(np.uint32)
     bounds = [0]
     candidate = 0
     while bounds[-1] < count:

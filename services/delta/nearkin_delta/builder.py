@@ -94,12 +94,17 @@ class ContainerBuilder:
         kind: int,
         depth_bound: int | None = None,
         closer: BlockCloser | None = None,
+        ratio: tuple[int, int] = (1, 2),
     ) -> None:
-        """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper."""
+        """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper.
+
+        `ratio`: bytes stored of bytes put in, as it came out before this container.
+        """
         self.container = container
         self._domain = domain
         self._limits = int(block.raw_bytes), int(block.delta_bytes)
         self._closer = closer or BlockCloser(block, delta)
+        self._ratio = ratio
         self._depth_max = delta.max_depth if depth_bound is None else depth_bound
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
@@ -131,9 +136,15 @@ class ContainerBuilder:
     def stored_bytes_estimate(self) -> int:
         """Return closed blocks as they are, and growing ones as if they came out at the ratio of the closed ones."""
         stored = sum(closed.block.stored_bytes for closed in self._closed.values())
-        raw = sum(closed.chunk_bytes for closed in self._closed.values())
         waiting = sum(block.used for block in self._growing())
-        return stored + (waiting * stored // raw if raw else waiting // 2) + self.chunks * 30
+        came_to, of = self.ratio
+        return stored + waiting * came_to // of + self.chunks * 30
+
+    @property
+    def ratio(self) -> tuple[int, int]:
+        """Return (bytes stored, bytes put in) of closed blocks; of those before this container while there are none."""
+        raw = sum(closed.chunk_bytes for closed in self._closed.values())
+        return (sum(closed.block.stored_bytes for closed in self._closed.values()), raw) if raw else self._ratio
 
     @property
     def full(self) -> bool:

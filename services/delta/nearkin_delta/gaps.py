@@ -62,10 +62,7 @@ class Alignment:
 
         `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
         """
-        for number in distinct(batch.fresh.batch.blobs).tolist():
-            self._began.setdefault((stream, number), here)
-        while len(self._began) > STREAMS_MAX:
-            self._began.popitem(last=False)
+        self.begin(batch, stream, here)
         anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
         if not len(rows):
             none8, none = np.zeros(0, np.uint8), Locations.empty()
@@ -86,6 +83,13 @@ class Alignment:
             if place is not None:
                 left_kinds[gap], lefts.containers[gap], lefts.ordinals[gap] = place
         return Gaps(lefts, left_kinds, rights, right_kinds, np.diff(np.append(starts, len(rows))).astype(np.uint32))
+
+    def begin(self, batch: PairedBatch, stream: Hashable, here: Mark) -> None:
+        """Remember where the batch's blobs began, those that are new to this."""
+        for number in distinct(batch.fresh.batch.blobs).tolist():
+            self._began.setdefault((stream, number), here)
+        while len(self._began) > STREAMS_MAX:
+            self._began.popitem(last=False)
 
     def follow(self, batch: PairedBatch, stream: Hashable, neighbours: Neighbours | None) -> None:
         """Remember where the batch's last blob stands now."""

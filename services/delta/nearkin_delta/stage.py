@@ -17,7 +17,7 @@ from nearkin.config import Settings
 from nearkin.formats.container import PATCH
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.records import U8, U32, U64, ZERO, Bools, Locations, PairedBatch
-from nearkin.stage import Contents, Facts, Reads
+from nearkin.stage import Contents, Facts, Found, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
 from nearkin_delta.bases import Chosen, Targets, try_bases
@@ -64,6 +64,9 @@ class DeltaOutcome:
     sealed: tuple[SealedContainer, ...] = field(default_factory=tuple)
 
 
+NOTHING_FRESH = Found(Locations.empty(), np.zeros(0, np.bool_))
+
+
 class DeltaStage:
     """Encodes and places. Holds one open container: what is not yet sealed is forgotten with the process, by design."""
 
@@ -96,14 +99,14 @@ class DeltaStage:
         self._alignment = Alignment()
         self._closer = BlockCloser(settings.block, settings.delta, encoding)
         self._found_near: Chosen | None = None
-        self.builder = self._new_builder()
+        self.builder = self._new_builder((1, 2))
 
-    def _new_builder(self) -> ContainerBuilder:
+    def _new_builder(self, ratio: tuple[int, int]) -> ContainerBuilder:
         container = new_container_id(self._last)
         self._last = container
         chosen = self._settings
         return ContainerBuilder(
-            container, self._domain, chosen.block, chosen.delta, self._kind, self._depth_bound, self._closer
+            container, self._domain, chosen.block, chosen.delta, self._kind, self._depth_bound, self._closer, ratio
         )
 
     @property
@@ -118,10 +121,14 @@ class DeltaStage:
     def reads(self, batch: PairedBatch, facts: Facts) -> Reads | None:
         """Ask for the fresh chunks once more, then for the bytes of the bases of those that are still unknown."""
         rows = batch.fresh.fresh
+        if not len(rows):  # duplicates alone: nothing to look for, and what would be asked costs 0.5 ms a batch
+            if self._local:
+                self._alignment.begin(batch, self.stream, self._here)
+            return None
         if facts.chunks is None:
             names = batch.fresh.batch.names[rows]
-            gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local and len(rows) else None
-            if self._asks_bases_again and self._similar and len(rows):
+            gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local else None
+            if self._asks_bases_again and self._similar:
                 unknown = batch.super_features[~batch.base_found]
                 return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
             return Reads(names=names, gaps=gaps)
@@ -170,17 +177,18 @@ class DeltaStage:
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
-        assert facts.chunks is not None
+        known = facts.chunks or NOTHING_FRESH
         self.builder.next_turn()
         batch = _with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
-        still = ~facts.chunks.found
+        still = ~known.found
         rows = fresh.fresh[still]
         chosen, bases = self._chosen(batch, facts)
         self._alignment.follow(batch, self.stream, facts.neighbours)
         self._found_near = None
         chosen = choice.only(chosen, still)
-        encodings = self._patches(batch, rows, chosen, bases) or self._deltas(batch, rows, chosen, bases)
+        encode = self._patches if self._kind == PATCH else self._deltas
+        encodings = encode(batch, rows, chosen, bases)
         placed = self.builder.add(encodings)
         self.builder.passed(segments.logical_bytes)
 
@@ -188,8 +196,8 @@ class DeltaStage:
         zero = segments.zero
         locations.containers[zero], locations.ordinals[zero] = ZERO, segments.lengths[zero]
         folded = fresh.fresh[~still]
-        locations.containers[folded] = facts.chunks.locations.containers[~still]
-        locations.ordinals[folded] = facts.chunks.locations.ordinals[~still]
+        locations.containers[folded] = known.locations.containers[~still]
+        locations.ordinals[folded] = known.locations.ordinals[~still]
         locations.containers[rows], locations.ordinals[rows] = placed.containers, placed.ordinals
         repeated = fresh.first != np.arange(len(fresh.first))
         first = fresh.first[repeated]
@@ -202,7 +210,7 @@ class DeltaStage:
         super_features = batch.super_features[still][eligible]
         base_chunks = placed.take(eligible)
         self.builder.add_super_features(batch.sketch, base_chunks.ordinals, super_features)
-        segment_locations, known, new_ids, new_segments = self._segments(batch, locations)
+        segment_locations, segment_known, new_ids, new_segments = self._segments(batch, locations)
         stored = np.zeros(len(segments.lengths), np.bool_)
         stored[rows] = True
         delta, delta_bytes = np.zeros(len(stored), np.bool_), np.zeros(len(stored), np.uint32)
@@ -216,7 +224,7 @@ class DeltaStage:
             Placed(encodings.names, placed, batch.sketch, base_chunks, super_features, new_ids, new_segments),
             segments.blobs,
             segment_locations,
-            known,
+            segment_known,
             ChunkCounts(
                 np.repeat(segments.blobs, np.diff(segments.chunk_bounds)),
                 segments.lengths,
@@ -233,13 +241,11 @@ class DeltaStage:
         if self.builder.empty:
             return ()
         sealed = self.builder.seal()
-        self.builder = self._new_builder()
+        self.builder = self._new_builder(self.builder.ratio)
         return (sealed,)
 
-    def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings | None:
-        """Return the fresh chunks for blocks that are encoded whole, with all their bases; None for another codec."""
-        if self._kind != PATCH:
-            return None
+    def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
+        """Return the fresh chunks for blocks that are encoded whole, with all their bases."""
         segments = batch.fresh.batch
         lengths, found = segments.lengths[rows], chosen.found
         best, ranks = _best_bases(chosen, bases)

@@ -5,6 +5,7 @@ A command works on one store: a local one (--store) or one behind a gateway (--s
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import cleandoc
@@ -113,7 +114,11 @@ class Session:
 
         folder = store_folder(settings.store)
         self._log_to_stderr()
-        from nearkin.api import open_store
+        with _interrupts_wait():
+            from nearkin.api import open_store
+
+            if not read_only:
+                import nearkin.runners.embedded  # noqa: F401 - or the first put imports it
 
         with open_store(folder, settings=settings, create=create, read_only=read_only) as store:
             yield store
@@ -123,6 +128,19 @@ class Session:
         import logging
 
         logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back for as long as the block runs: one that falls into the import of a compiled module is lost."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

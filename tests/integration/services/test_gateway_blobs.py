@@ -383,7 +383,7 @@ def test_unknown_resources_and_methods_are_problems(client: httpx.Client) -> Non
 
 
 def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem(tmp_path: Path) -> None:
-    data = noise(24_000_000, seed=77)
+    data = noise(48_000_000, seed=77)
     with running(embedded(tmp_path)) as first, first.client() as client:
         assert client.put("/v1/blobs/hurt", content=data).status_code == 201
     containers = sorted((tmp_path / "containers").rglob("*.nkc"))
@@ -398,7 +398,7 @@ def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem
         assert 0 < len(got) < len(data)
         assert data.startswith(got)
         assert client.get("/livez").status_code == 200
-    _flip(containers[0])
+    _flip(containers[0], at=0.01)  # in its first block
     with running(embedded(tmp_path)) as again, again.client() as client:
         answer = client.get("/v1/blobs/hurt")
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:nearkin:problem:corrupt")
@@ -424,9 +424,9 @@ def _read_into(got: bytearray, answer: httpx.Response) -> None:
         got += piece
 
 
-def _flip(path: Path) -> None:
+def _flip(path: Path, at: float = 0.5) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[int(len(data) * at)] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
 

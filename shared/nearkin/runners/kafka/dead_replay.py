@@ -6,6 +6,7 @@ time, is fenced out by the transactional id before it reads the marks.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -38,6 +39,8 @@ LISTED_MAX = 10_000
 """Letters of one listing: 2 kB of memory each."""
 TRANSACTION_LETTERS = 100
 TRANSACTION_BYTES = 32 * 1024 * 1024
+LEADER_CHANGES = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
+LEADER_SECONDS = 0.1
 ASK_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 RECORD_BYTES_MAX = 256 * 1024 * 1024
@@ -277,11 +280,23 @@ def _parts(reading: Consumer, dead: str, starts: dict[int, int] | None) -> list[
         _check(about.error)
     parts = []
     for number in about.partitions:
-        low, high = reading.get_watermark_offsets(TopicPartition(dead, number), timeout=ASK_SECONDS)
+        low, high = _bounds(reading, TopicPartition(dead, number))
         start = low if starts is None else max(low, starts.get(number, high))
         if start < high:
             parts.append(TopicPartition(dead, number, start))
     return parts
+
+
+def _bounds(reading: Consumer, part: TopicPartition) -> tuple[int, int]:
+    """Return where a partition begins and ends. Its leader may just be changing: asked again for ASK_SECONDS."""
+    deadline = time.monotonic() + ASK_SECONDS
+    while True:
+        try:
+            return reading.get_watermark_offsets(part, timeout=ASK_SECONDS)
+        except KafkaException as err:
+            if err.args[0].code() not in LEADER_CHANGES or time.monotonic() >= deadline:
+                raise
+            time.sleep(LEADER_SECONDS)
 
 
 def _check(problem: KafkaError | None) -> None:

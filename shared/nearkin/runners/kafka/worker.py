@@ -6,6 +6,7 @@ settings -> connections -> hot settings -> loops, until SIGTERM or SIGINT
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -95,7 +96,11 @@ def command(
             settings = load(config_file)[0]
         except ConfigError as err:
             raise click.UsageError(str(err)) from err
-        sys.exit(run_worker(service, parts, settings, config_file, worker, background))
+        code = run_worker(service, parts, settings, config_file, worker, background)
+        logging.shutdown()
+        # All is committed and closed. But librdkafka's threads may still answer a question that nobody waits for, into
+        # an interpreter that is being taken apart: a janitor ended so with SIGSEGV, while Kafka was away.
+        os._exit(code)
 
     return run
 
