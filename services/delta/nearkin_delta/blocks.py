@@ -38,7 +38,7 @@ DEPTH_COSTS = 0.9
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
 """Other ways are tried where a patch is more than 1/4, 1/16 of its chunks: below that none was ever smaller."""
-SPARES_MAX = 4
+SPARES_MAX = 2
 """Buffers of closed blocks kept for the next ones, of each limit."""
 FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18

@@ -92,7 +92,7 @@ class Plan:
 CONTENTS_BYTES_MAX = 32 * 1024 * 1024
 """Of bases read for one batch, at most."""
 
-HELD_BYTES_MAX = 16 * 1024 * 1024
+HELD_BYTES_MAX = 8 * 1024 * 1024
 """Of decoded blocks from which rows are copied together, and the block that passes it."""
 
 REWRITTEN_MAX = 8
