@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from nearkin import metrics
 from nearkin.config import Settings
-from nearkin.runners.kafka.clients import ADMIN_SECONDS_MAX, connection, group, retention_ms, topic
+from nearkin.runners.kafka.clients import ADMIN_SECONDS_MAX, consumer, group, retention_ms, topic
 
 _log = logging.getLogger("nearkin.lag")
 
@@ -40,11 +39,14 @@ def watched(settings: Settings) -> list[tuple[str, list[str]]]:
 
 
 class LagWatch:
-    """Looks every LOOK_SECONDS, on a thread of its own."""
+    """Looks every LOOK_SECONDS, on a thread of its own.
+
+    By a consumer of each group, which never joins it. The admin client asks for all groups at once, but ends the process
+    while a coordinator moves (SIGSEGV and SIGABRT, librdkafka 2.16; its issue 3663, confluent-kafka-python's 1982).
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self._admin = AdminClient(connection(settings, "nearkin-lag"))
-        self._watched = watched(settings)
+        self._watched = [(name, topics, consumer(settings, name, "nearkin-lag")) for name, topics in watched(settings)]
         self._old_ms = int(retention_ms(settings)) // 2
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nearkin-lag", daemon=True)
@@ -58,6 +60,9 @@ class LagWatch:
         """End."""
         self._stop.set()
         self._thread.join(STOP_SECONDS)
+        if not self._thread.is_alive():
+            for _, _, asking in self._watched:
+                asking.close()
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -69,33 +74,38 @@ class LagWatch:
 
     def look(self) -> None:
         """Read it once. Raises KafkaException, TimeoutError."""
-        for name, topics in self._watched:
-            behind, old = self._behind(name, topics)
+        for name, topics, asking in self._watched:
+            behind, old = self._behind(asking, topics)
             for place, records in behind.items():
                 metrics.LAG.labels(name, *map(str, place)).set(records)
             metrics.OLD_LAG.labels(name).set(old)
         metrics.LAG_SEEN.set(time.time())
 
-    def _behind(self, name: str, topics: Sequence[str]) -> tuple[dict[Place, int], int]:
-        """Return how many records each partition has for the group, and how many of all these are old."""
-        there = self._admin.list_topics(timeout=ADMIN_SECONDS_MAX).topics
+    def _behind(self, asking: Consumer, topics: Sequence[str]) -> tuple[dict[Place, int], int]:
+        """Return how many records each partition has for the consumer's group, and how many of all these are old."""
+        there = asking.list_topics(timeout=ADMIN_SECONDS_MAX).topics
         parts = [TopicPartition(full, part) for full in topics if full in there for part in there[full].partitions]
         if not parts:
             return {}, 0
-        asked = ConsumerGroupTopicPartitions(name, parts)
-        answer = self._admin.list_consumer_group_offsets([asked])[name].result(ADMIN_SECONDS_MAX)
-        committed = {(part.topic, part.partition): part.offset for part in answer.topic_partitions or []}
-        ends = self._offsets(parts, OffsetSpec.latest())  # type: ignore[no-untyped-call]
-        begins = self._offsets(parts, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+        committed = _offsets(asking.committed(parts, timeout=ADMIN_SECONDS_MAX))
         before_ms = time.time_ns() // 1_000_000 - self._old_ms
-        young = self._offsets(parts, OffsetSpec.for_timestamp(before_ms))
-        # Nothing committed, or what was is no longer there: the group will begin at what is left.
-        next_ones = {place: max(begin, committed.get(place, -1)) for place, begin in begins.items()}
-        old = sum(  # an offset of -1: nothing younger is there
-            max(0, (young[place] if young[place] >= 0 else end) - next_ones[place]) for place, end in ends.items()
-        )
-        return {place: end - next_ones[place] for place, end in ends.items()}, old
+        times = [TopicPartition(part.topic, part.partition, before_ms) for part in parts]
+        young = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
+        behind, old = {}, 0
+        for part in parts:
+            place = part.topic, part.partition
+            begin, end = asking.get_watermark_offsets(part, timeout=ADMIN_SECONDS_MAX)
+            # Nothing committed, or what was is no longer there: the group will begin at what is left.
+            following = max(begin, committed.get(place, -1))
+            behind[place] = end - following
+            # A negative offset: nothing younger is there.
+            old += max(0, (young[place] if young[place] >= 0 else end) - following)
+        return behind, old
 
-    def _offsets(self, parts: Sequence[TopicPartition], spec: OffsetSpec) -> dict[Place, int]:
-        asked = self._admin.list_offsets(dict.fromkeys(parts, spec), request_timeout=ADMIN_SECONDS_MAX)
-        return {(part.topic, part.partition): answer.result(ADMIN_SECONDS_MAX).offset for part, answer in asked.items()}
+
+def _offsets(parts: Sequence[TopicPartition]) -> dict[Place, int]:
+    """Return the offset of each partition. Raises KafkaException for one that could not be told."""
+    for part in parts:
+        if part.error is not None:
+            raise KafkaException(part.error)
+    return {(part.topic, part.partition): part.offset for part in parts}
