@@ -41,7 +41,7 @@ def watched(settings: Settings) -> list[tuple[str, list[str]]]:
 class LagWatch:
     """Looks every LOOK_SECONDS, on a thread of its own.
 
-    By a consumer of each group, which never joins it. The admin client asks for all groups at once, but ends the process
+    By a consumer of each group that never joins it. The admin client asks for all groups at once, but ends the process
     while a coordinator moves (SIGSEGV and SIGABRT, librdkafka 2.16; its issue 3663, confluent-kafka-python's 1982).
     """
 
