@@ -53,7 +53,7 @@ def test_unused_memory_is_bounded() -> None:
     buffers = Buffers(spare_bytes_max=3 * MIB)
     held = [buffers.take(MIB) for _ in range(8)]
     del held
-    assert buffers._spare_bytes == 3 * MIB
+    assert buffers.spare_bytes == 3 * MIB
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, SMALLEST_BYTES - 1, LARGEST_BYTES + 1])
@@ -79,6 +79,8 @@ def test_threads_never_share_memory() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    assert buffers.spare_bytes == sum(len(memory) for spares in buffers._spares.values() for memory in spares)
+    assert 0 < buffers.spare_bytes <= 2 * 5 * rounded(100 * KIB), "the last one and the next of five threads, no more"
 
 
 def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_gone() -> None:

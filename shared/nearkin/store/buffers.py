@@ -37,7 +37,11 @@ class Buffers:
     def __init__(self, spare_bytes_max: int = SPARE_BYTES_MAX) -> None:
         self._spare_bytes_max = spare_bytes_max
         self._spares: dict[int, deque[memoryview]] = {}
-        self._spare_bytes = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """Return how much unused memory is held. Counted, not kept: threads that add at once would let a sum drift."""
+        return sum(room_bytes * len(spares) for room_bytes, spares in list(self._spares.items()))
 
     def take(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its bytes undefined."""
@@ -48,7 +52,6 @@ class Buffers:
         room_bytes = rounded(size_bytes)
         try:
             memory = self._spares[room_bytes].pop()
-            self._spare_bytes -= room_bytes
         except (KeyError, IndexError):
             mapped = room_bytes >= MAPPED_BYTES
             memory = memoryview(mmap(-1, room_bytes)) if mapped else np.empty(room_bytes, np.uint8).data
@@ -59,9 +62,8 @@ class Buffers:
 
     def _give_back(self, memory: memoryview) -> None:
         """Runs wherever the last view ends, so it takes no lock: two at once may keep a buffer too many or too few."""
-        if self._spare_bytes + len(memory) <= self._spare_bytes_max:
+        if self.spare_bytes + len(memory) <= self._spare_bytes_max:
             self._spares.setdefault(len(memory), deque()).append(memory)
-            self._spare_bytes += len(memory)
 
 
 def rounded(size_bytes: int) -> int:
