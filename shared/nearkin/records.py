@@ -100,6 +100,19 @@ class SegmentBatch:
         """Return the bytes of all chunks."""
         return int(self.lengths.sum(dtype=np.uint64))
 
+    def cut(self, segments: slice, chunks: slice, payload: U8) -> SegmentBatch:
+        """Return some segments, one behind the other, that have these chunks; their offsets are into `payload`."""
+        return SegmentBatch(
+            payload=payload,
+            offsets=self.offsets[chunks],
+            lengths=self.lengths[chunks],
+            names=self.names[chunks],
+            zero=self.zero[chunks],
+            chunk_bounds=self.chunk_bounds[segments.start : segments.stop + 1] - np.uint32(chunks.start),
+            blobs=self.blobs[segments],
+            segment_ids=self.segment_ids[segments],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FreshBatch:

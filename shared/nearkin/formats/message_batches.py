@@ -56,17 +56,7 @@ class JoinedSegments:
         """Return one message's segments, with its payload."""
         segments = slice(int(self.segment_starts[number]), int(self.segment_starts[number + 1]))
         chunks = slice(int(self.chunk_starts[number]), int(self.chunk_starts[number + 1]))
-        whole = self.batch
-        return SegmentBatch(
-            payload=self.messages[number].payload,
-            offsets=whole.offsets[chunks],
-            lengths=whole.lengths[chunks],
-            names=whole.names[chunks],
-            zero=whole.zero[chunks],
-            chunk_bounds=whole.chunk_bounds[segments.start : segments.stop + 1] - np.uint32(chunks.start),
-            blobs=whole.blobs[segments],
-            segment_ids=whole.segment_ids[segments],
-        )
+        return self.batch.cut(segments, chunks, self.messages[number].payload)
 
 
 def read_segments(messages: Sequence[Opened]) -> JoinedSegments:

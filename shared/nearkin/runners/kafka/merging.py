@@ -101,16 +101,7 @@ def fresh_of_run(joined: JoinedSegments, fresh: FreshBatch, run: slice) -> Fresh
         source = np.repeat(
             np.arange(run.stop - run.start, dtype=np.int32), np.diff(joined.chunk_starts[run.start : run.stop + 1])
         )
-        apart = SegmentBatch(
-            payload=whole.payload,
-            offsets=whole.offsets[chunks],
-            lengths=whole.lengths[chunks],
-            names=whole.names[chunks],
-            zero=whole.zero[chunks],
-            chunk_bounds=whole.chunk_bounds[segments.start : segments.stop + 1] - np.uint32(chunks.start),
-            blobs=whole.blobs[segments],
-            segment_ids=whole.segment_ids[segments],
-        )
+        apart = whole.cut(segments, chunks, whole.payload)
         payloads = [message.payload for message in joined.messages[run]]
         batch, first, found = _folded(apart, payloads, source, known)
     return FreshBatch(
