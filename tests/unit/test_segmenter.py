@@ -83,3 +83,28 @@ def test_pieces_give_the_same_segments_as_the_whole(count: int, cuts: list[int],
         start = found[-1]
     rest = bounds_of((names[start:], lengths[start:], zero[start:]), target)
     assert found + [start + bound for bound in rest[1:]] == whole
+
+
+@given(
+    count=st.integers(0, 60),
+    target=st.sampled_from([1, 2, 8, 64]),
+    bytes_max=st.integers(9_001, 120_000),
+    final=st.booleans(),
+    seed=st.integers(0, 50),
+)
+def test_whole_steps_and_single_ones_end_segments_alike(
+    count: int, target: int, bytes_max: int, final: bool, seed: int
+) -> None:
+    names, lengths, zero = stream(count, str(seed))
+    wanted, held, start = [0], 0, 0
+    for row in range(count):
+        if row > start and held + int(lengths[row]) > bytes_max:
+            wanted.append(row)
+            start, held = row, 0
+        held += int(lengths[row])
+        if (int(names[row, 0]) | int(names[row, 1]) << 8) % target == 0 and not zero[row]:
+            wanted.append(row + 1)
+            start, held = row + 1, 0
+    if final and wanted[-1] < count:
+        wanted.append(count)
+    assert segment_bounds(names, lengths, zero, target, bytes_max, final).tolist() == wanted
