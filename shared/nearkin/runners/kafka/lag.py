@@ -75,6 +75,8 @@ class LagWatch:
     def look(self) -> None:
         """Read it once. Raises KafkaException, TimeoutError."""
         for name, topics, asking in self._watched:
+            if self._stop.is_set():
+                return  # a Kafka that is away lets each question wait for ADMIN_SECONDS_MAX
             behind, old = self._behind(asking, topics)
             for place, records in behind.items():
                 metrics.LAG.labels(name, *map(str, place)).set(records)
