@@ -16,7 +16,7 @@ from nearkin_gateway.ingest_records import Intake, UserRecord, intake_of, origin
 
 
 def settings(**ingest: Any) -> Settings:
-    return load(None, {"ingest": {"topics": ["users"], **ingest}, "object_store": {"url": "s3://bucket/root"}})[0]
+    return load(None, {"ingest": {"topics": ["users"], **ingest}, "object_store": {"url": "s3://bucket/all"}})[0]
 
 
 def record(**fields: Any) -> UserRecord:
@@ -110,7 +110,7 @@ def test_topics_have_tenants_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("header", ["dataref", "ce_dataref"])
-@pytest.mark.parametrize("text", ["in/t/a b+c=.d", "s3://bucket/root/in/t/a b+c=.d"])
+@pytest.mark.parametrize("text", ["in/t/a b+c=.d", "s3://bucket/all/in/t/a b+c=.d"])
 def test_a_claim_check_names_an_object(header: str, text: str) -> None:
     intake = taken(record(value=None, all_headers=((header, text.encode()),)), dataref_prefix="in/{tenant}/")
     assert (intake.dataref, intake.value) == ("in/t/a b+c=.d", None)
@@ -121,8 +121,16 @@ def test_a_claim_check_names_an_object(header: str, text: str) -> None:
     "text",
     [
         *("", "in/", "other/a", "in", "/in/a", "in//a", "in/../containers/x", "in/./a", "in/a/..", "in/..", "in/a/"),
-        *("s3://other/root/in/a", "s3://bucket/in/a", "http://h/in/a", "in/a\\..\\b", "in/%2e%2e/a", "in/a\n", "in/ä"),
-        *("in/a?x", "in/a#x", "in/" + "a" * 1100, "file:///in/a", "s3://bucket/root/in/../containers/x"),
+        *(
+            "s3://other/all/in/a",
+            "s3://bucket/in/a",
+            "http://h/in/a",
+            "in/a\\..\\b",
+            "in/%2e%2e/a",
+            "in/a\n",
+            "in/ä",
+        ),
+        *("in/a?x", "in/a#x", "in/" + "a" * 1100, "file:///in/a", "s3://bucket/all/in/../containers/x"),
     ],
     ids=ascii,
 )
