@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -378,16 +379,25 @@ class Store:
             self._index.readable(), self._containers, self._descriptor_bytes, condemned_bytes, self._index.bytes_on_disk
         )
 
-    def verify(self, sample: float | None = None, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read containers (all, or a share between 0 and 1 of them) and every manifest; name what is broken.
+    def verify(
+        self,
+        sample: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        seed: int = 0,
+        since: datetime | None = None,
+    ) -> VerifyReport:
+        """Read containers and every manifest; name what is broken, with the versions it touches.
+
+        Of containers all, a `sample` (a share between 0 and 1 of them, drawn by `seed`), or those written `since`; of
+        the others the directories alone. Where all are read, every entry of the index is compared with them too.
 
         The index lets go of broken chunks, so that a later put of the same data stores them anew instead of leaning on
-        them; stored objects stay as they are.
+        them; stored objects stay as they are. Raises BadInput, StoreUnavailable.
         """
-        from nearkin_janitor import Verifier
+        from nearkin_janitor import Choice, Verifier
 
-        if sample is not None and not 0 < sample <= 1:
-            raise BadInput(f"sample {sample}: want a share above 0 and at most 1, such as 0.01")
+        choice = Choice(sample, seed, None if since is None else int(since.timestamp() * 1e6))
         remembered = {
             manifest_name(tenant, entry.key, entry.version): (tenant, entry.key, entry.version)
             for tenant, entry in self._index.remembered()
@@ -395,7 +405,8 @@ class Store:
         verifier = Verifier(
             self._containers, self._manifests, self._fingerprinters, self.settings.tenant, remembered, self._condemned
         )
-        report = verifier.run(sample, progress)
+        index, whole = self._index.to_check() or (None, False)
+        report = verifier.run(choice, progress, index, index_whole=whole)
         if not verifier.broken:
             return report
         return replace(report, forgotten=self._index.forget(verifier.unsound))

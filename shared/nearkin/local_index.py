@@ -139,6 +139,13 @@ class LocalIndex:
         except (StoreUnavailable, StoreLocked, FormatTooNew):
             return []
 
+    def to_check(self) -> tuple[LmdbIndex, bool] | None:
+        """Return the index that `remembered` found, and whether it lists all that is committed; None where none is."""
+        index = self._index
+        if index is None or not index.complete:
+            return None
+        return index, not (self.behind if self._writing else index.behind)
+
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone."""
         from nearkin.index.lmdb import LmdbIndex

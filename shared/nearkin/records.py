@@ -307,6 +307,14 @@ class VerifyReport:
     forgotten: bool | None = None
     """Whether the index has let go of the chunks that are broken, so that the same data, put again, are stored anew.
     None: no chunk is broken. False: a put was running, or the store cannot be written; verify again."""
+    containers_total: int = 0
+    """All there are: `containers` of them were read, the directories of all."""
+    container_bytes: int = 0
+    """Of all of them; `bytes_read` of these were read."""
+    seed: int | None = None
+    """What the sample was drawn by: the same seed draws the same one of the same containers."""
+    index_entries: int | None = None
+    """Entries of the index that were compared with containers; None: it was not looked at, or a put was running."""
 
 
 @dataclass(frozen=True, slots=True)

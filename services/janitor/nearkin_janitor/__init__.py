@@ -1,5 +1,6 @@
 """The janitor: rebuilds the index and verifies the store; works on containers and manifests, the truth."""
 
+from nearkin_janitor.choosing import Choice
 from nearkin_janitor.collect import Collector
 from nearkin_janitor.rebuild import claims_of, rebuild_index
 from nearkin_janitor.rewrite import Rewriter
@@ -7,4 +8,14 @@ from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
 from nearkin_janitor.verify import Verifier
 
-__all__ = ["Collector", "Rewriter", "Soundness", "Tenants", "Unsound", "Verifier", "claims_of", "rebuild_index"]
+__all__ = [
+    "Choice",
+    "Collector",
+    "Rewriter",
+    "Soundness",
+    "Tenants",
+    "Unsound",
+    "Verifier",
+    "claims_of",
+    "rebuild_index",
+]

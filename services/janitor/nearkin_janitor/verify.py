@@ -1,11 +1,11 @@
 """Verify. Invariant: every broken object is named, with the versions it touches, through bases too (I8).
 
 containers: soundness of every chunk      manifests: parse -> segments -> chunks all sound?
+index: each entry is what its container says
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +21,8 @@ from nearkin.store.chunks import grouped
 from nearkin.store.condemned import CondemnedStore, record_name
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore, marked_version
+from nearkin_janitor.choosing import EVERYTHING, Choice
+from nearkin_janitor.index_check import IndexCheck, ReadableIndex
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
@@ -74,22 +76,34 @@ class Verifier:
         self._remembered = remembered
         self._condemned = condemned
         known = {tenant, *(whose for whose, _, _ in remembered.values())}
-        tenants = Tenants(fingerprinter, known, manifests)
-        self._soundness = Soundness(containers, tenants, fingerprinter(tenant))
+        self._tenants = Tenants(fingerprinter, known, manifests)
+        self._soundness = Soundness(containers, self._tenants, fingerprinter(tenant))
         self._findings = _Findings()
         self._seen: dict[str, VersionName] = {}
         """Versions whose manifests were read, by the name of these."""
+        self._marked: set[str] = set()
+        """Names of manifests that have marks: of a collected version none is listed any more."""
 
-    def run(self, sample: float | None = None, progress: Progress | None = None) -> VerifyReport:
-        """Read containers (a share of them with `sample`), then every manifest. Raises only StoreUnavailable."""
+    def run(
+        self,
+        choice: Choice = EVERYTHING,
+        progress: Progress | None = None,
+        index: ReadableIndex | None = None,
+        *,
+        index_whole: bool = False,
+    ) -> VerifyReport:
+        """Read the chosen containers, directories of the others, then every manifest. Raises only StoreUnavailable.
+
+        The entries of `index` are compared where everything is chosen; where it is whole, it must list all versions.
+        """
         started = time.perf_counter()
         # Manifests first: all that one of them names is durable by then, so a put meanwhile never looks like damage.
         listed_manifests, listed_marks = self._manifests.names_and_marks()
         names, marks = [name for name, _ in listed_manifests], [name for name, _ in listed_marks]
-        ids = sorted(container for container, _ in self._containers.ids())
-        listed, chosen = set(names), set(ids)
-        if sample is not None:
-            chosen = set(random.sample(ids, max(1, round(len(ids) * sample)))) if ids else set()
+        generations = self._containers.generations()
+        sizes = {container: of_each[max(of_each)] for container, of_each in generations.items()}
+        ids, listed = sorted(sizes), set(names)
+        chosen = choice.of(ids, frozenset(container for container, of_each in generations.items() if max(of_each)))
         total = len(ids) + len(names) + len(marks)
         for done, container in enumerate(leaning_last(ids, self._soundness.leans_on)):
             self._soundness.check(ContainerId(container), deep=container in chosen)
@@ -110,6 +124,7 @@ class Verifier:
         for name, problem in self._soundness.problems.items():
             self._findings.found(name, problem)
         self._records()
+        entries = self._index(index, index_whole) if index is not None and choice.everything else None
         return VerifyReport(
             containers=len(chosen),
             chunks=self._soundness.chunks,
@@ -118,6 +133,10 @@ class Verifier:
             damage=self._findings.damage(self._tenant),
             seconds=time.perf_counter() - started,
             untagged_containers=self._soundness.untagged,
+            containers_total=len(ids),
+            container_bytes=sum(sizes.values()),
+            seed=None if choice.sample is None else choice.seed,
+            index_entries=entries,
         )
 
     @property
@@ -144,6 +163,7 @@ class Verifier:
         of = ""
         try:
             of, _ = marked_version(name)
+            self._marked.add(of)
             self._manifests.read_mark(name)
         except Permanent as err:
             whose = self._seen.get(of) or self._remembered.get(of)
@@ -160,6 +180,19 @@ class Verifier:
                 continue
             except Permanent as err:
                 self._findings.found(record_name(sequence), str(err))
+
+    def _index(self, index: ReadableIndex, whole: bool) -> int:
+        """Compare the index with what was read; return how many entries. An index that is wrong touches no version."""
+        known = set(self._remembered)
+        unlisted = {
+            name: f"{key!r} version {version}"
+            for name, (_, key, version) in self._seen.items()
+            if whole and name not in known and name not in self._marked
+        }
+        found = IndexCheck(self._containers, self._tenants).run(index, unlisted)
+        if found.problems:
+            self._findings.found("index", f"{'; '.join(found.problems)}: run `nearkin rebuild-index`")
+        return found.entries
 
     def _touching(self, manifest: Manifest) -> dict[str, str]:
         """Return what breaks this version: object name -> problem."""

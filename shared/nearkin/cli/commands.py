@@ -313,29 +313,21 @@ def stats() -> None:
 
 @nearkin.command()
 @click.option("--sample", metavar="SHARE", help="Read only this share of the containers: 1% or 0.01.")
+@click.option("--seed", metavar="NUMBER", type=click.IntRange(0), help="Draw the sample by this; printed with it.")
+@click.option("--since", metavar="TIME", help="Read only containers written since: 2026-11-20, 2026-11-20T18:00Z, 36h.")
 @shared_options
-def verify(sample: str | None) -> int:
-    """Check every checksum and fingerprint of the store.
+def verify(sample: str | None, seed: int | None, since: str | None) -> int:
+    """Check every checksum and fingerprint of the store, and the index against it.
 
     Exit code 1 if anything is damaged; the report names the versions it touches.
 
     nearkin verify
     nearkin verify --sample 1%
+    nearkin verify --since 2d --json | jq .damage
     """
-    from nearkin.cli.arguments import parse_sample
-    from nearkin.cli.output import print_json, say, verify_json, verify_lines
-    from nearkin.cli.progress import count_bar
+    from nearkin.cli.verifying import verify as verify_store
 
-    session = current_session()
-    share = None if sample is None else parse_sample(sample)
-    with session.open_local() as store, count_bar("verify", shown=not session.as_json) as progress:
-        report = store.verify(share, progress=progress)
-    if session.as_json:
-        print_json(verify_json(report, share))
-    else:
-        for line in verify_lines(report):
-            say(line)
-    return 1 if report.damage else 0
+    return verify_store(sample, seed, since)
 
 
 @nearkin.command()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         RebuildReport,
         SegmentExplained,
         Stats,
-        VerifyReport,
         VersionInfo,
     )
     from nearkin.store.containers import ReadCosts
@@ -171,56 +170,6 @@ def costs_line(costs: ReadCosts) -> str:
         f"read {human_bytes(costs.bytes_read)} of {counted(len(costs.containers), 'container')}: "
         f"{costs.directory_reads:,} directories, {counted(costs.block_reads, 'block')}"
     )
-
-
-def verify_json(report: VerifyReport, sample: float | None) -> dict[str, object]:
-    """Return a verification as JSON has it; `sample` null: everything was read."""
-    return {
-        "ok": not report.damage,
-        "sample": sample,
-        "containers": report.containers,
-        "chunks": report.chunks,
-        "versions": report.versions,
-        "bytes_read": report.bytes_read,
-        "untagged_containers": report.untagged_containers,
-        "forgotten": report.forgotten,
-        "damage": [
-            {
-                "object_name": damage.object_name,
-                "problem": damage.problem,
-                "versions": [{"key": key, "version": version} for key, version in damage.versions],
-                "of_other_tenants": [
-                    {"tenant": tenant, "key": key, "version": version}
-                    for tenant, key, version in damage.of_other_tenants
-                ],
-            }
-            for damage in report.damage
-        ],
-        "seconds": report.seconds,
-    }
-
-
-def verify_lines(report: VerifyReport) -> Iterable[str]:
-    """Yield a verification for people: each damaged object with the versions it touches, then the sum."""
-    for damage in report.damage:
-        yield f"damaged: {printable(damage.object_name)}: {printable(damage.problem)}"
-        for key, version in damage.versions:
-            yield f"  touches {printable(key)} version {version}"
-        for tenant, key, version in damage.of_other_tenants:
-            yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
-    if report.untagged_containers:
-        yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
-    if report.forgotten is not None:
-        yield (
-            "put the same data again and what is broken is stored anew: the index names it no more"
-            if report.forgotten
-            else "the index still names what is broken, since a put is running: run verify again when it has ended"
-        )
-    found = counted(len(report.damage), "damaged object") if report.damage else "no damage"
-    read = ", ".join(
-        (counted(report.containers, "container"), counted(report.chunks, "chunk"), counted(report.versions, "version"))
-    )
-    yield f"{found}: read {read}, {human_bytes(report.bytes_read)} in {report.seconds:.2f} s"
 
 
 def rebuild_json(report: RebuildReport) -> dict[str, object]:

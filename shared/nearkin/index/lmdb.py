@@ -16,6 +16,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -43,6 +44,7 @@ _MARK_HEAD = b"mark"
 _NO_MARKS = _MARKED.pack(0, 0)
 _LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 FORGET_ENTRIES = 1 << 16
+_KEY_BYTES = {"chunks": NAME_BYTES, "segments": SEGMENT_ID_BYTES, "features": FEATURE_KEY_BYTES}
 _KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
 
@@ -274,8 +276,27 @@ class LmdbIndex:
             summaries = [json.loads(value) for _, value in txn.cursor(self._containers)]
         return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
 
+    def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
+        """Yield (keys, locations) of a table that has these, FORGET_ENTRIES at a time, each time as it is then."""
+        width, last = _KEY_BYTES[table], b""
+        while True:
+            with self._reading() as txn:
+                cursor = txn.cursor(self._databases[table])
+                there = cursor.set_range(last + b"\0") if last else cursor.first()
+                found = list(islice(cursor, FORGET_ENTRIES)) if there else []
+                if not found:
+                    return
+                keys = np.frombuffer(b"".join([k for k, _ in found]), np.uint8).reshape(-1, width)
+                rows = np.frombuffer(b"".join([bytes(v)[: _LOCATION.size] for _, v in found]), _LOCATION_DTYPE)
+                last = bytes(found[-1][0])
+            yield keys, Locations(rows["container"].astype(np.uint64), rows["ordinal"].astype(np.uint32))
+
+    def at(self, table: str, keys: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) of keys of a table, uint8[n, width]."""
+        return self._locate(self._databases[table], _rows(keys, _KEY_BYTES[table]))
+
     def entries(self) -> dict[str, dict[bytes, bytes]]:
-        """Return every entry of every table: for comparing two indexes in tests and in `verify`."""
+        """Return every entry of every table: for comparing two indexes in tests."""
         with self._reading() as txn:
             tables = {
                 name: {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}

@@ -1,0 +1,108 @@
+"""`nearkin verify`. Invariant: exit code 1 where anything is damaged, and the report names it; else 0."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+
+from nearkin.cli.ledger import counted, human_bytes
+from nearkin.cli.output import print_json, printable, say
+from nearkin.cli.progress import count_bar
+from nearkin.cli.session import current_session
+from nearkin.errors import BadInput
+from nearkin.records import VerifyReport
+
+SEED_BITS = 32
+
+
+def verify(sample_text: str | None, seed: int | None, since_text: str | None) -> int:
+    """Verify the store, print what was found, return the exit code."""
+    from nearkin.cli.arguments import parse_sample
+
+    session = current_session()
+    sample = None if sample_text is None else parse_sample(sample_text)
+    if seed is not None and sample is None:
+        raise BadInput("--seed: only with --sample")
+    since = None if since_text is None else parse_since(since_text, datetime.now(UTC))
+    drawn = secrets.randbits(SEED_BITS) if seed is None else seed
+    with session.open_local() as store, count_bar("verify", shown=not session.as_json) as progress:
+        report = store.verify(sample, progress, seed=drawn, since=since)
+    if session.as_json:
+        print_json(verify_json(report, sample, since))
+    else:
+        for line in verify_lines(report):
+            say(line)
+    return 1 if report.damage else 0
+
+
+def parse_since(text: str, now: datetime) -> datetime:
+    """Read a `--since`: a time as ISO 8601 has it, UTC unless it says otherwise, or how long ago. Raises BadInput."""
+    from nearkin.cli.forgetting import parse_duration
+
+    if "-" not in text:
+        return now - timedelta(seconds=parse_duration("since", text))
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as err:
+        raise BadInput(f"since {text!r}: want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d") from err
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def verify_json(report: VerifyReport, sample: float | None, since: datetime | None) -> dict[str, object]:
+    """Return a verification as JSON has it; `sample` and `since` null: everything was read."""
+    return {
+        "ok": not report.damage,
+        "sample": sample,
+        "seed": report.seed,
+        "since": None if since is None else since.astimezone(UTC).isoformat(),
+        "containers": report.containers,
+        "containers_total": report.containers_total,
+        "container_bytes": report.container_bytes,
+        "chunks": report.chunks,
+        "versions": report.versions,
+        "bytes_read": report.bytes_read,
+        "index_entries": report.index_entries,
+        "untagged_containers": report.untagged_containers,
+        "forgotten": report.forgotten,
+        "damage": [
+            {
+                "object_name": damage.object_name,
+                "problem": damage.problem,
+                "versions": [{"key": key, "version": version} for key, version in damage.versions],
+                "of_other_tenants": [
+                    {"tenant": tenant, "key": key, "version": version}
+                    for tenant, key, version in damage.of_other_tenants
+                ],
+            }
+            for damage in report.damage
+        ],
+        "seconds": report.seconds,
+    }
+
+
+def verify_lines(report: VerifyReport) -> Iterable[str]:
+    """Yield a verification for people: each damaged object with the versions it touches, then the sum."""
+    for damage in report.damage:
+        yield f"damaged: {printable(damage.object_name)}: {printable(damage.problem)}"
+        for key, version in damage.versions:
+            yield f"  touches {printable(key)} version {version}"
+        for tenant, key, version in damage.of_other_tenants:
+            yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
+    if report.untagged_containers:
+        yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
+    if report.forgotten is not None:
+        yield (
+            "put the same data again and what is broken is stored anew: the index names it no more"
+            if report.forgotten
+            else "the index still names what is broken, since a put is running: run verify again when it has ended"
+        )
+    found = counted(len(report.damage), "damaged object") if report.damage else "no damage"
+    read = ", ".join(
+        (counted(report.containers, "container"), counted(report.chunks, "chunk"), counted(report.versions, "version"))
+    )
+    if report.containers < report.containers_total:
+        share = report.bytes_read / max(1, report.container_bytes)
+        drawn = "" if report.seed is None else f", drawn by --seed {report.seed}"
+        yield f"covered {share:.1%} of the containers' bytes, the directories of all {report.containers_total:,}{drawn}"
+    yield f"{found}: read {read}, {human_bytes(report.bytes_read)} in {report.seconds:.2f} s"

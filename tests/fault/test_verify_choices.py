@@ -1,0 +1,138 @@
+"""Verify: what it covers is what it says, and an index that does not agree with its containers is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import lmdb
+import pytest
+from click.testing import CliRunner
+
+from nearkin import open_store
+from nearkin.cli.commands import nearkin
+from nearkin.cli.verifying import parse_since
+from nearkin.errors import BadInput
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, containers, flip, settings
+
+CHOSEN = settings(SMALL)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("sound") / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        for number in range(8):
+            store.put(f"k{number}", random_bytes(300_000, number))
+    assert len(containers(root)) >= 8
+    return root
+
+
+@pytest.fixture
+def root(sound, tmp_path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def test_a_sample_reads_its_share_and_the_same_seed_reads_the_same(root):
+    with open_store(root, settings=CHOSEN) as store:
+        whole = store.verify()
+        half = store.verify(0.5, seed=7)
+        assert (half.containers, half.containers_total) == (round(whole.containers / 2), whole.containers)
+        assert whole.containers == whole.containers_total == len(containers(root))
+        assert whole.bytes_read == whole.container_bytes == sum(path.stat().st_size for path in containers(root))
+        assert half.bytes_read == store.verify(0.5, seed=7).bytes_read < whole.bytes_read
+        assert (half.seed, whole.seed) == (7, None)
+
+
+def test_samples_of_many_seeds_find_a_flipped_bit_as_often_as_they_read_its_container(root):
+    flip(containers(root)[2], 200)
+    with open_store(root, settings=CHOSEN) as store:
+        found = [bool(store.verify(0.5, seed=seed).damage) for seed in range(24)]
+    assert 4 <= sum(found) <= 20
+
+
+def test_since_reads_what_was_written_since_and_nothing_older(root):
+    victim = containers(root)[0]
+    born = datetime.fromtimestamp((int(victim.stem[:16], 16) >> 20) / 1000, UTC)
+    flip(victim, 200)
+    with open_store(root, settings=CHOSEN) as store:
+        later = datetime.now(UTC)
+        assert store.verify(since=later).containers == 0
+        store.put("c", random_bytes(400_000, 9))
+        assert 1 <= store.verify(since=later).containers <= 3
+        assert store.verify(since=later).damage == ()
+        assert len(store.verify(since=born).damage) == 1
+
+
+def test_all_entries_of_a_sound_index_are_compared(root):
+    with open_store(root, settings=CHOSEN) as store:
+        tables = store._index.readable().entries()
+        report = store.verify()
+        assert report.damage == ()
+        assert report.index_entries == sum(len(tables[name]) for name in ("chunks", "segments", "features"))
+        assert store.verify(0.5).index_entries is None
+
+
+@pytest.mark.parametrize("table", ["chunks", "segments", "features"])
+def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(root, table):
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        database = env.open_db(table.encode())
+        with env.begin(write=True, db=database) as txn:
+            entries = [(bytes(key), bytes(value)) for key, value in txn.cursor()]
+            key, value = entries[len(entries) // 2]
+            other = 1 << 20 if table == "features" else int.from_bytes(value[8:12], "little") ^ 1
+            txn.put(key, value[:8] + other.to_bytes(4, "little") + value[12:])
+    with open_store(root, settings=CHOSEN) as store:
+        (damage,) = store.verify().damage
+        assert (damage.object_name, damage.versions) == ("index", ())
+        assert key.hex() in damage.problem
+        assert "rebuild-index" in damage.problem
+        store.rebuild_index()
+        assert store.verify().damage == ()
+
+
+def test_a_version_that_the_index_does_not_list_is_named(root):
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        database = env.open_db(b"versions")
+        with env.begin(write=True, db=database) as txn:
+            txn.delete(next(bytes(key) for key, value in txn.cursor() if b'"key": "k3"' in bytes(value)))
+    with open_store(root, settings=CHOSEN) as store:
+        (damage,) = store.verify().damage
+        assert "does not list 'k3' version 1" in damage.problem
+
+
+def test_the_command_says_what_it_covered_by_which_seed(root):
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(nearkin, ["--store", str(root), "verify", *arguments])
+        return done.exit_code, done.output
+
+    code, text = run("--sample", "25%", "--seed", "3")
+    assert code == 0
+    assert "drawn by --seed 3" in text
+    code, text = run("--sample", "25%", "--json")
+    told = json.loads(text)
+    assert (told["ok"], told["sample"], told["containers_total"]) == (True, 0.25, len(containers(root)))
+    assert told["containers"] == round(told["containers_total"] / 4)
+    assert told["seed"] is not None
+    flip(containers(root)[1], 300)
+    _, text = run("--since", "1h", "--json")
+    told = json.loads(text)
+    assert told["ok"] is False
+    assert told["damage"][0]["versions"][0]["key"] == "k1"
+    assert told["since"] is not None
+
+
+@pytest.mark.parametrize("text", ["", "1", "yesterday", "2026-13-40", "-1h"])
+def test_a_time_that_is_none_is_refused(text):
+    with pytest.raises(BadInput):
+        parse_since(text, datetime.now(UTC))
+
+
+def test_times_are_utc_unless_they_say_otherwise():
+    now = datetime(2026, 11, 20, tzinfo=UTC)
+    assert parse_since("36h", now) == now - timedelta(hours=36)
+    assert parse_since("2026-11-20T18:00", now) == datetime(2026, 11, 20, 18, tzinfo=UTC)
+    assert parse_since("2026-11-20T18:00+02:00", now) == datetime(2026, 11, 20, 16, tzinfo=UTC)
