@@ -8,7 +8,7 @@ INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
   $(wildcard shared/nearkin/kernels/_*.pyx shared/nearkin/kernels/*.c shared/nearkin/kernels/*.h)
 export NEARKIN_KERNELS ?= cython
 
-.PHONY: help setup demo test check up down status bench clean
+.PHONY: help setup demo test soak check up down status bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test: setup ## run every test
 	@bash tools/system-packages test
 	@$(BIN)/python -m nearkin.testing.programs
 	@$(BIN)/python -m pytest -n 4 --dist loadfile
+
+soak: setup ## kill stores at failpoints 2,000 times, and more; prints seeds, runs for half an hour
+	@$(BIN)/python -m nearkin.testing.soak --kills 2000
 
 check: setup ## ruff, ruff format, mypy strict, import-linter
 	@$(BIN)/ruff check .

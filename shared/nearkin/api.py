@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from nearkin.config import RetentionPolicy, Settings, load
 from nearkin.errors import BadInput, NotFound, StoreLocked, StoreUnavailable
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.local_index import LocalIndex
@@ -217,6 +218,7 @@ class Store:
         listed = [container for container, _ in self._containers.ids()]
         self._index.forget_missing(listed)
         self._index.behind = True  # until all is in the index, whatever ends this in between
+        failpoint("put.begun")
         last = max(listed, default=0)
         writer = EmbeddedWriter(
             self.settings, self._fingerprinter, self._containers, self._manifests, index, last, self._clock
@@ -232,6 +234,7 @@ class Store:
                     waiting = [pending for pending in waiting if not pending.done()]
             writer.flush()
             self._index.behind = False
+            failpoint("put.settled")
             yield from (done.result() for done in waiting)
 
     # --- get ---------------------------------------------------------------------------------------------------------

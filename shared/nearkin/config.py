@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 ENVIRONMENT_PREFIX = "NEARKIN_"
-OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug"})
+OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint"})
 """`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
 
 CHUNKERS = ("fastcdc", "leastcdc", "rabin", "inck", "fixed", "whole")

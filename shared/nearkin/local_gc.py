@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nearkin.config import Settings
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
 from nearkin.local_index import LocalIndex
@@ -40,6 +41,7 @@ class LocalGc:
     def run(self) -> GcReport:
         """Do a round. Raises Corrupt, StoreLocked, StoreUnavailable."""
         index = self.index.writable()
+        failpoint("gc.begun")
         try:
             return self._with_retention(self._collector().run(index), dry_run=False)
         finally:

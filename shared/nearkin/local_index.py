@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING
 
 from nearkin.config import Settings
 from nearkin.errors import FormatTooNew, IndexUnfinished, StoreLocked, StoreUnavailable
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
+from nearkin.index.protocols import Marked
 from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
-from nearkin.store.objects import LocalObjects
+from nearkin.store.objects import LocalObjects, sync_folder
 
 if TYPE_CHECKING:  # a get needs no index
     from nearkin.index.catalog import CatalogEntry
@@ -86,7 +88,9 @@ class LocalIndex:
         if self._index is None:
             self._index = self._complete() or self._rebuilt()
             self.behind = self._index.behind
-            if not self.behind:
+            if self.behind:
+                self._restate_marks(self._index)
+            else:
                 self._index.mark_behind(True)
         if self.behind:
             self._catch_up(self._index)
@@ -168,10 +172,14 @@ class LocalIndex:
                 condemned=CondemnedStore(self._objects).read(),
             )
             index.mark_complete()
+            failpoint("rebuild.complete")
         finally:
             index.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        failpoint("rebuild.removed")
         os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
+        sync_folder(self._fresh.parent)  # or a power cut brings back the old one, which says that nothing is missing
+        failpoint("rebuild.renamed")
         return report
 
     # --- after damage ------------------------------------------------------------------------------------------------
@@ -260,6 +268,22 @@ class LocalIndex:
             known_marks=known,
             condemned=CondemnedStore(self._objects).read(),
         )
+
+    def _restate_marks(self, index: LmdbIndex) -> None:
+        """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
+        by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
+        for tenant, entry in index.catalogs():
+            if entry.sequence:
+                by_key.setdefault((tenant, entry.key), []).append(entry)
+        stated = []
+        for (tenant, key), entries in by_key.items():
+            histories = self._manifests.histories(tenant, key)
+            for entry in entries:
+                there = histories.get(entry.version)
+                sequence, marks_bytes = (there.sequence, there.marks_bytes) if there else (0, 0)
+                if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
+                    stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
+        index.restate_marks(stated)
 
     def _mend(self) -> None:
         """Make the index whole, as a writer would, and let go of the lock: readers must never keep writers out."""

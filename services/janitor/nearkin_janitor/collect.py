@@ -20,6 +20,7 @@ import numpy as np
 
 from nearkin.config import GcSettings
 from nearkin.errors import NotFound, Permanent
+from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest
 from nearkin.formats.mark import Kind, Mark, encode_mark
@@ -105,6 +106,8 @@ class Collector:
         kept = self._collect(roots, index, sums)  # 2
         if len(kept) > len(roots.kept):  # some were brought back meanwhile
             reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 3
+        if index is not None:
+            failpoint("gc.marked")
         before = self._condemned.read()
         record = {container: entry for container, entry in before.items() if container in ids}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
@@ -152,10 +155,12 @@ class Collector:
             ids[container] = generations[newest]
             if len(generations) > 1 and index is not None:
                 self._renew(index, container)
+                failpoint("gc.renewed")
             for older in sorted(generations.keys() - {newest}):
                 sums.freed_bytes += generations[older]
                 if index is not None:
                     self._containers.delete(container, older)
+                    failpoint("gc.replaced")
         return ids
 
     def _renew(self, index: SupportsCollection, container: ContainerId) -> None:
@@ -179,6 +184,7 @@ class Collector:
             if index is not None:
                 told = zip(going, stay, strict=True)
                 index.collect_many([self._told(version, marks_bytes) for version, marks_bytes in told])
+                failpoint("gc.uncatalogued")
             for version, marks_bytes in zip(going, stay, strict=True):
                 freed_bytes = version.manifest_bytes + version.marks_bytes - marks_bytes
                 sums.versions += bool(version.committed)
@@ -196,6 +202,7 @@ class Collector:
             self._manifests.put_mark(self._sentence(version.ended))
         except AlreadyExists:
             return False
+        failpoint("gc.sentenced")
         return True
 
     def _sentence(self, mark: Mark) -> Mark:
@@ -228,11 +235,13 @@ class Collector:
         assert version.ended is not None
         mark = version.ended
         self._manifests.delete(mark.tenant, mark.key, mark.version)
+        failpoint("gc.manifest")
         names = [name for _, name, _ in version.marks]
         if mark.kind is Kind.DELETED:
             names.append(mark_name(mark.tenant, mark.key, mark.version, mark.sequence + 1))
         for name in names[:-1] if version.manifest in roots.highest else names:
             self._manifests.delete_mark(name)
+        failpoint("gc.marks")
 
     # --- 4: what an earlier round condemned --------------------------------------------------------------------------
 
@@ -240,6 +249,7 @@ class Collector:
         if index is not None and plan.drops:
             whole = [container for container, drop in plan.drops.items() if drop.everything]
             index.forget(plan.chunks, plan.segments, whole)
+            failpoint("gc.forgot-due")
         # What leans goes before what it leans on: whatever is there after a crash can be decoded.
         for container in reversed(list(leaning_last(sorted(plan.drops), self._leans_on))):
             drop = plan.drops[container]
@@ -248,6 +258,7 @@ class Collector:
                 sums.freed_bytes += ids.pop(container)
                 if index is not None:
                     self._containers.delete(ContainerId(container), self._containers.generation(ContainerId(container)))
+                    failpoint("gc.container")
                 continue
             sums.rewritten += 1
             before_bytes = ids[container]
@@ -259,9 +270,13 @@ class Collector:
         started, data = time.perf_counter(), self._rewriter.rewritten(container, drop)
         if index is not None:
             generation = self._containers.generation(container)
+            failpoint("compact.made")
             self._containers.put(container, data, generation + 1)
+            failpoint("compact.put")
             self._renew(index, container)
+            failpoint("compact.renewed")
             self._containers.delete(container, generation)
+            failpoint("compact.replaced")
             allowed_seconds = (before_bytes + len(data)) / self._bytes_per_second
             time.sleep(max(0.0, allowed_seconds - (time.perf_counter() - started)))
         return len(data)
@@ -286,6 +301,7 @@ class Collector:
         """Return the record of this round: what was condemned before and is unreached still, and what is now."""
         if index is not None and plan.drops:
             index.forget(plan.chunks, plan.segments, ())
+            failpoint("gc.forgot")
         now_us = self._now_us()  # after the index has forgotten: the grace begins when nobody is told any more
         found = record_of(plan, now_us)
         for container in found.keys() & record.keys():

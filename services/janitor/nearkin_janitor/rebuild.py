@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims
 from nearkin.errors import Corrupt, Permanent
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Record
 from nearkin.formats.container import Directory
@@ -78,6 +79,7 @@ def rebuild_index(
     What cannot be read is left out and named; nothing is written to the object store.
     """
     started = time.perf_counter()
+    failpoint("rebuild.begun")
     ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
     listed, marks = manifests.names_and_marks()
     names = [entry for entry in listed if entry[0] not in known_manifests]
@@ -96,6 +98,7 @@ def rebuild_index(
             skipped.append(object_name(ContainerId(container)))
         else:
             index.publish(claims)
+            failpoint("rebuild.container")
             sound.add(container)
             chunks += len(claims.directory.chunks)
             segments += len(claims.directory.segments)
@@ -113,9 +116,11 @@ def rebuild_index(
     found.sort(key=lambda pair: (pair[0].created_us, pair[0].key, pair[0].version))
     for start in range(0, len(found), COMMIT_VERSIONS):
         index.commit_many(found[start : start + COMMIT_VERSIONS])
+        failpoint("rebuild.versions")
         if progress is not None:
             progress(len(ids) + min(start + COMMIT_VERSIONS, len(found)), len(ids) + len(names))
     index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
+    failpoint("rebuild.marks")
     return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
 
 

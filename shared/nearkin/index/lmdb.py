@@ -27,6 +27,7 @@ from blake3 import blake3
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, StoreUnavailable
+from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, release
@@ -90,8 +91,11 @@ class LmdbIndex:
     @contextmanager
     def _writing(self) -> Iterator[Any]:
         try:
-            with self._write_lock, self._env.begin(write=True) as txn:
-                yield txn
+            with self._write_lock:
+                with self._env.begin(write=True) as txn:
+                    yield txn
+                    failpoint("index.writing")
+                failpoint("index.written")
         except lmdb.Error as err:
             raise _unavailable(err) from err
 
@@ -197,6 +201,16 @@ class LmdbIndex:
                 held, _ = _MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
                 if mark.sequence > held:
                     txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
+
+    def restate_marks(self, marks: Sequence[Marked]) -> None:
+        """Put what is known of marks in place of what was noted, lower or not; sequence 0: there are none."""
+        with self._writing() as txn:
+            for mark in marks:
+                name = _MARK_HEAD + _version_key(mark.tenant, mark.key, mark.version)
+                if mark.sequence:
+                    txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
+                else:
+                    txn.delete(name, db=self._meta)
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""

@@ -9,6 +9,7 @@ import logging
 import re
 
 from nearkin.errors import Corrupt
+from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned, Record, decode_record, encode_record
 from nearkin.store.objects import ObjectStore
 
@@ -66,8 +67,10 @@ class CondemnedStore:
         if record:
             sequence = max(before, default=0) + 1
             self._objects.put_new(record_name(sequence), encode_record(sequence, record))
+        failpoint("gc.recorded")
         for sequence in before:  # ascending: whoever dies in between leaves the one that holds
             self._objects.delete(record_name(sequence))
+        failpoint("gc.done")
 
 
 def record_bytes(record: Record) -> int:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, Retryable
+from nearkin.failpoints import failpoint
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
 from nearkin.records import Damage, Deletion, VersionInfo
@@ -206,13 +207,17 @@ class Deletions:
                 for history, mark in zip(before, marks, strict=True)
             ]
         )  # 1
+        failpoint("delete.noted")
         # The newest one is the last to go and the first to come back: an older one never stands in for it.
         *older, newest = marks
         count = self._written(newest) if newest.kind is Kind.UNDELETED else 0
         if older:
             with ThreadPoolExecutor(MARK_THREADS if len(older) > 1 else 1) as threads:
                 count += sum(threads.map(self._written, older))  # 2
-        return count + (self._written(newest) if newest.kind is Kind.DELETED else 0)  # 3
+            failpoint("delete.older")
+        count += self._written(newest) if newest.kind is Kind.DELETED else 0  # 3
+        failpoint("delete.marked")
+        return count
 
     def _written(self, mark: Mark) -> bool:
         try:

@@ -11,7 +11,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
 from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.failpoints import failpoint
 
 Payload = bytes | memoryview
 
@@ -134,15 +135,20 @@ class LocalObjects(ObstoreObjects):
         """Write, fsync, link to the final name (fails if there), fsync the folder: no crash leaves half an object."""
         final = self._root / name
         temporary = self._scratch / f"{secrets.token_hex(8)}.part"
+        failpoint("object.begun")
         try:
             self._make_folder(final.parent)
-            self._scratch.mkdir(exist_ok=True)
+            _make(self._scratch)
             try:
                 _write_durably(temporary, data)  # 1 bytes durable under a name nobody reads
+                failpoint("object.synced")
                 os.link(temporary, final)  # 2 visible, atomically, only if the name is free
+                failpoint("object.linked")
             finally:
-                temporary.unlink(missing_ok=True)
+                _remove(temporary)
+            failpoint("object.scratch-removed")
             sync_folder(final.parent)  # 3 the name itself is durable
+            failpoint("object.durable")
         except FileExistsError as err:
             raise AlreadyExists(f"{name}: already there") from err
         except OSError as err:
@@ -186,8 +192,10 @@ class LocalObjects(ObstoreObjects):
         """Remove an object and make that durable: what leaned on nothing but it must not come back without it."""
         path = self._root / name
         try:
-            path.unlink()
+            os.unlink(path)
+            failpoint("object.unlinked")
             sync_folder(path.parent)
+            failpoint("object.removed")
         except FileNotFoundError:
             return
         except OSError as err:
@@ -196,7 +204,7 @@ class LocalObjects(ObstoreObjects):
     def sweep_scratch(self) -> None:
         """Remove what a dead writer left half-written; only the holder of the store's lock may call this."""
         for left in self._scratch.glob("*.part"):
-            left.unlink(missing_ok=True)
+            _remove(left)
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder durable, and all above it up to the root.
@@ -210,7 +218,8 @@ class LocalObjects(ObstoreObjects):
                 return
         self._make_folder(folder.parent)
         with self._folders[hash(folder) % FOLDER_LOCKS]:
-            folder.mkdir(exist_ok=True)
+            _make(folder)
+            failpoint("object.folder-made")
             sync_folder(folder.parent)
         self._settled.add(folder.parent)
 
@@ -226,9 +235,20 @@ def _write_durably(path: Path, data: Payload) -> None:
         view = memoryview(data).cast("B")
         while view:
             view = view[os.write(descriptor, view) :]
+        failpoint("object.written")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _make(folder: Path) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _read_range(descriptor: int, start: int, end: int) -> bytes:

@@ -1,0 +1,187 @@
+"""Failpoints. Invariant: unarmed they do nothing, and cost a call and a comparison; every name passed is in POINTS.
+
+    NEARKIN_FAILPOINT=commit.manifest:3:kill       the third passing kills the process (SIGKILL)
+    NEARKIN_FAILPOINT=gc.forgot:1:error,put.begun:2:sleep=0.5
+
+Actions: `kill` and `stop` (SIGKILL, SIGSTOP to this process), `error` (StoreUnavailable), `sleep=SECONDS` (60 at most).
+A name stands at a numbered step of what must survive a crash, *after* what it names. Unarmed: 50 to 70 ns (measured by
+`python -m nearkin.testing.soak --cost`), and a put passes some ten for each object that it writes, 40 us of syncs each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from nearkin.errors import BadInput, StoreUnavailable
+
+VARIABLE: Final = "NEARKIN_FAILPOINT"
+SLEEP_SECONDS_MAX: Final = 60.0
+ARMED_MAX: Final = 64
+
+POINTS: Final = MappingProxyType(
+    {
+        # every object: containers, manifests, marks, records (nearkin.store.objects)
+        "object.begun": "before anything of a new object is written",
+        "object.written": "its bytes are written under a name nobody reads, not synced",
+        "object.synced": "its bytes are durable",
+        "object.linked": "it has its name, which is not durable",
+        "object.scratch-removed": "its other name is gone",
+        "object.durable": "its name is durable",
+        "object.folder-made": "a folder was made that is not durable",
+        "object.unlinked": "an object's name is gone, which is not durable",
+        "object.removed": "an object is gone for good",
+        # put (nearkin.api, nearkin.runners.embedded)
+        "put.begun": "the index says that the store may come to hold more than it",
+        "put.sealed": "a container is made, nothing of it written",
+        "put.container": "1 a container is durable",
+        "put.published": "2 and in the index",
+        "commit.begun": "all containers before it are published, no manifest of the group is written",
+        "commit.manifest": "3 one manifest of the group is durable",
+        "commit.manifests": "3 all manifests of the group are",
+        "commit.catalogued": "4 and in the catalog",
+        "put.settled": "the index is whole again and says so",
+        # deletion (nearkin.store.deletion)
+        "delete.noted": "1 the index knows of the marks",
+        "delete.older": "2 all but the newest version's mark are durable",
+        "delete.marked": "3 all marks are",
+        # index transactions (nearkin.index.lmdb)
+        "index.writing": "a transaction is open and holds its first changes",
+        "index.written": "a transaction is durable",
+        # garbage collection (nearkin_janitor.collect)
+        "gc.begun": "the lock is held, nothing is read",
+        "gc.renewed": "1 the index knows what a new generation holds, the older one is there",
+        "gc.replaced": "1 and the older one is gone",
+        "gc.sentenced": "2 a mark says that a version never comes back",
+        "gc.uncatalogued": "2 versions have left the index",
+        "gc.manifest": "2 a manifest is gone, its marks are there",
+        "gc.marks": "2 and its marks are gone",
+        "gc.marked": "3 it is known what is reached",
+        "gc.forgot-due": "4 the index has forgotten what was condemned and goes now",
+        "gc.container": "4 a container is gone",
+        "gc.forgot": "5 the index has forgotten what is condemned now",
+        "gc.recorded": "5 the record of it is durable, older ones are there",
+        "gc.done": "5 and older ones are gone",
+        # compaction (nearkin_janitor.collect)
+        "compact.made": "a new generation is made, nothing of it written",
+        "compact.put": "it is durable, beside the older one",
+        "compact.renewed": "the index knows what it holds",
+        "compact.replaced": "the older one is gone",
+        # index rebuild and catching up (nearkin_janitor.rebuild, nearkin.local_index)
+        "rebuild.begun": "an empty index lies beside the one until now, or one that is behind is caught up with",
+        "rebuild.container": "a container is published into it",
+        "rebuild.versions": "versions are in its catalog",
+        "rebuild.marks": "and their marks",
+        "rebuild.complete": "it says that it is complete",
+        "rebuild.removed": "the one until now is gone",
+        "rebuild.renamed": "the new one is in its place",
+    }
+)
+"""What has happened where a name stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """One point: at its `count`-th passing `action` is done, once."""
+
+    name: str
+    count: int
+    action: str
+    seconds: float = 0.0
+
+
+class _Watch:
+    """Counts passings, and acts. Its caller's threads pass side by side."""
+
+    def __init__(self, armed: Iterable[Armed], watch: Callable[[str], None] | None) -> None:
+        self._lock = threading.Lock()
+        self._armed = tuple(armed)
+        self._watch = watch
+        self.passings: dict[str, int] = {}
+
+    def passed(self, name: str) -> None:
+        if name not in POINTS:
+            raise BadInput(f"failpoint {name!r}: not in nearkin.failpoints.POINTS; name it there")
+        with self._lock:
+            count = self.passings[name] = self.passings.get(name, 0) + 1
+        if self._watch is not None:
+            self._watch(name)
+        for armed in self._armed:
+            if armed.name == name and armed.count == count:
+                _act(armed)
+
+
+_watching: _Watch | None = None
+
+
+def failpoint(name: str) -> None:
+    """Stand at a step. Raises StoreUnavailable where that is what is armed here."""
+    if _watching is not None:
+        _watching.passed(name)
+
+
+def arm(armed: str | Iterable[Armed] = (), watch: Callable[[str], None] | None = None) -> None:
+    """Arm points of this process, in place of those until now; counting begins anew. Raises BadInput.
+
+    `watch` is told the name at every passing, in the thread that passes; what it raises goes through.
+    """
+    global _watching  # noqa: PLW0603 - the one switch
+    _watching = _Watch(parsed(armed) if isinstance(armed, str) else armed, watch)
+
+
+def disarm() -> dict[str, int]:
+    """Switch all off; return how often each was passed."""
+    global _watching
+    before, _watching = _watching, None
+    return {} if before is None else before.passings
+
+
+def parsed(text: str) -> tuple[Armed, ...]:
+    """Return what NAME:COUNT:ACTION says, or several with commas between. Raises BadInput, naming what is right."""
+    found = []
+    for part in text.split(","):
+        name, _, rest = part.strip().partition(":")
+        count, _, action = rest.partition(":")
+        action, _, seconds = action.partition("=")
+        if name not in POINTS:
+            raise BadInput(f"{VARIABLE} {name!r}: choose one of {', '.join(POINTS)}")
+        if not (count.isascii() and count.isdigit() and int(count) >= 1):
+            raise BadInput(f"{VARIABLE} {part!r}: want NAME:COUNT:ACTION, with a COUNT from 1")
+        if action not in ("kill", "stop", "error", "sleep") or bool(seconds) != (action == "sleep"):
+            raise BadInput(f"{VARIABLE} {part!r}: want kill, stop, error or sleep=SECONDS")
+        found.append(Armed(name, int(count), action, _seconds(part, seconds) if seconds else 0.0))
+    if len(found) > ARMED_MAX:
+        raise BadInput(f"{VARIABLE}: {len(found)} points; {ARMED_MAX} at most")
+    return tuple(found)
+
+
+def _seconds(part: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError as err:
+        raise BadInput(f"{VARIABLE} {part!r}: {text!r} is no number of seconds") from err
+    if not 0 <= seconds <= SLEEP_SECONDS_MAX:
+        raise BadInput(f"{VARIABLE} {part!r}: want 0 to {SLEEP_SECONDS_MAX:g} seconds")
+    return seconds
+
+
+def _act(armed: Armed) -> None:
+    match armed.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(armed.seconds)
+        case _:
+            raise StoreUnavailable(f"failpoint {armed.name}, passing {armed.count}: failed, as armed")
+
+
+if os.environ.get(VARIABLE):
+    arm(os.environ[VARIABLE])
