@@ -1,0 +1,135 @@
+"""What lies in a local store. Invariant: read from its files and its index as they are; nothing is mended on the way.
+
+Raises Violation where an index names what is not there (I1, and the order of deletion), or something is nobody's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from nearkin.api import Store
+from nearkin.config import Settings
+from nearkin.errors import NearkinError
+from nearkin.fingerprints import domain_of
+from nearkin.formats import container as fmt
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.records import ContainerId
+from nearkin.testing.oracle import Seen, Violation
+from nearkin_janitor.reach import Reach
+
+_LOCATED = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
+
+
+def seen(store: Store) -> Seen:
+    """Return what a store answers to listings, and which manifests lie in it."""
+    live = frozenset((info.key, info.version) for info in store.versions(all_versions=True))
+    deleted = frozenset((entry.key, entry.version) for entry in store.deleted())
+    names = [name for name, _ in store._manifests.names()]
+    read = [store._manifests.read(name) for name in names]
+    for key in {key for key, _ in live}:
+        newest = max(version for name, version in live if name == key)
+        answered = store.info(key).version
+        if answered != newest:
+            raise Violation(f"{key!r}: version {answered} is answered for the newest, {newest} is")
+    return Seen(live, deleted, frozenset((m.key, m.version) for m in read), containers(store.root))
+
+
+def containers(root: Path) -> frozenset[int]:
+    """Return the ids of the containers that lie in a store."""
+    return frozenset(int(path.name[:16], 16) for path in (root / "containers").rglob("*.nkc"))
+
+
+def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
+    """Raise Violation where the index names a container, chunk or segment that is not there: whole, by its directory.
+
+    An index that is missing, or that its maker did not finish, names nothing.
+    """
+    if not (root / "index" / "data.mdb").is_file():
+        return
+    with tempfile.TemporaryDirectory(prefix="nearkin-index-") as copy:
+        # a copy, of a store that nobody has open: opening a file of LMDB's writes to it
+        shutil.copyfile(root / "index" / "data.mdb", Path(copy) / "data.mdb")
+        try:
+            index = LmdbIndex(Path(copy), domain_of(chosen.tenant), int(chosen.index.map_bytes), read_only=True)
+        except NearkinError:
+            return
+        try:
+            entries = index.entries() if index.complete else {}
+            ids = index.container_ids().tolist() if entries else []
+        finally:
+            index.close()
+    directories = {}
+    for container, path in sorted(_newest(root).items()):
+        try:
+            directories[container] = fmt.decode_container(path.read_bytes(), path.name)
+        except NearkinError:
+            continue
+    for container in ids:
+        if container not in directories:
+            raise Violation(f"the index has published container {container:016x}, which is not there, or not whole")
+    for table in ("chunks", "features", "segments"):
+        for value in entries.get(table, {}).values():
+            (row,) = np.frombuffer(value[:12], _LOCATED)
+            directory = directories.get(int(row["container"]))
+            if directory is None:
+                raise Violation(f"the index's {table} name container {int(row['container']):016x}, which is not there")
+            there = np.diff(directory.segments.bounds) > 0 if table == "segments" else directory.chunks.there
+            if int(row["ordinal"]) >= len(there) or not there[int(row["ordinal"])]:
+                raise Violation(
+                    f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "
+                    "which is not there any more"
+                )
+
+
+def check_no_orphans(store: Store) -> None:
+    """Raise Violation where a container holds nothing that a version needs, or something half-written is left."""
+    manifests = [name for name, _ in store._manifests.names()]
+    reach = Reach(store._containers, store._manifests, manifests)
+    held = reach.closed(reach.chunks)
+    for container in containers(store.root):
+        mask = held.get(container)
+        segments = reach.segments.get(container)
+        if (mask is None or not mask.any()) and (segments is None or not segments.any()):
+            raise Violation(f"container {container:016x} is nobody's, and no round frees it")
+        if len(store._containers.directory(ContainerId(container)).chunks.there) == 0:
+            raise Violation(f"container {container:016x} holds nothing")
+    scratch = store.root / "tmp"
+    left = list(scratch.iterdir()) if scratch.is_dir() else []
+    if left:
+        raise Violation(f"half-written: {[path.name for path in left]}")
+
+
+def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:
+    """Raise Violation where the live index lacks a chunk or segment that a rebuilt one has, or names a version else."""
+    live = store._index.writable().entries()
+    if store.rebuild_index().skipped:
+        raise Violation("a rebuild had to leave something out")
+    rebuilt = store._index.writable().entries()
+    for table in ("containers", "versions", "counts", "marks"):
+        if live[table] != rebuilt[table]:
+            keys = live[table].keys() | rebuilt[table].keys()
+            differing = {key for key in keys if live[table].get(key) != rebuilt[table].get(key)}
+            raise Violation(f"index table {table}: {len(differing)} entries are not what a rebuild makes of them")
+    for table in ("chunks", "segments"):  # a copy that was stored later is found once the first one is forgotten
+        if not live[table].keys() <= rebuilt[table].keys():
+            raise Violation(f"index table {table}: names what a rebuild does not find")
+
+
+def _newest(root: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in sorted((root / "containers").rglob("*.nkc")):  # id, then id.0001, ...: by generation
+        generation = path.name[17:21] if path.name[17:21] != "nkc" else ""
+        container = int(path.name[:16], 16)
+        before = found.get(container)
+        if before is None or _generation(before) < int(generation or "0", 16):
+            found[container] = path
+    return found
+
+
+def _generation(path: Path) -> int:
+    middle = path.name[17:-4]
+    return int(middle, 16) if middle else 0

@@ -1,0 +1,57 @@
+"""Long runs of the crash engine: `python -m nearkin.testing.soak --kills 2000 --seed 7`. Invariant: a seed is printed
+before anything else, and the same one does the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sys
+import tempfile
+import timeit
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from nearkin.failpoints import POINTS, failpoint
+from nearkin.testing.crash import Campaign, Outcome
+
+
+@click.command()
+@click.option("--kills", default=2000, show_default=True, help="children to kill")
+@click.option("--seed", type=int, help="of an earlier run, to do it again; by lot")
+@click.option("--folder", type=click.Path(path_type=Path), help="where stores are made; a temporary folder")
+@click.option("--points", help="failpoints to die at, with commas between; all")
+@click.option("--cost", is_flag=True, help="say what a failpoint costs that is not armed, and end")
+def soak(kills: int, seed: int | None, folder: Path | None, points: str | None, *, cost: bool) -> None:
+    """Kill stores at failpoints, and check after each kill that nothing acknowledged is lost."""
+    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each rebuild would be told
+    if cost:
+        click.echo(f"{min(timeit.repeat(_pass, number=1_000_000, repeat=5)) * 1000:.0f} ns a passing, unarmed")
+        return
+    chosen = tuple(points.split(",")) if points else tuple(POINTS)
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    click.echo(f"seed {seed}, {kills} kills over {len(chosen)} failpoints")
+    with tempfile.TemporaryDirectory(prefix="nearkin-soak-", dir=folder) as place:
+        campaign = Campaign(Path(place), seed, points=chosen)
+        outcome = campaign.run(kills, _progress)
+        click.echo(json.dumps(asdict(outcome), indent=1))
+        if outcome.violations:
+            click.echo(f"seed {seed}: {outcome.violations[0]}", err=True)
+            sys.exit(1)
+    missed = [point for point in chosen if not outcome.by_point.get(point)]
+    click.echo(f"points at which nobody died: {', '.join(missed) or 'none'}")
+
+
+def _progress(outcome: Outcome) -> None:
+    click.echo(f"{outcome.kills} kills, {outcome.stores} stores, {outcome.calls} calls, {outcome.seconds:.0f} s")
+
+
+def _pass() -> None:
+    failpoint("put.begun")
+
+
+if __name__ == "__main__":
+    soak()
