@@ -203,11 +203,11 @@ class Store:
     ) -> Iterator[PutResult]:
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of another put; let that end first")
-        self._putting = True
+        self._putting = self._index.putting = True
         try:
             yield from self._put_in_groups(items, progress)
         finally:
-            self._putting = False
+            self._putting = self._index.putting = False
 
     def _put_in_groups(
         self, items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]], progress: Progress | None

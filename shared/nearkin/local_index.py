@@ -59,6 +59,8 @@ class LocalIndex:
         self._lock = WriterLock(root)
         self._writing = False
         self._index: LmdbIndex | None = None
+        self.putting = False
+        """Whether a put is at work, and adds to the index itself."""
         self.behind = False
         """Whether the store may hold more than the index: set while a put is at work, left set where one failed."""
 
@@ -107,6 +109,10 @@ class LocalIndex:
         if self._index is not None and not self._index.current:
             self._index.close()
             self._index = None
+        if self._index is not None and self.behind and not self.putting:
+            # A put failed, and may still have committed: its listing must not lag behind what a get answers.
+            with suppress(StoreLocked, StoreUnavailable):
+                return self.writable()
         if self._index is None:
             if not (self._folder / "data.mdb").is_file():
                 self._mend()
@@ -177,8 +183,11 @@ class LocalIndex:
             index.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         failpoint("rebuild.removed")
-        os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
-        sync_folder(self._fresh.parent)  # or a power cut brings back the old one, which says that nothing is missing
+        try:
+            os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
+            sync_folder(self._fresh.parent)  # or a power cut brings back the old one, which says that it lacks nothing
+        except OSError as err:
+            raise StoreUnavailable(f"index {self._folder}: {err.strerror}; run the same again") from err
         failpoint("rebuild.renamed")
         return report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -125,3 +126,27 @@ def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path):
 
 
 SMALL_CHUNKS = {"min_bytes": 64, "target_bytes": 128, "max_bytes": 256}
+
+
+def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get_does(tmp_path, monkeypatch):
+    """The folder's sync failed after the manifest had its name: the version is there, and was in no listing."""
+    from nearkin.store import objects
+
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("k", b"first")
+        real, manifests = objects.sync_folder, []
+
+        def fails(folder):
+            if "manifests" in folder.parts:
+                manifests.append(folder)
+                raise OSError(errno.EIO, "Input/output error")
+            real(folder)
+
+        monkeypatch.setattr(objects, "sync_folder", fails)
+        with pytest.raises(StoreUnavailable):
+            store.put("k", b"second")
+        assert manifests
+        monkeypatch.undo()
+        answered = store.info("k").version
+        assert [info.version for info in store.versions()] == [answered]
+        assert store.stats().versions == answered
