@@ -17,7 +17,6 @@ from nearkin.errors import NearkinError
 from nearkin.fingerprints import domain_of
 from nearkin.formats import container as fmt
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import ContainerId
 from nearkin.testing.oracle import Seen, Violation
 from nearkin_janitor.reach import Reach
 
@@ -86,17 +85,21 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
 
 
 def check_no_orphans(store: Store) -> None:
-    """Raise Violation where a container holds nothing that a version needs, or something half-written is left."""
+    """Raise Violation where a container holds nothing that a version needs, or something half-written is left.
+
+    What a dead block leans on is needed for as long as its container is (docs/decisions/0015-garbage-collection.md).
+    """
     manifests = [name for name, _ in store._manifests.names()]
     reach = Reach(store._containers, store._manifests, manifests)
-    held = reach.closed(reach.chunks)
-    for container in containers(store.root):
-        mask = held.get(container)
-        segments = reach.segments.get(container)
-        if (mask is None or not mask.any()) and (segments is None or not segments.any()):
-            raise Violation(f"container {container:016x} is nobody's, and no round frees it")
-        if len(store._containers.directory(ContainerId(container)).chunks.there) == 0:
-            raise Violation(f"container {container:016x} holds nothing")
+    there, staying = containers(store.root), set(reach.segments) | set(reach.chunks)
+    while True:
+        held = reach.closed(reach.chunks, staying)
+        wider = staying | {container for container, mask in held.items() if mask.any()}
+        if wider == staying:
+            break
+        staying = wider
+    for container in sorted(there - staying):
+        raise Violation(f"container {container:016x} is nobody's, and no round frees it")
     scratch = store.root / "tmp"
     left = list(scratch.iterdir()) if scratch.is_dir() else []
     if left:

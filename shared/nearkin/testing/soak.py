@@ -4,9 +4,11 @@ before anything else, and the same one does the same again.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import random
+import shutil
 import sys
 import tempfile
 import timeit
@@ -17,6 +19,7 @@ import click
 
 from nearkin.failpoints import POINTS, failpoint
 from nearkin.testing.crash import Campaign, Outcome
+from nearkin.testing.torn import WORKLOADS, explore, fail_each
 
 
 @click.command()
@@ -24,29 +27,46 @@ from nearkin.testing.crash import Campaign, Outcome
 @click.option("--seed", type=int, help="of an earlier run, to do it again; by lot")
 @click.option("--folder", type=click.Path(path_type=Path), help="where stores are made; a temporary folder")
 @click.option("--points", help="failpoints to die at, with commas between; all")
+@click.option("--disk", is_flag=True, help="instead: every power cut and every failing call of each short workload")
 @click.option("--cost", is_flag=True, help="say what a failpoint costs that is not armed, and end")
-def soak(kills: int, seed: int | None, folder: Path | None, points: str | None, *, cost: bool) -> None:
+def soak(kills: int, seed: int | None, folder: Path | None, points: str | None, *, disk: bool, cost: bool) -> None:
     """Kill stores at failpoints, and check after each kill that nothing acknowledged is lost."""
     logging.getLogger("nearkin").setLevel(logging.ERROR)  # each rebuild would be told
     if cost:
         click.echo(f"{min(timeit.repeat(_pass, number=1_000_000, repeat=5)) * 1000:.0f} ns a passing, unarmed")
         return
+    if disk:
+        _power_cuts(folder)
+        return
     chosen = tuple(points.split(",")) if points else tuple(POINTS)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     click.echo(f"seed {seed}, {kills} kills over {len(chosen)} failpoints")
-    with tempfile.TemporaryDirectory(prefix="nearkin-soak-", dir=folder) as place:
-        campaign = Campaign(Path(place), seed, points=chosen)
-        outcome = campaign.run(kills, _progress)
-        click.echo(json.dumps(asdict(outcome), indent=1))
-        if outcome.violations:
-            click.echo(f"seed {seed}: {outcome.violations[0]}", err=True)
-            sys.exit(1)
+    place = Path(tempfile.mkdtemp(prefix="nearkin-soak-", dir=folder))
+    campaign = Campaign(place, seed, points=chosen)
+    outcome = campaign.run(kills, _progress)
+    click.echo(json.dumps(asdict(outcome), indent=1))
+    if outcome.violations:  # its store stays, to be looked at
+        click.echo(f"seed {seed}: {outcome.violations[0]}", err=True)
+        sys.exit(1)
+    shutil.rmtree(place)
     missed = [point for point in chosen if not outcome.by_point.get(point)]
     click.echo(f"points at which nobody died: {', '.join(missed) or 'none'}")
 
 
 def _progress(outcome: Outcome) -> None:
     click.echo(f"{outcome.kills} kills, {outcome.stores} stores, {outcome.calls} calls, {outcome.seconds:.0f} s")
+
+
+def _power_cuts(folder: Path | None) -> None:
+    for name, workload in WORKLOADS.items():
+        with tempfile.TemporaryDirectory(prefix="nearkin-torn-", dir=folder) as place:
+            explored = explore(Path(place) / "cut", workload)
+            full = fail_each(Path(place) / "full", workload, error=errno.ENOSPC)
+            bad = fail_each(Path(place) / "bad", workload, error=errno.EIO)
+        click.echo(
+            f"{name}: {explored.prefixes} prefixes, {explored.worlds} worlds; a full disk at each of {full.failures} "
+            f"calls, an error at each of {bad.failures}"
+        )
 
 
 def _pass() -> None:

@@ -1,0 +1,97 @@
+"""Power cuts and failing disks: after any first part of a workload, torn and out of order, the store is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing.disk import PENDING_NAMES_MAX, Disk, Step
+from nearkin.testing.stores import objects
+from nearkin.testing.torn import WORKLOADS, explore, fail_each
+
+ALL = "SOAK" in os.environ
+"""Every workload, every call: a minute and a half. Else all worlds of five workloads, each fifth call of three."""
+EXPLORED = tuple(WORKLOADS) if ALL else ("put", "put of a group", "put + delete", "gc + put", "put + compaction")
+FAILED = tuple(WORKLOADS) if ALL else ("put", "put + compaction", "put + rebuild")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: the disk is simulated, and LMDB's syncs to a busy real one took 40 s."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
+        yield Path(made)
+
+
+@pytest.mark.parametrize("name", EXPLORED)
+def test_no_power_cut_loses_what_was_acknowledged(place: Path, name: str) -> None:
+    explored = explore(place, WORKLOADS[name])
+    assert explored.prefixes > 30
+    assert explored.worlds > 14
+    assert explored.steps["sync"] == explored.steps["create"]
+    names = set(objects(place / "recorded"))
+    if name == "put + compaction":
+        assert any(part.endswith(".0001.nkc") for part in names), "nothing was compacted: the workload tests less"
+    if name == "gc + put":
+        assert explored.steps["unlink"] > explored.steps["create"], "nothing was freed: the workload tests less"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "error"])
+@pytest.mark.parametrize("name", FAILED)
+def test_whichever_call_to_the_disk_fails_the_same_again_succeeds(place: Path, name: str, error: int) -> None:
+    assert fail_each(place, WORKLOADS[name], error=error, every=1 if ALL else 5).failures > (20 if ALL else 4)
+
+
+# --- the disk itself --------------------------------------------------------------------------------------------------
+
+
+def worlds(*steps: Step) -> list[dict[str, bytes | None]]:
+    disk = Disk({"a": None})
+    for step in steps:
+        disk.apply(step)
+    return list(disk.worlds())
+
+
+CREATE, WRITE = Step("create", "a/x", 1), Step("write", file=1, data=b"n" * 5000)
+SYNC, SYNC_FOLDER = Step("sync", file=1), Step("sync-folder", "a")
+
+
+def test_a_name_that_is_not_durable_may_be_there_or_not() -> None:
+    assert worlds(CREATE, WRITE, SYNC) == [{"a": None}, {"a": None, "a/x": b"n" * 5000}]
+    assert worlds(CREATE, WRITE, SYNC, SYNC_FOLDER) == [{"a": None, "a/x": b"n" * 5000}]
+
+
+def test_bytes_that_are_not_durable_are_there_in_part_torn_or_as_zeros() -> None:
+    found = {world["a/x"] for world in worlds(CREATE, WRITE, SYNC_FOLDER)}
+    assert found == {b"", b"n" * 512, b"n" * 2048, b"n" * 4096, b"n" * 5000, bytes(5000)}
+
+
+def test_what_was_synced_before_stays_when_more_is_written() -> None:
+    more = Step("write", file=1, data=b"m" * 100)
+    assert all(world["a/x"].startswith(b"n" * 5000) for world in worlds(CREATE, WRITE, SYNC, SYNC_FOLDER, more))
+
+
+def test_names_of_one_folder_may_come_in_any_order() -> None:
+    found = worlds(Step("mkdir", "a/one"), Step("mkdir", "a/two"))
+    assert [sorted(world) for world in found] == [["a"], ["a", "a/one"], ["a", "a/two"], ["a", "a/one", "a/two"]]
+
+
+def test_nothing_lies_in_a_folder_that_is_lost() -> None:
+    inside = Step("create", "a/new/x", 1), SYNC, Step("sync-folder", "a/new")
+    assert worlds(Step("mkdir", "a/new"), *inside) == [{"a": None}, {"a": None, "a/new": None, "a/new/x": b""}]
+
+
+def test_a_removal_that_is_not_durable_may_be_undone() -> None:
+    gone = Step("unlink", "a/x")
+    assert worlds(CREATE, SYNC, SYNC_FOLDER, gone) == [{"a": None, "a/x": b""}, {"a": None}]
+    assert worlds(CREATE, SYNC, SYNC_FOLDER, gone, SYNC_FOLDER) == [{"a": None}]
+
+
+def test_of_many_names_not_every_subset_is_tried() -> None:
+    made = [Step("mkdir", f"a/{number}") for number in range(PENDING_NAMES_MAX + 1)]
+    assert len(worlds(*made)) == 2 + 2 * len(made)
