@@ -224,6 +224,10 @@ class Deletions:
             self._manifests.put_mark(mark)
         except AlreadyExists:
             return False
+        if mark.kind is Kind.UNDELETED and not self._manifests.is_committed(mark.tenant, mark.key, mark.version):
+            # Its number was free again: a round has collected the version, marks and all, since this call looked.
+            self._manifests.delete_mark(mark_name(mark.tenant, mark.key, mark.version, mark.sequence))
+            return False
         return True
 
 

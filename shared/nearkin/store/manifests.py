@@ -91,6 +91,14 @@ class ManifestStore:
         """Return how many bytes a stored manifest takes. Raises NotFound or StoreUnavailable."""
         return self._objects.size_bytes(object_name(manifest.tenant, manifest.key, manifest.version))
 
+    def is_committed(self, tenant: str, key: str, version: int) -> bool:
+        """Return whether a version's manifest is there, whatever marks say. Raises StoreUnavailable."""
+        try:
+            self._objects.size_bytes(object_name(tenant, key, version))
+        except NotFound:
+            return False
+        return True
+
     def versions(self, tenant: str, key: str) -> list[int]:
         """Return the numbers that a key's versions have taken, ascending: of deleted ones too. For who commits."""
         return sorted(self.histories(tenant, key))
