@@ -103,3 +103,17 @@ def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_
     assert view.tolist() == [1] * 100
     del view
     assert (pages() - before) * page_bytes < size_bytes // 4
+
+
+def test_sizes_that_are_given_back_push_out_sizes_that_are_not() -> None:
+    buffers = Buffers(spare_bytes_max=4 * MIB)
+    old = [buffers.take(MIB) for _ in range(4)]
+    del old
+    for _ in range(3):
+        new = buffers.take(2 * MIB)
+        at = address(new)
+        del new
+        again = buffers.take(2 * MIB)
+        assert address(again) == at
+        del again
+    assert buffers.spare_bytes <= 4 * MIB

@@ -15,6 +15,7 @@ import numpy as np
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
 from nearkin.limits import SEGMENT_BYTES_MAX
+from nearkin.memory import mapped
 from nearkin.records import U8, SegmentBatch
 from nearkin.stage import Facts
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
@@ -43,11 +44,11 @@ class Arenas:
         try:
             return self._spares.get_nowait()
         except Empty:
-            return np.empty(self.bytes, np.uint8)
+            return mapped(self.bytes)
 
     def give_back(self, payload: U8) -> None:
         """Take back the arena that `payload` is a slice of, if it is one."""
-        arena = payload if payload.base is None else payload.base
+        arena = payload if len(payload) == self.bytes else payload.base
         if isinstance(arena, np.ndarray) and len(arena) == self.bytes:
             self._spares.put(arena)
 

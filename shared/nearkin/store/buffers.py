@@ -10,11 +10,11 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from functools import partial
-from mmap import mmap
 
 import numpy as np
 
 from nearkin.limits import KIB, MIB
+from nearkin.memory import mapped
 from nearkin.records import U8
 
 SMALLEST_BYTES = 64 * KIB
@@ -46,24 +46,38 @@ class Buffers:
     def take(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its bytes undefined."""
         if size_bytes > LARGEST_BYTES:
-            return np.frombuffer(mmap(-1, size_bytes), np.uint8)
+            return mapped(size_bytes)
         if size_bytes < SMALLEST_BYTES:
             return np.empty(size_bytes, np.uint8)
         room_bytes = rounded(size_bytes)
         try:
             memory = self._spares[room_bytes].pop()
         except (KeyError, IndexError):
-            mapped = room_bytes >= MAPPED_BYTES
-            memory = memoryview(mmap(-1, room_bytes)) if mapped else np.empty(room_bytes, np.uint8).data
+            small = room_bytes < MAPPED_BYTES
+            memory = (np.empty(room_bytes, np.uint8) if small else mapped(room_bytes)).data
         # Views of an array whose base is a memoryview keep that very array alive, so its end is the end of them all.
         array = np.frombuffer(memory, np.uint8, size_bytes)
         weakref.finalize(array, partial(self._give_back, memory)).atexit = False
         return array
 
     def _give_back(self, memory: memoryview) -> None:
-        """Runs wherever the last view ends, so it takes no lock: two at once may keep a buffer too many or too few."""
-        if self.spare_bytes + len(memory) <= self._spare_bytes_max:
-            self._spares.setdefault(len(memory), deque()).append(memory)
+        """Runs wherever the last view ends, so it takes no lock: two at once may keep a buffer too many or too few.
+
+        What is wanted now makes room for itself: sizes that nobody has given back for longest go first.
+        """
+        room_bytes = len(memory)
+        mine = self._spares.pop(room_bytes, None) or deque()
+        mine.append(memory)
+        self._spares[room_bytes] = mine  # the newest size stands last
+        try:
+            while self.spare_bytes > self._spare_bytes_max:
+                oldest = next(iter(self._spares))
+                if self._spares[oldest]:
+                    self._spares[oldest].popleft()
+                else:
+                    del self._spares[oldest]
+        except (IndexError, KeyError, RuntimeError, StopIteration):  # another thread was here
+            return
 
 
 def rounded(size_bytes: int) -> int:
