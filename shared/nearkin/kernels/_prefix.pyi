@@ -1,0 +1,41 @@
+"""Types and contracts of the compiled prefix."""
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+class BasePrefix:
+    """Bytes of bases, one behind the other, each base once. For one thread at a time."""
+
+    def __init__(self, bytes_max: int, bases_max: int) -> None:
+        """Both are passed only by the bases of one chunk, where these are the first. Raises BadInput below 1."""
+
+    def __len__(self) -> int:
+        """Return how many bases it holds."""
+
+    @property
+    def content(self) -> memoryview:
+        """Return the bytes of all bases, in order: a read-only view that the next `add` or `clear` makes stale."""
+
+    def add(
+        self,
+        rows: NDArray[np.intp],
+        bounds: NDArray[np.uint32],
+        containers: NDArray[np.uint64],
+        ordinals: NDArray[np.uint32],
+        payload: Buffer,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+    ) -> int:
+        """Take the bases of chunks `rows`, chunk by chunk, until one's do not fit; return how many chunks' did.
+
+        Chunk r has bases bounds[r] to bounds[r + 1] of `containers`, `ordinals`, `offsets` and `lengths` (bytes, into
+        `payload`); those that are there already are not taken again. An empty prefix takes the first chunk's whatever
+        they are. Raises BadInput for what leaves an array or the payload, MemoryError; nothing was taken then.
+        """
+
+    def bases(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
+        """Return (containers, ordinals, where the bytes start) of all bases, in the order of their bytes."""
+
+    def clear(self) -> None:
+        """Forget all bases; the memory stays."""

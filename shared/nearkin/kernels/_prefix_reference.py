@@ -1,0 +1,108 @@
+"""Prefixes of patch blocks, as they are defined. The compiled kernel does the same."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from nearkin.errors import BadInput
+
+
+def check_bounds(bytes_max: int, bases_max: int) -> None:
+    """Raise BadInput for bounds that would hold nothing."""
+    if bytes_max < 1 or bases_max < 1:
+        raise BadInput(f"bytes_max {bytes_max}, bases_max {bases_max}: want at least 1 of each")
+
+
+def check_rows(
+    rows: NDArray[np.intp],
+    bounds: NDArray[np.uint32],
+    containers: NDArray[np.uint64],
+    ordinals: NDArray[np.uint32],
+    offsets: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    payload_bytes: int,
+) -> None:
+    """Raise BadInput for arrays of other types or lengths, and for what leaves them or the payload."""
+    typed = {
+        "rows": (rows, np.intp),
+        "bounds": (bounds, np.uint32),
+        "containers": (containers, np.uint64),
+        "ordinals": (ordinals, np.uint32),
+        "offsets": (offsets, np.uint64),
+        "lengths": (lengths, np.uint32),
+    }
+    for name, (array, dtype) in typed.items():
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            raise BadInput(
+                f"{name} {getattr(array, 'dtype', type(array).__name__)}: pass a 1-d {np.dtype(dtype)} array"
+            )
+    count = len(containers)
+    if not len(ordinals) == len(offsets) == len(lengths) == count:
+        raise BadInput(f"{count} containers, {len(ordinals)} ordinals, {len(offsets)} offsets, {len(lengths)} lengths")
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) + 1 >= len(bounds)):
+        raise BadInput(
+            f"rows up to {int(rows.max())}, from {int(rows.min())}: there are {max(0, len(bounds) - 1)} chunks"
+        )
+    if len(bounds) and (int(bounds[-1]) > count or np.any(bounds[1:] < bounds[:-1])):
+        raise BadInput(f"bounds up to {int(bounds[-1])}: want them to ascend to {count} at most")
+    ends = offsets + lengths
+    if count and (int(ends.max()) > payload_bytes or np.any(ends < offsets)):
+        raise BadInput(f"bases end at byte {int(ends.max())}: the payload has {payload_bytes}")
+
+
+class BasePrefix:
+    """Bytes of bases, one behind the other, each base once."""
+
+    def __init__(self, bytes_max: int, bases_max: int) -> None:
+        check_bounds(bytes_max, bases_max)
+        self._bytes_max, self._bases_max = bytes_max, bases_max
+        self._places: dict[tuple[int, int], int] = {}
+        self._content = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def content(self) -> memoryview:
+        return memoryview(bytes(self._content))
+
+    def add(
+        self,
+        rows: NDArray[np.intp],
+        bounds: NDArray[np.uint32],
+        containers: NDArray[np.uint64],
+        ordinals: NDArray[np.uint32],
+        payload: Buffer,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+    ) -> int:
+        data = memoryview(payload).cast("B")
+        check_rows(rows, bounds, containers, ordinals, offsets, lengths, data.nbytes)
+        for taken, row in enumerate(rows.tolist()):
+            new: dict[tuple[int, int], int] = {}
+            for i in range(int(bounds[row]), int(bounds[row + 1])):
+                key = int(containers[i]), int(ordinals[i])
+                if key not in self._places:
+                    new.setdefault(key, i)
+            added = sum(int(lengths[i]) for i in new.values())
+            too_much = len(self._content) + added > self._bytes_max or len(self) + len(new) > self._bases_max
+            if too_much and self._places:
+                return taken
+            for key, i in new.items():
+                self._places[key] = len(self._content)
+                self._content += data[int(offsets[i]) : int(offsets[i]) + int(lengths[i])]
+        return len(rows)
+
+    def bases(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
+        keys = list(self._places)
+        return (
+            np.array([container for container, _ in keys], np.uint64),
+            np.array([ordinal for _, ordinal in keys], np.uint32),
+            np.array(list(self._places.values()), np.uint64),
+        )
+
+    def clear(self) -> None:
+        self._places.clear()
+        self._content.clear()

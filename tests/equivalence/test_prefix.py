@@ -1,0 +1,98 @@
+"""The compiled prefix does what the plain definition does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearkin.errors import BadInput
+from nearkin.kernels import _prefix_reference as reference
+from nearkin.kernels.prefix import BasePrefix
+
+PAYLOAD = np.random.default_rng(7).integers(0, 256, 4096, np.uint8)
+BASES = st.tuples(st.sampled_from([1, 2, 1 << 63]), st.integers(0, 40), st.integers(0, 3000), st.integers(0, 1000))
+CHUNKS = st.lists(st.lists(BASES, max_size=5), max_size=30)
+
+
+def arguments(chunks: list[list[tuple[int, int, int, int]]]) -> tuple[Any, ...]:
+    bounds = np.cumsum([0, *(len(bases) for bases in chunks)]).astype(np.uint32)
+    flat = np.array([base for bases in chunks for base in bases], np.uint64).reshape(-1, 4)
+    narrow = flat.astype(np.uint32)
+    return bounds, flat[:, 0].copy(), narrow[:, 1].copy(), PAYLOAD, flat[:, 2].copy(), narrow[:, 3].copy()
+
+
+def filled(kind: Any, batches: list[list[list[tuple[int, int, int, int]]]], bounds: tuple[int, int]) -> list[Any]:
+    prefix, seen = kind(*bounds), []
+    for chunks in batches:
+        taken = prefix.add(np.arange(len(chunks)), *arguments(chunks))
+        bases = [column.tolist() for column in prefix.bases()]
+        seen.append((taken, len(prefix), bytes(prefix.content), bases))
+    prefix.clear()
+    seen.append((len(prefix), bytes(prefix.content), [column.tolist() for column in prefix.bases()]))
+    prefix.add(np.arange(len(batches[0])), *arguments(batches[0]))
+    return [*seen, bytes(prefix.content)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(CHUNKS, min_size=1, max_size=4), st.tuples(st.integers(1, 8000), st.integers(1, 30)))
+def test_takes_the_same_bases_in_the_same_order(batches: list[Any], bounds: tuple[int, int]) -> None:
+    assert filled(BasePrefix, batches, bounds) == filled(reference.BasePrefix, batches, bounds)
+
+
+@pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
+def test_thousands_of_bases_keep_their_places(kind: Any) -> None:
+    prefix = kind(1 << 20, 4096)
+    chunks = [[(container, ordinal, ordinal, 7)] for container in (3, 9) for ordinal in range(3000)]
+    assert prefix.add(np.arange(len(chunks)), *arguments(chunks)) == 4096
+    containers, ordinals, starts = prefix.bases()
+    assert ordinals.tolist() == [*range(3000), *range(1096)]
+    assert containers.tolist() == [3] * 3000 + [9] * 1096
+    content = bytes(prefix.content)
+    assert all(content[start : start + 7] == bytes(PAYLOAD[i : i + 7]) for i, start in enumerate(starts[:3000]))
+
+
+@pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
+def test_the_first_chunk_brings_all_its_bases(kind: Any) -> None:
+    prefix = kind(10, 1)
+    assert prefix.add(np.arange(2), *arguments([[(1, 1, 0, 50), (1, 2, 50, 50)], [(1, 3, 0, 1)]])) == 1
+    assert bytes(prefix.content) == bytes(PAYLOAD[:100])
+    assert prefix.add(np.arange(1), *arguments([[(1, 2, 50, 50)]])) == 0
+
+
+def changed(index: int, value: Any) -> tuple[Any, ...]:
+    given_ = [np.arange(1), *arguments([[(1, 1, 0, 50)]])]
+    given_[index] = value
+    return tuple(given_)
+
+
+@pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
+@pytest.mark.parametrize(
+    ("index", "value", "named"),
+    [
+        (0, np.array([1]), "rows up to 1"),
+        (0, np.array([-1]), "from -1"),
+        (0, np.array([0], np.int32), "rows int32"),
+        (1, np.array([0, 2], np.uint32), "bounds up to 2"),
+        (1, np.array([1, 0], np.uint32), "ascend"),
+        (2, np.zeros(2, np.uint64), "2 containers"),
+        (2, [1], "containers list"),
+        (5, np.array([4090], np.uint64), "end at byte 4140"),
+        (5, np.array([2**64 - 10], np.uint64), "bases end"),
+        (6, np.array([5000], np.uint32), "end at byte 5000"),
+    ],
+)
+def test_refuses_what_leaves_its_arrays(kind: Any, index: int, value: Any, named: str) -> None:
+    prefix = kind(100, 10)
+    with pytest.raises(BadInput, match=named):
+        prefix.add(*changed(index, value))
+    assert len(prefix) == 0
+
+
+@pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
+def test_refuses_bounds_that_hold_nothing(kind: Any) -> None:
+    with pytest.raises(BadInput, match="bytes_max 0"):
+        kind(0, 1)
