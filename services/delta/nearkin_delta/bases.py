@@ -30,10 +30,11 @@ DEEP_SHARE = 0.1
 """The deepest bases of a chunk are dropped where they make up less than this of what all save."""
 BASES_MAX = 8
 """A chunk's bases at most: those that save most."""
-PER_BYTE = 0.15
-"""What a byte takes after compression, about, where chunk and base share so much that no estimate is made."""
-CLEAR_SHARE = 48
-"""As in arbiter.py: below 1/48 of the chunk the rest is small whatever it takes."""
+PRICE_MIN = 0.05
+"""No estimate is made where the bases are worth it even if a byte takes this little after compression."""
+PRICE_TRIED = 8
+"""Of such chunks one in eight is estimated, for what a byte of the others takes; 0.15 where there is none."""
+PRICE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,11 @@ def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds
     )
     of = shared[:, 0].astype(np.intp)
     count = len(targets)
-    covered = np.bincount(of, shared[:, 2], count)
+    covered: NDArray[np.float64] = np.bincount(of, shared[:, 2], count).astype(np.float64)
     written = np.bincount(of, shared[:, 3], count) * MATCH_BYTES
     lengths = targets.lengths.astype(np.float64)
-    clear = (written + (lengths - covered)) * CLEAR_SHARE <= lengths
-    alone = lengths * PER_BYTE
-    unclear = np.flatnonzero(~clear & (covered >= SAVING_BYTES_MIN))
-    estimated = compressed_bytes_estimate(targets.payload, targets.offsets[unclear], targets.lengths[unclear])
-    alone[unclear] = estimated * RAW_CONTEXT
+    clear = written <= PRICE_MIN * (GAIN * lengths - (lengths - covered))
+    alone = _alone(targets, clear, covered)
     saving = shared[:, 2] * (alone / np.maximum(lengths, 1))[of] - shared[:, 3].astype(np.float64) * MATCH_BYTES
     depths = bases.depths[shared[:, 1].astype(np.intp)].astype(np.int64)
     kept = _best(of, saving, count)
@@ -104,6 +102,20 @@ def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds
     np.maximum.at(deepest, of[order], depths[order])
     rest = np.clip(alone - saved, 1, lengths).astype(np.uint32)
     return Chosen(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest)
+
+
+def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what each chunk takes without a base, bytes; about, where it is clear that bases are worth it."""
+    lengths = targets.lengths.astype(np.float64)
+    tried = ~clear & (covered >= SAVING_BYTES_MIN)
+    sample = np.flatnonzero(clear)[::PRICE_TRIED]
+    tried[sample] = True
+    rows = np.flatnonzero(tried)
+    estimated = compressed_bytes_estimate(targets.payload, targets.offsets[rows], targets.lengths[rows]) * RAW_CONTEXT
+    exact = np.zeros(len(targets))
+    exact[rows] = estimated
+    price = exact[sample].sum() / lengths[sample].sum() if len(sample) else PRICE
+    return np.where(tried, exact, lengths * price)
 
 
 def _best(of: NDArray[np.intp], saving: NDArray[np.float64], count: int) -> NDArray[np.intp]:
