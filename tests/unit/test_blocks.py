@@ -25,7 +25,7 @@ def prefixes(bases: list[list[tuple[int, bytes]]]) -> Prefixes:
     """Return the bases of chunks, each by its ordinal in container 5."""
     flat = [one for some in bases for one in some]
     lengths = np.array([len(content) for _, content in flat], np.uint64)
-    return Prefixes.of(
+    return Prefixes(
         np.cumsum([0, *map(len, bases)]).astype(np.uint32),
         Locations(np.full(len(flat), 5, np.uint64), np.array([ordinal for ordinal, _ in flat], np.uint32)),
         np.frombuffer(b"".join(content for _, content in flat), np.uint8),

@@ -84,3 +84,34 @@ def test_small_blocks_and_those_nobody_asked_for_are_written_as_ever(size_bytes:
 def test_the_archives_level_searches_deeper_and_others_as_zstd_does() -> None:
     assert module.deeper(9) == {CompressionParameter.search_log: 5}
     assert module.deeper(3) == module.deeper(12) == {}
+
+
+def test_at_level_3_what_compresses_badly_is_written_at_2_from_the_next_block_on() -> None:
+    options = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+    encoder, searches = FrameEncoder(options), Searches(options, far=False)
+    noise = np.random.default_rng(1).integers(0, 16, 200_000, np.uint8)  # 4 bits a byte: comes out at a half
+    text = np.frombuffer(b"all the same words " * 10_000, np.uint8)
+    level3 = {name: len(encoder.encode(raw)) for name, raw in (("noise", noise), ("text", text))}
+    level2 = {
+        name: len(encoder.encode(raw, None, {**options, CompressionParameter.compression_level: 2}))
+        for name, raw in (("noise", noise), ("text", text))
+    }
+    assert level2["noise"] != level3["noise"]
+
+    def written(raw: np.ndarray) -> int:
+        return len(searches.encode(raw, encoder).payload)
+
+    assert written(noise) == level3["noise"]
+    assert written(noise) == level2["noise"]
+    assert written(text) == level2["text"]
+    assert written(text) == level3["text"]
+    assert written(noise) == level3["noise"]
+    searches.forget()
+    assert written(noise) == level3["noise"]
+
+
+def test_at_other_levels_every_block_is_written_at_the_level_that_was_asked_for() -> None:
+    options = {CompressionParameter.compression_level: 4, CompressionParameter.content_size_flag: 1}
+    encoder, searches = FrameEncoder(options), Searches(options, far=False)
+    noise = np.random.default_rng(1).integers(0, 16, 200_000, np.uint8)
+    assert {len(searches.encode(noise, encoder).payload) for _ in range(3)} == {len(encoder.encode(noise))}

@@ -5,9 +5,10 @@ chunks and their bases gather -> close -> the smallest of: raw | zstd | zstd wit
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from backports.zstd import CompressionParameter
@@ -19,8 +20,10 @@ from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.formats.container import EncodedBlock
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
+from nearkin.kernels.prefix import BasePrefix
 from nearkin.limits import MIB, SEGMENT_BYTES_MAX
-from nearkin.records import U8, U32, U64, Locations
+from nearkin.memory import HUGE_BYTES, mapped
+from nearkin.records import U8, U32, U64, ContainerId, Locations
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
 from nearkin_delta.searches import Searches, deeper
 
@@ -38,28 +41,54 @@ DEPTH_COSTS = 0.9
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
 """Other ways are tried where a patch is more than 1/4, 1/16 of its chunks: below that none was ever smaller."""
-SPARES_MAX = 2
-"""Buffers of closed blocks kept for the next ones, of each limit."""
+SPARE_BYTES_MAX = 16 * MIB
+"""Rooms of closed blocks kept for the next ones, of each limit: what their blocks may hold together, one at least."""
 FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
 WINDOW_LOG_MAX = 27
 """What any zstd decoder takes unasked."""
 
 
+class Keeper(Protocol):
+    """Keeps what blocks decode to for those that will lean on them, so that nothing just written is decoded."""
+
+    def room(self, size_bytes: int) -> U8:
+        """Return uint8[size_bytes], its content undefined."""
+
+    def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Take what a block decodes to that was just encoded, and compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of a block that grows: what is appended to it, and the bytes of its bases."""
+
+    buffer: U8
+    prefix: BasePrefix
+
+    @staticmethod
+    def of(limit_bytes: int) -> Room:
+        """Return room for a block of `limit_bytes`, and for the chunk that passes it."""
+        return Room.exactly(limit_bytes + SEGMENT_BYTES_MAX)
+
+    @staticmethod
+    def exactly(size_bytes: int) -> Room:
+        """Return room for so many bytes."""
+        buffer = mapped(size_bytes) if size_bytes >= HUGE_BYTES else np.empty(size_bytes, np.uint8)
+        return Room(buffer, BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX))
+
+
 class OpenBlock:
     """A block that still grows, and the bases gathered for it."""
 
-    def __init__(self, number: int, kind: int, depth: int, limit_bytes: int, buffer: U8 | None = None) -> None:
-        """`buffer`: that of a closed block of the same limit, to be used again."""
+    def __init__(self, number: int, kind: int, depth: int, limit_bytes: int, room: Room | None = None) -> None:
+        """`room`: that of a closed block of the same limit, to be used again."""
         self.number = number
         self.kind = kind
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
-        self.buffer: U8 = np.empty(limit_bytes + SEGMENT_BYTES_MAX, np.uint8) if buffer is None else buffer
-        self._places: dict[tuple[int, int], int] = {}
-        """Of each base: where its bytes start in the prefix."""
-        self._prefix = bytearray()
+        self.room = room or Room.of(limit_bytes)
         self.span_bytes = 0
         """How far the stream has gone on since the block was opened, duplicates included."""
         self.lengths: list[U32] = []
@@ -73,24 +102,18 @@ class OpenBlock:
     @property
     def bytes_so_far(self) -> U8:
         """Return the encodings that it holds; a view."""
-        return self.buffer[: self.used]
+        return self.room.buffer[: self.used]
 
     @property
-    def prefix(self) -> bytearray:
-        """Return the bytes of all bases, in order."""
-        return self._prefix
+    def prefix(self) -> memoryview:
+        """Return the bytes of all bases, in order; a view."""
+        return self.room.prefix.content
 
     @property
     def prefix_bases(self) -> Locations:
         """Return the bases in the order of their bytes."""
-        places = self._places
-        containers = np.fromiter((container for container, _ in places), np.uint64, len(places))
-        return Locations(containers, np.fromiter((ordinal for _, ordinal in places), np.uint32, len(places)))
-
-    def place_of(self, bases: Locations) -> U64:
-        """Return where in the prefix the bytes of each base start."""
-        pairs = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
-        return np.array([self._places[pair] for pair in pairs], np.uint64)
+        containers, ordinals, _ = self.room.prefix.bases()
+        return Locations(containers, ordinals)
 
     def fitting(self, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Return the first of the rows, up to and with the one that fills the block; it has room for one such more."""
@@ -100,23 +123,24 @@ class OpenBlock:
     def lean_on(self, prefixes: Prefixes, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Gather the bases of rows as far as these fit with them; return which do."""
         fit = self.fitting(rows, encoded)
-        places, prefix, payload = self._places, self._prefix, prefixes.payload.data
-        starts, ends = prefixes.bounds[fit].tolist(), prefixes.bounds[fit + 1].tolist()
-        for number, (first, end) in enumerate(zip(starts, ends, strict=True)):
-            new = {key: piece for key, piece in prefixes.pieces[first:end] if key not in places}
-            added = sum(stop - start for start, stop in new.values())
-            too_much = len(prefix) + added > PREFIX_BYTES_MAX or len(places) + len(new) > PREFIX_BASES_MAX
-            if too_much and places:
-                return fit[:number]
-            for key, (start, stop) in new.items():
-                places[key] = len(prefix)
-                prefix += payload[start:stop]
-        return fit
+        bases = prefixes.bases
+        taken = self.room.prefix.add(
+            fit,
+            prefixes.bounds,
+            bases.containers,
+            bases.ordinals,
+            prefixes.payload,
+            prefixes.offsets,
+            prefixes.lengths,
+        )
+        return fit[:taken]
 
     def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
         """Copy encodings behind what is there."""
         sizes = np.cumsum(encoded, dtype=np.int64)
-        gather(list(sources), which, offsets, encoded, self.buffer, (sizes - encoded + self.used).astype(np.uint64))
+        gather(
+            list(sources), which, offsets, encoded, self.room.buffer, (sizes - encoded + self.used).astype(np.uint64)
+        )
         self.used += int(sizes[-1])
         self.lengths.append(encoded)
 
@@ -134,12 +158,15 @@ class ClosedBlock:
     """What was appended to it."""
     prefix: Locations
     encoded: U32 | None = None
+    decoded: U8 | None = None
+    """What decoding it gives, where that was asked for."""
 
 
 class BlockEncoder:
     """Decides, by real sizes, how a block is kept."""
 
-    def __init__(self, block: BlockSettings, delta: DeltaSettings) -> None:
+    def __init__(self, block: BlockSettings, delta: DeltaSettings, room: Callable[[int], U8] | None = None) -> None:
+        """`room`: memory for what each block decodes to, a copy; None: no copy is made."""
         self._level, self._far = block.level, block.far_matches
         options: dict[int, int] = {
             CompressionParameter.compression_level: block.level,
@@ -148,9 +175,22 @@ class BlockEncoder:
         self._encoder = FrameEncoder(options)
         self._searches = Searches(options, block.far_matches)
         self._encode_deltas = xdelta3_encoder(delta.level)
+        self._room = room
+
+    def forget(self) -> None:
+        """Go by no block before: what the next one comes to then depends on it alone."""
+        self._searches.forget()
 
     def close(self, open_block: OpenBlock) -> ClosedBlock:
         """Return the smallest of the ways to keep a block. Raises Corrupt where it does not decode again."""
+        closed = self._smallest(open_block)
+        if self._room is None or closed.block.kind == fmt.XDELTA3:
+            return closed
+        decoded = self._room(open_block.used)
+        decoded[:] = open_block.bytes_so_far
+        return replace(closed, decoded=decoded)
+
+    def _smallest(self, open_block: OpenBlock) -> ClosedBlock:
         raw, none = open_block.bytes_so_far, Locations.empty()
         if open_block.kind != fmt.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
             kind = fmt.RAW if open_block.kind == fmt.PATCH else open_block.kind
@@ -190,10 +230,11 @@ class BlockEncoder:
     def _as_deltas(self, open_block: OpenBlock, raw: U8, patch: ClosedBlock) -> ClosedBlock:
         """Return the block as deltas of each chunk's best base if these are smaller, else the patch."""
         lengths, bases = np.concatenate(open_block.lengths), Locations.join(open_block.bases)
-        keys = {pair: i for i, pair in enumerate(zip(*_lists(open_block.prefix_bases), strict=True))}
-        starts = open_block.place_of(open_block.prefix_bases)
+        containers, ordinals, starts = open_block.room.prefix.bases()
+        keys = {pair: i for i, pair in enumerate(zip(containers.tolist(), ordinals.tolist(), strict=True))}
         ends = np.append(starts[1:], np.uint64(len(open_block.prefix)))
-        rows = np.array([keys[pair] for pair in zip(*_lists(bases), strict=True)], np.intp)
+        mine = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
+        rows = np.array([keys[pair] for pair in mine], np.intp)
         offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
         prefix = np.frombuffer(open_block.prefix, np.uint8)
         base_lengths = (ends - starts)[rows].astype(np.uint32)
@@ -211,32 +252,47 @@ class BlockEncoder:
 class BlockCloser:
     """Begins blocks and has them encoded, in order; keeps what closed ones leave for the next."""
 
-    def __init__(self, block: BlockSettings, delta: DeltaSettings, thread: Executor | None = None) -> None:
+    def __init__(
+        self,
+        block: BlockSettings,
+        delta: DeltaSettings,
+        thread: Executor | None = None,
+        keeper: Keeper | None = None,
+    ) -> None:
         """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up."""
-        self._encoder = BlockEncoder(block, delta)
+        self._encoder = BlockEncoder(block, delta, None if keeper is None else keeper.room)
         self._thread = thread
-        self._spares: dict[int, list[U8]] = {}
+        self._keeper = keeper
+        self._spares: dict[int, list[Room]] = {}
 
     def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
         """Return a new block."""
         spares = self._spares.get(limit_bytes)
-        buffer = spares.pop() if spares else None  # a new one of 5 MiB costs 1,200 page faults
-        return OpenBlock(number, kind, depth, limit_bytes, buffer)
+        room = spares.pop() if spares else None  # a new one of 5 MiB costs 1,200 page faults
+        return OpenBlock(number, kind, depth, limit_bytes, room)
 
-    def close(self, block: OpenBlock) -> Future[ClosedBlock]:
-        """Return what the block will be; it must not be changed until that is known."""
+    def close(self, blocks: Sequence[OpenBlock]) -> Future[list[ClosedBlock]]:
+        """Return what the blocks will be; they must not be changed until that is known."""
         if self._thread is not None:
-            return self._thread.submit(self._encoder.close, block)
-        done: Future[ClosedBlock] = Future()
-        done.set_result(self._encoder.close(block))
+            return self._thread.submit(self._all, blocks)
+        done: Future[list[ClosedBlock]] = Future()
+        done.set_result(self._all(blocks))
         return done
 
-    def give_back(self, block: OpenBlock) -> None:
-        """Take the buffer of a block that is closed."""
+    def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
+        return [self._encoder.close(block) for block in blocks]
+
+    def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
+        """Take the room of a block that is closed, and what it decodes to; return it without."""
+        self._give_back(block)
+        if closed.decoded is None:
+            return closed
+        assert self._keeper is not None
+        self._keeper.keep_written(container, block.number, closed.decoded)
+        return replace(closed, decoded=None)
+
+    def _give_back(self, block: OpenBlock) -> None:
         spares = self._spares.setdefault(block.limit_bytes, [])
-        if len(spares) < SPARES_MAX:
-            spares.append(block.buffer)
-
-
-def _lists(locations: Locations) -> tuple[list[int], list[int]]:
-    return locations.containers.tolist(), locations.ordinals.tolist()
+        if len(spares) * block.limit_bytes < SPARE_BYTES_MAX:
+            block.room.prefix.clear()
+            spares.append(block.room)

@@ -43,20 +43,16 @@ def new_container_id(after: int) -> ContainerId:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first."""
+    """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first.
+
+    The bytes of row r are lengths[r] uint32 bytes of `payload` from offsets[r] uint64 on.
+    """
 
     bounds: U32
     bases: Locations
     payload: U8
-    pieces: list[tuple[tuple[int, int], tuple[int, int]]]
-    """Of each row (container, ordinal) and (start, stop) in `payload`."""
-
-    @staticmethod
-    def of(bounds: U32, bases: Locations, payload: U8, offsets: U64, lengths: U32) -> Prefixes:
-        """Return the bases whose bytes lie in `payload`: a row of each array for each of `bases`."""
-        keys = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
-        places = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
-        return Prefixes(bounds, bases, payload, list(zip(keys, places, strict=True)))
+    offsets: U64
+    lengths: U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +104,12 @@ class ContainerBuilder:
         self._depth_max = delta.max_depth if depth_bound is None else depth_bound
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
-        self._closing: dict[int, tuple[OpenBlock, Future[ClosedBlock], int]] = {}
-        """Blocks being encoded, each with the turn in which it was closed."""
+        self._to_close: list[OpenBlock] = []
+        """Blocks that take no more; handed to the encoder together: a hand-over wakes a thread, 0.1 ms each."""
+        self._closing: dict[int, tuple[OpenBlock, Future[list[ClosedBlock]], int]] = {}
+        """Blocks being encoded, each with its place among those handed over with it."""
+        self._closing_since: dict[int, int] = {}
+        """The turn in which each of them was closed."""
         self._turn = 0
         self._closed: dict[int, ClosedBlock] = {}
         self.blocks = 0
@@ -164,6 +164,7 @@ class ContainerBuilder:
         numbers = np.zeros(count, np.uint32)
         for depth in np.flatnonzero(np.bincount(fresh.depths)):
             self._append(fresh, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
+        self._hand_over()
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
         self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None))
@@ -202,11 +203,21 @@ class ContainerBuilder:
             block.span_bytes += stream_bytes
             if block.kind == fmt.PATCH and block.span_bytes >= SPAN_BYTES_MAX:
                 self._close(depth)
+        self._hand_over()
 
     def _close(self, depth: int) -> None:
         """Have a block encoded: until it is settled it counts as open, so that nothing depends on when that is done."""
-        block = self._open.pop(depth)
-        self._closing[block.number] = block, self._closer.close(block), self._turn
+        self._to_close.append(self._open.pop(depth))
+
+    def _hand_over(self) -> None:
+        """Let the encoder have the blocks that were closed."""
+        blocks, self._to_close = self._to_close, []
+        if not blocks:
+            return
+        encoded = self._closer.close(blocks)
+        for place, block in enumerate(blocks):
+            self._closing[block.number] = block, encoded, place
+            self._closing_since[block.number] = self._turn
 
     def next_turn(self) -> None:
         """Begin another batch: take the blocks that were closed in the batch before the last, and earlier ones.
@@ -218,15 +229,15 @@ class ContainerBuilder:
 
     def _settle(self, turn: int) -> None:
         """Wait for the blocks that were closed before `turn`, and take them as they came out."""
-        for number in [number for number, (_, _, closed_in) in self._closing.items() if closed_in < turn]:
-            block, closed, _ = self._closing[number]
-            self._closed[number] = closed.result()
-            del self._closing[number]
-            self._closer.give_back(block)
+        self._hand_over()
+        for number in [number for number, closed_in in self._closing_since.items() if closed_in < turn]:
+            block, encoded, place = self._closing[number]
+            self._closed[number] = self._closer.settle(self.container, block, encoded.result()[place])
+            del self._closing[number], self._closing_since[number]
             self._snapshot = None
 
     def _growing(self) -> list[OpenBlock]:
-        return [*self._open.values(), *(block for block, _, _ in self._closing.values())]
+        return [*self._open.values(), *self._to_close, *(block for block, _, _ in self._closing.values())]
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:
         """Append segment recipes; return where they lie. `chunks` are the rows of all of them, `counts` of each."""

@@ -21,7 +21,7 @@ from nearkin.stage import Contents, Facts, Found, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
 from nearkin_delta.bases import Chosen, Targets, try_bases
-from nearkin_delta.blocks import BlockCloser
+from nearkin_delta.blocks import BlockCloser, Keeper
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.gaps import Alignment, Mark
@@ -80,10 +80,12 @@ class DeltaStage:
         *,
         asks_bases_again: bool = False,
         encoding: Executor | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """`asks_bases_again`: the resemblance stage runs elsewhere, and may not have seen what this stage placed.
 
-        `encoding`: a thread that encodes the blocks of one batch while the next is read and looked up.
+        `encoding`: a thread that encodes the blocks of one batch while the next is read and looked up. `keeper`: keeps
+        the bytes of blocks for batches to come.
         """
         self._settings = settings
         self._asks_bases_again = asks_bases_again
@@ -97,7 +99,7 @@ class DeltaStage:
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
         self._alignment = Alignment()
-        self._closer = BlockCloser(settings.block, settings.delta, encoding)
+        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper)
         self._found_near: Chosen | None = None
         self.builder = self._new_builder((1, 2))
 
@@ -260,7 +262,7 @@ class DeltaStage:
             lengths,
             best,
             ranks,
-            Prefixes.of(
+            Prefixes(
                 chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
             ),
         )

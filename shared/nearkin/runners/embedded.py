@@ -30,6 +30,7 @@ from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
+from nearkin.memory import large_from_system
 from nearkin.records import Bools, Ledger, Locations, PutResult, SegmentBatch
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight
@@ -88,6 +89,7 @@ class EmbeddedWriter:
         last_container: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        large_from_system()
         self._settings = settings
         self._clock = clock
         self._containers = containers
@@ -99,7 +101,9 @@ class EmbeddedWriter:
         self._dedup = DedupStage()
         self._resemblance = ResemblanceStage(settings)
         self._encoding = ThreadPoolExecutor(1, "nearkin-encode")
-        self._delta = DeltaStage(settings, fingerprinter.domain, last_container, encoding=self._encoding)
+        self._delta = DeltaStage(
+            settings, fingerprinter.domain, last_container, encoding=self._encoding, keeper=self._in_flight
+        )
         self._arenas = Arenas(int(settings.runner.batch_bytes))
         self._arena = self._arenas.take()
         self._used = CARRY_BYTES_MAX

@@ -80,6 +80,14 @@ class InFlight:
         """Keep a decoded block in the store's cache."""
         self._store.keep(container, block, decoded)
 
+    def room(self, size_bytes: int) -> U8:
+        """Return memory for decoded bytes, undefined."""
+        return self.buffers.take(size_bytes)
+
+    def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Keep what a block that was just encoded decodes to."""
+        self._store.keep_written(container, block, decoded)
+
 
 class EmbeddedFacts:
     """Answers stages from the pending index and the containers in reach."""

@@ -300,3 +300,7 @@ class ContainerStore:
         """Keep a decoded block in the cache."""
         self.costs.blocks_decoded += 1
         self.blocks.put((container, block), decoded, decoded.nbytes)
+
+    def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Keep what a block that was just encoded decodes to; it cost no decoding."""
+        self.blocks.put((container, block), decoded, decoded.nbytes)

@@ -272,7 +272,8 @@ class PlaceHandler:
                 self.drain(-1)
                 self._open.clear()
             lane = self._lanes[tenant]
-            stage = DeltaStage(settings, lane.fingerprinter.domain, 0, asks_bases_again=True)
+            domain = lane.fingerprinter.domain
+            stage = DeltaStage(settings, domain, 0, asks_bases_again=True, keeper=lane.in_flight)
             opened = self._open[tenant] = _Open(lane, settings, stage)
         return opened
 
