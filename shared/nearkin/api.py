@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from nearkin.config import RetentionPolicy, Settings, load
-from nearkin.errors import BadInput, NotFound, StoreLocked, StoreUnavailable
+from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
@@ -29,6 +29,7 @@ from nearkin.records import (
     GcReport,
     PutResult,
     RebuildReport,
+    RepairReport,
     Stats,
     VerifyReport,
     VersionInfo,
@@ -43,10 +44,14 @@ from nearkin.store.deletion import Deletions, user_and_host
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
+from nearkin.store.opening import with_parity
+from nearkin.store.quarantine import Quarantine
 from nearkin.store.shown import shown, units
 
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
+    from nearkin.local_repair import LocalRepair
+    from nearkin_janitor import Unsound
 
 __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 
@@ -90,12 +95,13 @@ def open_store(
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err
     objects = LocalObjects(root)
+    covered = with_parity(objects, chosen)
     if not exists:
         try:
-            return Store(root, objects, descriptor.create(objects, fingerprint_bits), chosen, clock)
+            return Store(root, objects, descriptor.create(covered, fingerprint_bits), chosen, clock)
         except AlreadyExists:
             pass  # another process made the store meanwhile: it is the one to open
-    return Store(root, objects, descriptor.read(objects), chosen, clock)
+    return Store(root, objects, descriptor.read(covered), chosen, clock)
 
 
 def _folder(path: str | Path) -> tuple[Path, bool]:
@@ -134,6 +140,7 @@ class Store:
         self._clock = clock
         self.settings = settings
         self._objects = objects
+        self._covered = with_parity(objects, settings)
         self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
         self._fingerprinters = partial(
             Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits
@@ -141,10 +148,11 @@ class Store:
         self._fingerprinter = self._fingerprinters(settings.tenant)
         domain = self._fingerprinter.domain
         cache_bytes = max(int(settings.base.cache_bytes), int(settings.restore.cache_bytes))
-        self._containers = ContainerStore(objects, domain, cache_bytes)
-        self._manifests = ManifestStore(objects)
+        self._containers = ContainerStore(self._covered, domain, cache_bytes)
+        self._manifests = ManifestStore(self._covered)
         self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._containers, self._manifests)
         self._condemned = CondemnedStore(objects)
+        self._quarantine = Quarantine(objects, clock)
         self._deletions = Deletions(
             self._manifests,
             lambda marks: self._index.noting().mark_many(marks),
@@ -235,6 +243,7 @@ class Store:
             writer.flush()
             self._index.behind = False
             failpoint("put.settled")
+            self._heal()
             yield from (done.result() for done in waiting)
 
     # --- get ---------------------------------------------------------------------------------------------------------
@@ -377,9 +386,14 @@ class Store:
         """Return sums over the store, all tenants of it, from the index and the object store's listing."""
         from nearkin.sums import stats
 
-        condemned_bytes = sum(self._condemned.listed().values())
         return stats(
-            self._index.readable(), self._containers, self._descriptor_bytes, condemned_bytes, self._index.bytes_on_disk
+            self._index.readable(),
+            self._containers,
+            self._descriptor_bytes,
+            sum(self._condemned.listed().values()),
+            self._index.bytes_on_disk,
+            parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
+            quarantine_bytes=sum(self._quarantine.listed().values()),
         )
 
     def verify(
@@ -406,13 +420,59 @@ class Store:
             for tenant, entry in self._index.remembered()
         }
         verifier = Verifier(
-            self._containers, self._manifests, self._fingerprinters, self.settings.tenant, remembered, self._condemned
+            self._containers,
+            self._manifests,
+            self._fingerprinters,
+            self.settings.tenant,
+            remembered,
+            self._condemned,
+            self._quarantine,
+            self._covered,
         )
         index, whole = self._index.to_check() or (None, False)
         report = verifier.run(choice, progress, index, index_whole=whole)
-        if not verifier.broken:
+        if not verifier.broken and not self._quarantine.listed():
             return report
-        return replace(report, forgotten=self._index.forget(verifier.unsound))
+
+        def quarantined() -> Unsound:
+            unsound = verifier.unsound()
+            self._quarantine.note(unsound.chunks, unsound.segments, everything=choice.everything)
+            return unsound
+
+        forgotten = self._index.forget(quarantined)
+        return replace(report, forgotten=forgotten) if verifier.broken else report
+
+    def repair(self, files: Sequence[str | Path] = ()) -> RepairReport:
+        """Verify all, and put right what can be put right; what is left stays in quarantine.
+
+        From parity; from `files`, which may be copies of objects or hold content that was put once; from chunks of the
+        same name anywhere in the store. Raises BadInput, StoreLocked, StoreUnavailable.
+        """
+        if self._putting:
+            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        return self._repairs().run([Path(file) for file in files])
+
+    def _heal(self) -> None:
+        """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
+        try:
+            if self._quarantine.listed():
+                self._repairs().heal_quarantined()
+        except NearkinError as err:
+            _log.warning("what is quarantined was not healed, `nearkin repair` does it: %s", err)
+
+    def _repairs(self) -> LocalRepair:
+        from nearkin.local_repair import LocalRepair
+
+        return LocalRepair(
+            self.settings,
+            self._covered,
+            self._containers,
+            self._manifests,
+            self._index,
+            self._quarantine,
+            self._fingerprinters,
+            self.verify,
+        )
 
     def gc(self, *, dry_run: bool = False, deleted_too: bool = False) -> GcReport:
         """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.

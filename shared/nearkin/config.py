@@ -18,6 +18,7 @@ from nearkin.config_rules import (
     ObjectPrefix,
     OneMatch,
     OneOf,
+    ParityScheme,
     Refused,
     ServerUrl,
     Share,
@@ -47,7 +48,10 @@ KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 NULL_VALUES = ("reject", "skip")
-STORE_FOLDERS = ("containers", "manifests", "gc", "index", "tmp", "nearkin.json")
+STORE_FOLDERS = (
+    *("containers", "manifests", "gc", "parity", "quarantine", "scrub"),
+    *("index", "tmp", "nearkin.json"),
+)
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 SECRETS = frozenset(
     {
@@ -172,6 +176,29 @@ class ContainerSettings:
     __pydantic_config__ = _FORBID
 
     target_bytes: Annotated[int, Size(256 * KIB, 256 * MIB)] = 4 * MIB
+
+
+@dataclass(frozen=True)
+class StorageSettings:
+    """How objects are kept, whatever is in them."""
+
+    __pydantic_config__ = _FORBID
+
+    parity: Annotated[str, ParityScheme()] = "none"
+    """rs-K-M: containers, manifests and descriptor are cut into K shards, and M of Reed-Solomon parity (needs the extra
+    `parity`) lie beside: what is damaged in up to M of K + M places repairs itself, for M / K of the bytes more."""
+
+
+@dataclass(frozen=True)
+class ScrubSettings:
+    """How what is stored is read again and again, so that damage is found while it can be repaired."""
+
+    __pydantic_config__ = _FORBID
+
+    every_days: Annotated[int, Between(0, 3650)] = 30
+    """A pass over all that is stored begins so long after the last one began, at the earliest; 0: none ever does."""
+    rate_bytes: Annotated[int, Size(KIB, 1024 * GIB)] = 4 * MIB
+    """A pass reads so many bytes a second at most: 10 TiB in 30 days."""
 
 
 @dataclass(frozen=True)
@@ -495,6 +522,8 @@ class Settings:
     delta: DeltaSettings = DeltaSettings()
     block: BlockSettings = BlockSettings()
     container: ContainerSettings = ContainerSettings()
+    storage: StorageSettings = StorageSettings()
+    scrub: ScrubSettings = ScrubSettings()
     index: IndexSettings = IndexSettings()
     redis: RedisSettings = RedisSettings()
     restore: RestoreSettings = RestoreSettings()

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 
+PARITY_SHARDS_MAX = 32
+"""Of data and parity together: the library takes no more."""
+
+
 class Unknown(ValueError):
     """A name that is not known; carries the known ones to the one-line error."""
 
@@ -130,6 +134,18 @@ class OneMatch(Rule):
         """Return `value`. Raises Refused."""
         if not re.fullmatch(self.pattern, value):
             raise Refused(f"want text that matches {self.pattern}")
+        return value
+
+
+@dataclass(frozen=True)
+class ParityScheme(Rule):
+    """`none`, or Reed-Solomon shards of data and of parity."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        matched = re.fullmatch(r"rs-([1-9][0-9]?)-([1-9][0-9]?)", value, re.ASCII)
+        if value != "none" and (matched is None or int(matched[1]) + int(matched[2]) > PARITY_SHARDS_MAX):
+            raise Refused(f"want none, or rs-K-M with K + M up to {PARITY_SHARDS_MAX}, such as rs-28-4")
         return value
 
 

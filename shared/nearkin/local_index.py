@@ -18,6 +18,7 @@ from nearkin.config import Settings
 from nearkin.errors import FormatTooNew, IndexUnfinished, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.condemned import Record
 from nearkin.index.protocols import Marked
 from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
 from nearkin.store.condemned import CondemnedStore
@@ -26,6 +27,7 @@ from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import LocalObjects, sync_folder
+from nearkin.store.quarantine import Quarantine, joined
 
 if TYPE_CHECKING:  # a get needs no index
     from nearkin.index.catalog import CatalogEntry
@@ -175,7 +177,7 @@ class LocalIndex:
                 self._tenants(),
                 super_features_of,
                 progress,
-                condemned=CondemnedStore(self._objects).read(),
+                condemned=self._left_out(),
             )
             index.mark_complete()
             failpoint("rebuild.complete")
@@ -223,9 +225,9 @@ class LocalIndex:
         had_lock = self._writing
         try:
             self._take_lock()
+            found = unsound()
             if not (self._folder / "data.mdb").is_file():
                 return True  # made anew by the next writer, without what is broken
-            found = unsound()
             there = {container for container, _ in self._containers.ids()}
             index = self._index
             if index is None or index.read_only:
@@ -256,6 +258,10 @@ class LocalIndex:
             self._objects.sweep_scratch()
             self._containers.forget_read()  # containers may have gone meanwhile
 
+    def _left_out(self) -> Record:
+        """Return what is not to be found again: condemned, or broken when it was last read."""
+        return joined(CondemnedStore(self._objects).read(), Quarantine(self._objects, time.time).read())
+
     def _tenants(self) -> Tenants:
         from nearkin_janitor import Tenants
 
@@ -275,7 +281,7 @@ class LocalIndex:
             known_containers=set(index.container_ids().tolist()),
             known_manifests=set(known),
             known_marks=known,
-            condemned=CondemnedStore(self._objects).read(),
+            condemned=self._left_out(),
         )
 
     def _restate_marks(self, index: LmdbIndex) -> None:

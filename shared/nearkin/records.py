@@ -290,6 +290,8 @@ class Damage:
     """(key, version) of the tenant that asks."""
     of_other_tenants: tuple[tuple[str, str, int], ...] = ()
     """(tenant, key, version) of all others whose data this store holds."""
+    repairable: bool = False
+    """Its parity holds what it was: reads go on, and `nearkin repair` puts it right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +317,33 @@ class VerifyReport:
     """What the sample was drawn by: the same seed draws the same one of the same containers."""
     index_entries: int | None = None
     """Entries of the index that were compared with containers; None: it was not looked at, or a put was running."""
+    parity_missing: tuple[str, ...] = ()
+    """Objects that should have parity by the settings, and have none: `repair` adds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """One object that was damaged and is not any more, or less than before."""
+
+    object_name: str
+    by: str
+    """`parity`, `a copy`, `copies of chunks`, or of parity itself `its object`."""
+    chunks: int = 0
+    """That were found elsewhere."""
+    chunks_lost: int = 0
+    """That were found nowhere: a later run goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What `repair` did. `damage` is what is left."""
+
+    repaired: tuple[Repaired, ...]
+    damage: tuple[Damage, ...]
+    quarantined_chunks: int
+    parity_added: int
+    """Objects that had no parity, and have it now."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

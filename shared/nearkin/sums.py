@@ -43,15 +43,28 @@ class Version(Protocol):
 
 
 def stats(
-    index: LmdbIndex, containers: ContainerStore, descriptor_bytes: int, condemned_bytes: int, index_bytes: int
+    index: LmdbIndex,
+    containers: ContainerStore,
+    descriptor_bytes: int,
+    condemned_bytes: int,
+    index_bytes: int,
+    *,
+    parity_bytes: int = 0,
+    quarantine_bytes: int = 0,
 ) -> Stats:
     """Return the sums, from the index and the object store's listing: no container or manifest is read."""
     return sum_up(
         index.catalogs(),
         list(index.containers()),
-        sum(size_bytes for _, size_bytes in containers.ids()) + descriptor_bytes + condemned_bytes,
+        sum(size_bytes for _, size_bytes in containers.ids())
+        + descriptor_bytes
+        + condemned_bytes
+        + parity_bytes
+        + quarantine_bytes,
         spare_marks_bytes=index.spare_marks_bytes(),
         condemned_bytes=condemned_bytes,
+        parity_bytes=parity_bytes,
+        quarantine_bytes=quarantine_bytes,
         descriptor_bytes=descriptor_bytes,
         index_bytes=index_bytes,
         base_cache=(containers.blocks.hits, containers.blocks.misses),
@@ -68,11 +81,13 @@ def sum_up(
     base_cache: tuple[int, int] = (0, 0),
     spare_marks_bytes: int = 0,
     condemned_bytes: int = 0,
+    parity_bytes: int = 0,
+    quarantine_bytes: int = 0,
 ) -> Stats:
     """Return the sums over (tenant, version) and containers.
 
-    `object_bytes` of all containers, known to the index or not, the descriptor and records of what is condemned;
-    `spare_marks_bytes` of marks that outlived their versions; `base_cache` (hits, misses).
+    `object_bytes` of all containers, known to the index or not, the descriptor, parity, records of what is condemned
+    or quarantined; `spare_marks_bytes` of marks that outlived their versions; `base_cache` (hits, misses).
     """
     ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, spare_marks_bytes, 0
     deleted_versions = deleted_bytes = 0
@@ -97,6 +112,8 @@ def sum_up(
         "manifests": manifest_bytes,
         "descriptor": descriptor_bytes,
         "condemned": condemned_bytes,
+        "parity": parity_bytes,
+        "quarantine": quarantine_bytes,
     }
     parts["framing"] = stored - sum(parts.values())
     depths: Counter[int] = Counter()

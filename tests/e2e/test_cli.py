@@ -39,6 +39,7 @@ COMMANDS = (
     "info",
     "stats",
     "verify",
+    "repair",
     "gc",
     "rebuild-index",
     "explain",

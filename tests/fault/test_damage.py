@@ -247,7 +247,9 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
         assert report.forgotten is True
     with open_store(root, settings=CHOSEN) as store:
         assert broken(store, put_again(store)) == set()
-        assert {d.object_name for d in store.verify().damage} == {named(root, path) for path in victims}
+        # broken blocks heal from what was put again; of what has lost its directory nothing is known
+        left = set() if harm == "flip" else {named(root, path) for path in victims}
+        assert {d.object_name for d in store.verify().damage} == left
 
 
 def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay_in_them(root, caplog):
@@ -292,7 +294,7 @@ def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_bro
         assert writer.verify().forgotten is True
         assert broken(writer, put_again(writer)) == set()
         writer.close()
-        assert reader.verify().forgotten is True
+        assert reader.verify().forgotten is None  # healed by what was put again
 
 
 def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(root, caplog):

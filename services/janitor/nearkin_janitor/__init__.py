@@ -2,7 +2,9 @@
 
 from nearkin_janitor.choosing import Choice
 from nearkin_janitor.collect import Collector
+from nearkin_janitor.heal import Healer
 from nearkin_janitor.rebuild import claims_of, rebuild_index
+from nearkin_janitor.repair import Repairer
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
@@ -11,6 +13,8 @@ from nearkin_janitor.verify import Verifier
 __all__ = [
     "Choice",
     "Collector",
+    "Healer",
+    "Repairer",
     "Rewriter",
     "Soundness",
     "Tenants",

@@ -1,14 +1,14 @@
 """Verify. Invariant: every broken object is named, with the versions it touches, through bases too (I8).
 
 containers: soundness of every chunk      manifests: parse -> segments -> chunks all sound?
-index: each entry is what its container says
+index: each entry is what its container says      parity: what it would be made of now
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,18 @@ from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
 from nearkin.records import ZERO, ContainerId, Damage, Locations, VerifyReport
+from nearkin.store import descriptor
 from nearkin.store.chunks import grouped
 from nearkin.store.condemned import CondemnedStore, record_name
-from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.manifests import ManifestStore, marked_version
+from nearkin.store.parity import ParityObjects
+from nearkin.store.quarantine import Quarantine
+from nearkin.store.quarantine import record_name as quarantine_name
 from nearkin_janitor.choosing import EVERYTHING, Choice
 from nearkin_janitor.index_check import IndexCheck, ReadableIndex
 from nearkin_janitor.order import leaning_last
+from nearkin_janitor.repair import ParityCheck
 from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
 
@@ -69,15 +74,21 @@ class Verifier:
         tenant: str,
         remembered: Mapping[str, VersionName],
         condemned: CondemnedStore | None = None,
+        quarantine: Quarantine | None = None,
+        objects: ParityObjects | None = None,
     ) -> None:
-        self._containers = containers
         self._manifests = manifests
+        self._containers, self._stored = containers, manifests
+        if objects is not None and objects.has_some:  # what lies there is looked at, not what parity makes of it
+            self._containers, self._stored = containers.apart(objects.inner), ManifestStore(objects.inner)
         self._tenant = tenant
         self._remembered = remembered
         self._condemned = condemned
+        self._quarantine = quarantine
+        self._objects = objects
         known = {tenant, *(whose for whose, _, _ in remembered.values())}
         self._tenants = Tenants(fingerprinter, known, manifests)
-        self._soundness = Soundness(containers, self._tenants, fingerprinter(tenant))
+        self._soundness = Soundness(self._containers, self._tenants, fingerprinter(tenant))
         self._findings = _Findings()
         self._seen: dict[str, VersionName] = {}
         """Versions whose manifests were read, by the name of these."""
@@ -124,19 +135,21 @@ class Verifier:
         for name, problem in self._soundness.problems.items():
             self._findings.found(name, problem)
         self._records()
+        parity_missing = self._parity([*names, *marks], chosen)
         entries = self._index(index, index_whole) if index is not None and choice.everything else None
         return VerifyReport(
             containers=len(chosen),
             chunks=self._soundness.chunks,
             versions=len(names),
             bytes_read=self._soundness.bytes_read,
-            damage=self._findings.damage(self._tenant),
+            damage=tuple(map(self._judged, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
             untagged_containers=self._soundness.untagged,
             containers_total=len(ids),
             container_bytes=sum(sizes.values()),
             seed=None if choice.sample is None else choice.seed,
             index_entries=entries,
+            parity_missing=parity_missing,
         )
 
     @property
@@ -150,13 +163,25 @@ class Verifier:
 
     def _manifest(self, name: str) -> None:
         try:
-            manifest = self._manifests.read(name)
+            manifest = self._stored.read(name)
         except Permanent as err:
-            self._findings.found(name, str(err), *([self._remembered[name]] if name in self._remembered else []))
-            return
+            known = self._mended(name)
+            of = [self._remembered[name]] if name in self._remembered else []
+            if known is not None:
+                of = [(known.tenant, known.key, known.version)]
+            self._findings.found(name, str(err), *of)
+            if known is None:
+                return
+            manifest = known
         self._seen[name] = manifest.tenant, manifest.key, manifest.version
         for culprit, problem in self._touching(manifest).items():
             self._findings.found(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
+
+    def _mended(self, name: str) -> Manifest | None:
+        try:
+            return self._manifests.read(name)
+        except Permanent:
+            return None
 
     def _mark(self, name: str) -> None:
         """Read a mark; which version it is of follows from its name, should it not say so itself."""
@@ -164,22 +189,52 @@ class Verifier:
         try:
             of, _ = marked_version(name)
             self._marked.add(of)
-            self._manifests.read_mark(name)
+            self._stored.read_mark(name)
         except Permanent as err:
             whose = self._seen.get(of) or self._remembered.get(of)
             self._findings.found(name, str(err), *([whose] if whose is not None else []))
 
     def _records(self) -> None:
-        """Read what is condemned: no version is touched where it cannot be read, the next round begins anew."""
-        if self._condemned is None:
-            return
-        for sequence in sorted(self._condemned.listed()):
-            try:
-                self._condemned.at(sequence)
-            except NotFound:  # replaced meanwhile
+        """Read what is condemned, and what is quarantined: no version is touched where a record cannot be read."""
+        kept: list[tuple[CondemnedStore | Quarantine | None, Callable[[int], str]]] = [
+            (self._condemned, record_name),
+            (self._quarantine, quarantine_name),
+        ]
+        for store, named in kept:
+            if store is None:
                 continue
-            except Permanent as err:
-                self._findings.found(record_name(sequence), str(err))
+            for sequence in sorted(store.listed()):
+                try:
+                    store.at(sequence)
+                except NotFound:  # replaced meanwhile
+                    continue
+                except Permanent as err:
+                    self._findings.found(named(sequence), str(err))
+
+    def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
+        """Compare parity with what it is of, where there is any or should be; return what has none yet."""
+        if self._objects is None or not (self._objects.adds or self._objects.has_some):
+            return ()
+        try:
+            descriptor.read(self._objects.inner)
+        except Permanent as err:
+            self._findings.found(descriptor.NAME, str(err))
+        check = ParityCheck(self._objects)
+        for container in sorted(chosen):
+            check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))
+        for name in (*names, descriptor.NAME):
+            check.check(name)
+        for name, problem in check.problems.items():
+            self._findings.found(name, problem)
+        return tuple(check.missing)
+
+    def _judged(self, damage: Damage) -> Damage:
+        if self._objects is None or not self._objects.has_some:
+            return damage
+        container, name = id_of(damage.object_name), damage.object_name
+        if container is not None:
+            name = object_name(container, self._containers.generation(container))
+        return replace(damage, repairable=self._objects.mended(name) is not None)
 
     def _index(self, index: ReadableIndex, whole: bool) -> int:
         """Compare the index with what was read; return how many entries. An index that is wrong touches no version."""

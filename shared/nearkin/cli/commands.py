@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -328,6 +329,32 @@ def verify(sample: str | None, seed: int | None, since: str | None) -> int:
     from nearkin.cli.verifying import verify as verify_store
 
     return verify_store(sample, seed, since)
+
+
+@nearkin.command()
+@click.option(
+    "--from",
+    "files",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A copy of a damaged object, or content that was put once; may be given again.",
+)
+@shared_options
+def repair(files: tuple[Path, ...]) -> int:
+    """Put right what is damaged, as far as that can be done.
+
+    All is verified first. What is broken comes back from its parity (storage.parity), from copies given with --from,
+    or from the same chunks elsewhere in the store; what is left stays in quarantine until its content is put again.
+    Nothing that can be read is removed. Exit code 1 if anything is damaged still.
+
+    nearkin repair
+    nearkin repair --from /backup/containers/1a200/1a20082bad40bb55.nkc
+    nearkin repair --from dump-of-last-week.sql
+    """
+    from nearkin.cli.verifying import repair as repair_store
+
+    return repair_store(files)
 
 
 @nearkin.command()

@@ -1,17 +1,19 @@
-"""`nearkin verify`. Invariant: exit code 1 where anything is damaged, and the report names it; else 0."""
+"""`nearkin verify` and `nearkin repair`. Invariant: exit code 1 where anything is damaged, and named; else 0."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from nearkin.cli.ledger import counted, human_bytes
 from nearkin.cli.output import print_json, printable, say
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
 from nearkin.errors import BadInput
-from nearkin.records import VerifyReport
+from nearkin.records import Damage, RepairReport, VerifyReport
 
 SEED_BITS = 32
 
@@ -34,6 +36,74 @@ def verify(sample_text: str | None, seed: int | None, since_text: str | None) ->
         for line in verify_lines(report):
             say(line)
     return 1 if report.damage else 0
+
+
+def repair(files: Sequence[Path]) -> int:
+    """Repair the store, print what was done and what is left, return the exit code."""
+    session = current_session()
+    with session.open_local(read_only=False) as store:
+        report = store.repair(files)
+    if session.as_json:
+        print_json(repair_json(report))
+    else:
+        for line in repair_lines(report):
+            say(line)
+    return 1 if report.damage else 0
+
+
+def repair_json(report: RepairReport) -> dict[str, object]:
+    """Return a repair as JSON has it."""
+    return {
+        "ok": not report.damage,
+        "repaired": [asdict(one) for one in report.repaired],
+        "parity_added": report.parity_added,
+        "quarantined_chunks": report.quarantined_chunks,
+        "damage": damage_json(report.damage),
+        "seconds": report.seconds,
+    }
+
+
+def repair_lines(report: RepairReport) -> Iterable[str]:
+    """Yield a repair for people."""
+    for one in report.repaired:
+        chunks = f": {counted(one.chunks, 'chunk')} found" if one.chunks else ""
+        lost = f", {one.chunks_lost:,} lost still" if one.chunks_lost else ""
+        yield f"repaired: {printable(one.object_name)} from {one.by}{chunks}{lost}"
+    if report.parity_added:
+        yield f"parity added to {counted(report.parity_added, 'object')}"
+    yield from damage_lines(report.damage)
+    if report.damage:
+        yield "put the same content again, or give a copy with --from, to heal what is left"
+    left = counted(len(report.damage), "damaged object") if report.damage else "no damage"
+    yield f"{left} left in {report.seconds:.2f} s"
+
+
+def damage_json(damage: Sequence[Damage]) -> list[dict[str, object]]:
+    """Return damaged objects as JSON has them."""
+    return [
+        {
+            "object_name": one.object_name,
+            "problem": one.problem,
+            "repairable": one.repairable,
+            "versions": [{"key": key, "version": version} for key, version in one.versions],
+            "of_other_tenants": [
+                {"tenant": tenant, "key": key, "version": version} for tenant, key, version in one.of_other_tenants
+            ],
+        }
+        for one in damage
+    ]
+
+
+def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
+    """Yield each damaged object, with the versions it touches."""
+    for one in damage:
+        yield f"damaged: {printable(one.object_name)}: {printable(one.problem)}"
+        if one.repairable:
+            yield "  its parity holds what it was: `nearkin repair` puts it right, and reads go on until then"
+        for key, version in one.versions:
+            yield f"  touches {printable(key)} version {version}"
+        for tenant, key, version in one.of_other_tenants:
+            yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
 
 
 def parse_since(text: str, now: datetime) -> datetime:
@@ -65,30 +135,17 @@ def verify_json(report: VerifyReport, sample: float | None, since: datetime | No
         "index_entries": report.index_entries,
         "untagged_containers": report.untagged_containers,
         "forgotten": report.forgotten,
-        "damage": [
-            {
-                "object_name": damage.object_name,
-                "problem": damage.problem,
-                "versions": [{"key": key, "version": version} for key, version in damage.versions],
-                "of_other_tenants": [
-                    {"tenant": tenant, "key": key, "version": version}
-                    for tenant, key, version in damage.of_other_tenants
-                ],
-            }
-            for damage in report.damage
-        ],
+        "parity_missing": len(report.parity_missing),
+        "damage": damage_json(report.damage),
         "seconds": report.seconds,
     }
 
 
 def verify_lines(report: VerifyReport) -> Iterable[str]:
     """Yield a verification for people: each damaged object with the versions it touches, then the sum."""
-    for damage in report.damage:
-        yield f"damaged: {printable(damage.object_name)}: {printable(damage.problem)}"
-        for key, version in damage.versions:
-            yield f"  touches {printable(key)} version {version}"
-        for tenant, key, version in damage.of_other_tenants:
-            yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
+    yield from damage_lines(report.damage)
+    if report.parity_missing:
+        yield f"{counted(len(report.parity_missing), 'object')} without parity: `nearkin repair` adds it"
     if report.untagged_containers:
         yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
     if report.forgotten is not None:

@@ -22,6 +22,8 @@ from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.records import CONTAINER_ID_MIN, U32
 
 VERSION = 1
+MAGIC, QUARANTINED = b"NKG1", b"NKQ1"
+_OF = {MAGIC: "condemned", QUARANTINED: "quarantined"}
 FIXED = Struct("<4sHHQI")
 assert FIXED.size == 20  # docs/formats/condemned.md
 ENTRIES_MAX = 1 << 22
@@ -48,7 +50,7 @@ Record = Mapping[int, Condemned]
 """By container id."""
 
 
-def encode_record(sequence: int, record: Record) -> bytes:
+def encode_record(sequence: int, record: Record, magic: bytes = MAGIC) -> bytes:
     """Return a record's bytes. Raises BadInput for more than ENTRIES_MAX containers or RUNS_MAX runs."""
     ids = sorted(record)
     parts = [_runs(rows) for container in ids for rows in (record[container].chunks, record[container].segments)]
@@ -57,7 +59,7 @@ def encode_record(sequence: int, record: Record) -> bytes:
     if len(ids) > ENTRIES_MAX or len(starts) > RUNS_MAX:
         raise BadInput(f"{len(ids)} condemned containers in {len(starts)} runs: want {ENTRIES_MAX} and {RUNS_MAX}")
     of_each = np.array([len(start) for start, _ in parts], "<u4").reshape(-1, 2)
-    body = FIXED.pack(b"NKG1", VERSION, 0, sequence, len(ids))
+    body = FIXED.pack(magic, VERSION, 0, sequence, len(ids))
     body += np.array([record[container].at_us for container in ids], "<i8").tobytes()
     body += columns.pack(
         [
@@ -71,13 +73,13 @@ def encode_record(sequence: int, record: Record) -> bytes:
     return body + columns.check_bytes(body)
 
 
-def decode_record(data: bytes, what: str) -> tuple[int, dict[int, Condemned]]:
+def decode_record(data: bytes, what: str, magic: bytes = MAGIC) -> tuple[int, dict[int, Condemned]]:
     """Return (sequence, record). Raises Corrupt, or FormatTooNew naming both versions."""
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES:
-        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a record of what is condemned")
-    if bytes(whole[:4]) != b"NKG1":
-        raise Corrupt(f"{what}: not a record of what is condemned (starts with {bytes(whole[:4])!r})")
+        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a record of what is {_OF[magic]}")
+    if bytes(whole[:4]) != magic:
+        raise Corrupt(f"{what}: not a record of what is {_OF[magic]} (starts with {bytes(whole[:4])!r})")
     view = whole[: -columns.CHECK_BYTES]
     if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
         raise Corrupt(f"{what}: checksum does not agree")

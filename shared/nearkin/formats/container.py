@@ -70,6 +70,8 @@ refers to the bytes of bases, which are its prefix."""
 KINDS = ("raw", "xdelta3", "patch")
 PREFIX_BYTES_MAX = 32 * 1024 * 1024
 """Bases of one patch block, together."""
+LOST = b"NKBL"
+"""Begins a block whose bytes are lost."""
 LOCALITY_RANK = 255
 """Of a delta whose base no super-feature found: it lay beside the chunks around it when those were stored."""
 _MAGIC_2, _MAGIC, _MAGIC_REST = b"NKD1", b"NKD2", b"NKD3"
@@ -269,6 +271,15 @@ def _framed(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryv
     return EncodedBlock(BLOCK.pack(*fields, check), payload, len(raw), codec, kind, depth)
 
 
+def lost_block(raw_bytes: int, was: bytes) -> EncodedBlock:
+    """Return what stands for chunks whose bytes are lost, `raw_bytes` together: every reader refuses it.
+
+    `was` is the broken record that they lay in, kept as it was found; of a block that was lost before, what that kept.
+    """
+    kept = was[BLOCK.size :] if was[:4] == LOST else was
+    return EncodedBlock(BLOCK.pack(LOST, STORED, RAW, 0, 0, raw_bytes, len(kept), b""), kept, raw_bytes, STORED, RAW, 0)
+
+
 def _new(size_bytes: int) -> U8:
     return np.empty(size_bytes, np.uint8)
 
@@ -292,6 +303,8 @@ def decode_block(
     except struct.error as err:
         raise Corrupt(f"{what}: cut short") from err
     payload = view[BLOCK.size :]
+    if magic == LOST:
+        raise Corrupt(f"{what}: its bytes are lost: put the same content again, or run `nearkin repair` with a copy")
     if magic != b"NKB1" or len(payload) != stored_bytes or raw_bytes > BLOCK_RAW_BYTES_MAX:
         raise Corrupt(f"{what}: not a block of {stored_bytes} bytes")
     if columns.check_bytes(view[: BLOCK.size - 8], payload) != check:

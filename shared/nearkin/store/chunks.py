@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,14 @@ from nearkin.limits import DEPTH_MAX
 from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
 from nearkin.stage import Contents
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
+
+
+@runtime_checkable
+class SupportsMendedRecords(Protocol):
+    """Where a block that is damaged may be known as it was written."""
+
+    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
+        """Return the block, header and payload, None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +197,19 @@ class ChunkReader:
         return payload
 
     def _block(self, container: ContainerId, number: int) -> Task:
-        """Decode a block. All that it leans on is shallower: that ends every chain."""
         record = self._source.record(container, number)
         what = f"{object_name(container)} block {number}"
+        try:
+            return (yield from self._decoded(container, number, record, what))
+        except Corrupt as err:
+            source = self._source
+            whole = source.mended_record(container, number, err) if isinstance(source, SupportsMendedRecords) else None
+            if whole is None or whole == record:
+                raise
+        return (yield from self._decoded(container, number, whole, what))
+
+    def _decoded(self, container: ContainerId, number: int, record: bytes | memoryview, what: str) -> Task:
+        """Decode a block. All that it leans on is shallower: that ends every chain."""
         prefix: U8 | None = None
         if fmt.kind_of(record) == fmt.PATCH:
             fmt.decode_block(record, what)  # its checksum, before anything is read for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import re
 import threading
@@ -18,10 +19,15 @@ from nearkin.formats.container import Directory
 from nearkin.records import U8, ContainerId
 from nearkin.store.buffers import Buffers
 from nearkin.store.objects import ObjectStore
+from nearkin.store.parity import SupportsMending
 
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
 TAIL_BYTES = 64 * 1024
 """Footer and directory of most containers come with one read of the last 64 KiB."""
+
+MENDED_BYTES = 64 * 1024 * 1024
+"""Containers that parity made whole in memory, until they are put right in the store."""
+_log = logging.getLogger("nearkin")
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -130,6 +136,12 @@ def object_name(container: ContainerId, generation: int = 0) -> str:
     return f"containers/{digits[:5]}/{digits}{rewritten}.nkc"
 
 
+def id_of(name: str) -> ContainerId | None:
+    """Return the id of the container that an object's name is of, None for another's."""
+    matched = _NAME.fullmatch(name.rpartition("/")[2]) if name.startswith("containers/") else None
+    return None if matched is None else ContainerId(int(matched[1], 16))
+
+
 class ContainerStore:
     """Containers by id, of one dedup domain, with bounded caches of directories and decoded blocks."""
 
@@ -145,11 +157,22 @@ class ContainerStore:
         self.costs = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
         """Of containers that were written anew, as far as known: some 100 bytes each."""
+        self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(MENDED_BYTES)
 
     def of(self, domain: bytes | None) -> Self:
         """Return the same store, and the same caches, for another domain; None: for all, which is the janitor's."""
         other = copy.copy(self)
         other._domain = domain
+        return other
+
+    def apart(self, objects: ObjectStore) -> Self:
+        """Return a store of the same containers as another object store has them, with caches of its own."""
+        other = copy.copy(self)
+        other._objects = objects
+        other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES)
+        other.blocks = ByteBoundedCache(MENDED_BYTES)
+        other._mended = ByteBoundedCache(MENDED_BYTES)
+        other._generations = dict(self._generations)
         return other
 
     def counting(self) -> Self:
@@ -244,6 +267,19 @@ class ContainerStore:
 
     def _read_directory(self, container: ContainerId, generation: int) -> tuple[Directory, int]:
         name = object_name(container, generation)
+        try:
+            directory = self._stored_directory(container, name)
+        except Corrupt as err:
+            whole = self._mend(name, err)
+            if whole is None:
+                raise
+            directory = fmt.decode_container(whole, name)
+        self._directories.put(container, (directory, generation), directory.memory_bytes)
+        self.costs.containers.add(container)
+        self.costs.directory_reads += 1
+        return directory, generation
+
+    def _stored_directory(self, container: ContainerId, name: str) -> Directory:
         size_bytes = self._objects.size_bytes(name)
         if size_bytes < fmt.HEADER.size + fmt.FOOTER.size:
             raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
@@ -258,12 +294,27 @@ class ContainerStore:
             data = tail[offset - tail_start : offset - tail_start + length]
         else:
             (data,) = self._objects.get_ranges(name, [offset], [offset + length])
-        directory = fmt.decode_directory(data, container, domain, size_bytes, check, name)
-        self._directories.put(container, (directory, generation), directory.memory_bytes)
-        self.costs.containers.add(container)
-        self.costs.directory_reads += 1
         self.costs.bytes_read += len(header) + size_bytes - min(offset, tail_start)
-        return directory, generation
+        return fmt.decode_directory(data, container, domain, size_bytes, check, name)
+
+    def _mend(self, name: str, why: Corrupt) -> bytes | None:
+        """Return a damaged container as it was written, where parity knows; the object itself stays as it is."""
+        whole = self._mended.get(name)
+        if whole is None and isinstance(self._objects, SupportsMending):
+            whole = self._objects.mended(name)
+            if whole is not None:
+                _log.warning("%s; read by its parity: run `nearkin repair`", why)
+                self._mended.put(name, whole, len(whole))
+        return whole
+
+    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
+        """Return a block as it was written, header and payload, where what is stored is damaged and parity knows."""
+        directory, generation = self._known(container)
+        whole = self._mend(object_name(container, generation), why)
+        if whole is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
+            return None
+        start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
+        return whole[start : start + fmt.BLOCK.size + int(directory.blocks.stored[block])]
 
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
         """Return a decoded block from the cache."""

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.store.objects import ObjectStore
+from nearkin.store.parity import read_decoded
 
 NAME = "nearkin.json"
 FORMAT = "nearkin-store"
@@ -44,7 +45,10 @@ def create(objects: ObjectStore, fingerprint_bits: int = FINGERPRINT_BITS) -> De
 
 def read(objects: ObjectStore) -> Descriptor:
     """Return the store's descriptor. Raises NotFound, Corrupt, or FormatTooNew naming both versions."""
-    data = objects.get(NAME)
+    return read_decoded(objects, NAME, _decoded)
+
+
+def _decoded(data: bytes, _name: str) -> Descriptor:
     try:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place adds the remedy

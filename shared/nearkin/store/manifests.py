@@ -18,6 +18,7 @@ from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.store.objects import ObjectStore
+from nearkin.store.parity import read_decoded
 
 MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.nkt)")
@@ -82,7 +83,7 @@ class ManifestStore:
     def get(self, tenant: str, key: str, version: int) -> Manifest:
         """Return one version's manifest, of a deleted one too. Raises NotFound, Corrupt or StoreUnavailable."""
         name = object_name(tenant, key, version)
-        manifest = decode_manifest(self._objects.get(name), name)
+        manifest = read_decoded(self._objects, name, decode_manifest)
         if (manifest.tenant, manifest.key, manifest.version) != (tenant, key, version):
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
@@ -131,7 +132,7 @@ class ManifestStore:
 
     def read(self, name: str) -> Manifest:
         """Return the manifest that lies under an object name. Raises NotFound, Corrupt or StoreUnavailable."""
-        manifest = decode_manifest(self._objects.get(name), name)
+        manifest = read_decoded(self._objects, name, decode_manifest)
         if object_name(manifest.tenant, manifest.key, manifest.version) != name:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
@@ -194,7 +195,7 @@ class ManifestStore:
 
     def read_mark(self, name: str) -> Mark:
         """Return the mark that lies under an object name. Raises NotFound, Corrupt, StoreUnavailable."""
-        mark = decode_mark(self._objects.get(name), name)
+        mark = read_decoded(self._objects, name, decode_mark)
         if mark_name(mark.tenant, mark.key, mark.version, mark.sequence) != name:
             raise Corrupt(f"{name}: is mark {mark.sequence} of {mark.key!r} version {mark.version}")
         return mark

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -50,6 +50,17 @@ class ObjectStore(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove an object, durably; one that is not there is fine."""
+
+
+@runtime_checkable
+class SupportsReplace(Protocol):
+    """An object store that puts an object's own bytes back where they are damaged; nothing else is ever overwritten."""
+
+    def replace(self, name: str, data: Payload) -> None:
+        """Make `data` the object, durably, whatever is there: a reader sees the one or the other, never half of it.
+
+        Raises StoreUnavailable: the one or the other is there.
+        """
 
 
 REFUSALS = (BaseError, OSError)
@@ -110,6 +121,13 @@ class ObstoreObjects:
             if not isinstance(translated, NotFound):
                 raise translated from err
 
+    def replace(self, name: str, data: Payload) -> None:
+        """Make `data` the object, whatever is there. Raises StoreUnavailable."""
+        try:
+            obstore.put(self._client, name, data, mode="overwrite", use_multipart=False)
+        except REFUSALS as err:
+            raise self._translated(name, err) from err
+
     def _translated(self, name: str, err: Exception) -> NearkinError:
         """Return NotFound where `err` says that the object is not there, and nothing else; else StoreUnavailable."""
         if isinstance(err, FileNotFoundError):
@@ -151,6 +169,22 @@ class LocalObjects(ObstoreObjects):
             failpoint("object.durable")
         except FileExistsError as err:
             raise AlreadyExists(f"{name}: already there") from err
+        except OSError as err:
+            raise _unavailable(name, err) from err
+
+    def replace(self, name: str, data: Payload) -> None:
+        """Write, fsync, rename over the name, fsync the folder."""
+        final = self._root / name
+        temporary = self._scratch / f"{secrets.token_hex(8)}.part"
+        try:
+            self._make_folder(final.parent)
+            self._scratch.mkdir(exist_ok=True)
+            try:
+                _write_durably(temporary, data)
+                os.replace(temporary, final)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_folder(final.parent)
         except OSError as err:
             raise _unavailable(name, err) from err
 

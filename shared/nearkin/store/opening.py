@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from nearkin import erasure
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NotFound, StoreUnavailable
+from nearkin.formats.parity import scheme_of
 from nearkin.store import descriptor
 from nearkin.store.objects import AlreadyExists, LocalObjects, ObjectStore
+from nearkin.store.parity import ParityObjects
 
 
 def open_objects(settings: Settings) -> ObjectStore:
@@ -37,9 +40,20 @@ def open_objects(settings: Settings) -> ObjectStore:
     return LocalObjects(folder)
 
 
+def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:
+    """Return `objects` with the parity that the settings name; what others have added is used in any case.
+
+    Raises ConfigError where the library for it is not installed.
+    """
+    scheme = scheme_of(settings.storage.parity)
+    if scheme is not None:
+        erasure.check(scheme.data, scheme.parity)
+    return ParityObjects(objects, scheme)
+
+
 def open_store_of(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor]:
-    """Return the object store and its descriptor, made when this is the first process to come."""
-    objects = open_objects(settings)
+    """Return the object store, with its parity, and its descriptor, made when this is the first process to come."""
+    objects = with_parity(open_objects(settings), settings)
     try:
         return objects, descriptor.read(objects)
     except NotFound:

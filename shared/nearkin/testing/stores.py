@@ -28,7 +28,7 @@ SMALL: Mapping[str, Mapping[str, object]] = {
 }
 """The smallest bounds that the configuration allows."""
 
-OBJECT_FOLDERS = ("containers", "manifests", "gc")
+OBJECT_FOLDERS = ("containers", "manifests", "gc", "parity", "quarantine", "scrub")
 
 
 def settings(*changes: Settings | Mapping[str, object]) -> Settings:

@@ -1,0 +1,230 @@
+"""Healing. Invariant: the new generation holds all that could be read of the one before, under the same numbers.
+
+    generation 0   block 0 | block 1 (broken) | block 2      chunks 0 1 | 2 3 4 | 5
+    generation 1   block 0 |         | block 2 | block 3: 2 4 | block 4, lost: 3, and block 1 as it lies on the disk
+
+Bytes of broken chunks come from wherever the same name is found and agrees with them: other containers, or files that
+somebody gives. What is found nowhere keeps its name in a lost block, so that a later run can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import Permanent
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats import container as fmt
+from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable
+from nearkin.records import NAME_BYTES, U8, U32, ContainerId, Locations
+from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.rewrite import Part, Recoder
+from nearkin_janitor.tenants import Tenants
+
+HEALED_BLOCK_BYTES = 4 * 1024 * 1024
+"""Blocks of chunks that were found again are closed at this."""
+FOUND_BYTES_MAX = 1 << 30
+"""Of chunks found for one container, at most: they are held in memory until it is written."""
+Name = bytes
+"""Of a chunk, 32 bytes."""
+
+
+class Copies(Protocol):
+    """Where bytes of chunks may be found by their names."""
+
+    def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
+        """Yield (name, bytes) of some of the names, each as it should be. Raises StoreUnavailable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """A new generation of a container, None where nothing was found; chunks found, and chunks that are lost still."""
+
+    data: bytes | None
+    found: int
+    lost: int
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The tables of the new generation while they are filled in."""
+
+    old: ChunkTable
+    blocks: list[EncodedBlock | None]
+    prefixes: list[Locations]
+    numbers: U32 = field(init=False)
+    encoded: U32 = field(init=False)
+    depths: U8 = field(init=False)
+    ranks: U8 = field(init=False)
+    bases: Locations = field(init=False)
+
+    def __post_init__(self) -> None:
+        old = self.old
+        self.numbers, self.encoded = old.blocks.copy(), old.encoded.copy()
+        self.depths, self.ranks = old.depths.copy(), old.ranks.copy()
+        self.bases = Locations(old.bases.containers.copy(), old.bases.ordinals.copy())
+
+    def move(self, rows: NDArray[np.intp], block: EncodedBlock) -> None:
+        """Let chunks lie raw in a block of a number never used before."""
+        self.numbers[rows], self.encoded[rows], self.depths[rows] = len(self.blocks), self.old.lengths[rows], 0
+        self.ranks[rows], self.bases.containers[rows], self.bases.ordinals[rows] = 0, 0, 0
+        self.blocks.append(block)
+        self.prefixes.append(Locations.empty())
+
+
+class Healer:
+    """Makes new generations of containers with broken blocks. Holds what is found for one container in memory."""
+
+    def __init__(self, containers: ContainerStore, recode: Recoder) -> None:
+        self._containers = containers.of(None)
+        self._recode = recode
+
+    def healed(self, container: ContainerId, copies: Iterable[Copies]) -> Healed:
+        """Return a container whose broken blocks were filled from copies. Raises Corrupt where its directory is lost.
+
+        A block whose checksum agrees is left as it is, whatever its chunks are: others may lean on just these bytes.
+        """
+        directory = self._containers.directory(container)
+        chunks, name = directory.chunks, object_name(container)
+        records = {
+            number: self._containers.record(container, number)
+            for number in np.flatnonzero(directory.blocks.raw).tolist()
+        }
+        broken = [number for number, record in records.items() if not _is_sound(record, f"{name} block {number}")]
+        rows = np.flatnonzero(chunks.there & np.isin(chunks.blocks, np.array(broken, np.uint32)))
+        wanted = frozenset(chunks.names[row].tobytes() for row in rows.tolist())
+        found = self._found(directory.domain, wanted, copies) if wanted else {}
+        if not found:
+            return Healed(None, 0, len(rows))
+        return self._anew(directory, records, broken, found)
+
+    def _found(self, domain: bytes, wanted: frozenset[Name], copies: Iterable[Copies]) -> dict[Name, U8]:
+        found: dict[Name, U8] = {}
+        found_bytes = 0
+        for source in copies:
+            missing = wanted - found.keys()
+            if not missing or found_bytes > FOUND_BYTES_MAX:
+                break
+            for name, content in source.find(domain, missing):
+                found[name] = content
+                found_bytes += len(content)
+                if found_bytes > FOUND_BYTES_MAX:
+                    break
+        return found
+
+    def _anew(
+        self,
+        directory: Directory,
+        records: Mapping[int, bytes],
+        broken: list[int],
+        found: Mapping[Name, U8],
+    ) -> Healed:
+        blocks, chunks = directory.blocks, directory.chunks
+        kept = [
+            _copied(directory, number, records[number]) if number in records and number not in broken else None
+            for number in range(len(blocks))
+        ]
+        prefixes = [directory.prefixes.of(number) if kept[number] else Locations.empty() for number in range(len(kept))]
+        new = _Rows(chunks, kept, prefixes)
+        count = lost_count = 0
+        for number in broken:
+            rows = np.flatnonzero(chunks.there & (chunks.blocks == number))
+            there = np.array([chunks.names[row].tobytes() in found for row in rows.tolist()], np.bool_)
+            for part in _portions(rows[there], chunks.lengths):
+                payload = np.concatenate([found[chunks.names[row].tobytes()] for row in part.tolist()])
+                none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+                lengths = chunks.lengths[part]
+                whole = Part(fmt.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
+                new.move(part, self._recode(whole).block)
+            was = records[number]
+            for part in _portions(rows[~there], chunks.lengths):
+                new.move(part, fmt.lost_block(int(chunks.lengths[part].sum(dtype=np.uint64)), was))
+                was = b""  # kept once
+            count += int(np.count_nonzero(there))
+            lost_count += int(np.count_nonzero(~there))
+        positions = fmt.positions_in_blocks(new.numbers, new.encoded)
+        table = ChunkTable(
+            chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
+        )
+        bounds = np.cumsum([0, *(len(prefix) for prefix in new.prefixes)]).astype(np.uint32)
+        data, _, _ = fmt.encode_container(
+            directory.container,
+            directory.domain,
+            directory.depth_max,
+            directory.sketch_names,
+            new.blocks,
+            table,
+            directory.segments,
+            PrefixTable(bounds, Locations.join(new.prefixes)),
+        )
+        fmt.decode_container(data, f"{object_name(directory.container)}, healed")
+        return Healed(data, count, lost_count)
+
+
+class StoredCopies:
+    """Chunks of other containers of the same domain, found by reading all directories once."""
+
+    def __init__(self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
+        self._containers = containers
+        self._tenants = tenants
+        self._any_fingerprinter = any_fingerprinter
+
+    def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
+        """Yield (name, bytes): each decoded, and compared with its name."""
+        own = self._containers.of(domain)
+        reader, missing = ChunkReader(own), set(names)
+        for container, _ in sorted(self._containers.ids(), reverse=True):  # what was put again is new
+            if not missing:
+                return
+            try:
+                directory = own.directory(container)
+            except Permanent:
+                continue
+            table = directory.chunks.names
+            whole = table.tobytes()
+            for row in range(len(table)):
+                name = whole[row * NAME_BYTES : (row + 1) * NAME_BYTES]
+                content = self._content(reader, container, row, domain) if name in missing else None
+                if content is not None:
+                    missing.discard(name)
+                    yield name, content
+
+    def _content(self, reader: ChunkReader, container: ContainerId, row: int, domain: bytes) -> U8 | None:
+        here = Locations(np.array([container], np.uint64), np.array([row], np.uint32))
+        try:
+            plan = reader.plan(here)
+            payload = reader.fetch(plan)
+        except Permanent:  # it is the broken one, or leans on it
+            return None
+        fingerprinter = self._tenants.fingerprinter(domain)
+        found = (fingerprinter or self._any_fingerprinter).name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
+        compared = np.ones(NAME_BYTES, np.bool_)
+        compared[20:28] = fingerprinter is not None
+        return None if np.any((found != plan.names)[:, compared]) else payload
+
+
+def _is_sound(record: bytes, what: str) -> bool:
+    try:
+        fmt.decode_block(record, what)
+    except Permanent:
+        return False
+    return True
+
+
+def _copied(directory: Directory, number: int, record: bytes) -> EncodedBlock:
+    blocks, head = directory.blocks, fmt.BLOCK.size
+    sizes = int(blocks.raw[number]), int(blocks.codecs[number]), int(blocks.kinds[number]), int(blocks.depths[number])
+    return EncodedBlock(record[:head], record[head:], *sizes)
+
+
+def _portions(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
+    """Return the rows cut into runs of about HEALED_BLOCK_BYTES."""
+    if not len(rows):
+        return []
+    portion = np.cumsum(lengths[rows], dtype=np.int64) // HEALED_BLOCK_BYTES
+    return np.split(rows, np.flatnonzero(np.diff(portion)) + 1)

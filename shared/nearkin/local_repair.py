@@ -1,0 +1,228 @@
+"""Repair of a local store. Invariant: the store's lock is held; what is sound stays as it is.
+
+verify -> parity, copies of objects, copies of chunks -> verify -> quarantine says what is left
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nearkin.config import Settings
+from nearkin.errors import BadInput, Permanent, SourceFailed
+from nearkin.fingerprints import Fingerprinter, domain_of
+from nearkin.formats.container import CONTAINER_BYTES_MAX
+from nearkin.index.catalog import summarise_directory
+from nearkin.local_index import LocalIndex
+from nearkin.recoding import BlockRecoder
+from nearkin.records import NAME_BYTES, U8, Bools, ContainerId, Locations, Repaired, RepairReport, VerifyReport
+from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.parity import ParityObjects
+from nearkin.store.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from nearkin_janitor import Repairer, Tenants
+    from nearkin_janitor.heal import Copies
+    from nearkin_janitor.repair import Given
+
+_log = logging.getLogger("nearkin")
+ARENA_BYTES = 8 * 1024 * 1024
+FILES_MAX = 10_000
+_MAGICS = (b"NKC1", b"NKM1", b"NKT1")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRepair:
+    """The parts of an open store that a repair works on."""
+
+    settings: Settings
+    objects: ParityObjects
+    containers: ContainerStore
+    manifests: ManifestStore
+    index: LocalIndex
+    quarantine: Quarantine
+    fingerprinter: Callable[[str], Fingerprinter]
+    verify: Callable[[], VerifyReport]
+    """Of all; it leaves what is broken in quarantine."""
+
+    def run(self, files: Sequence[Path]) -> RepairReport:
+        """Put right what can be put right. Raises BadInput, StoreLocked, StoreUnavailable."""
+        started = time.perf_counter()
+        given, contents = _sorted_out(files)
+        self.index.writable()
+        report = self.verify()
+        repairer, tenants = self._repairer()
+        copies: list[Copies] = [self._stored(tenants)]
+        if contents:
+            copies.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
+        repaired = repairer.repair([damage.object_name for damage in report.damage], copies, given)
+        # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
+        while repaired and report.damage:
+            self._renew(repairer)
+            report = self.verify()
+            more = repairer.repair([damage.object_name for damage in report.damage], copies, given)
+            if not more or {one.object_name for one in more} <= {one.object_name for one in repaired}:
+                break
+            repaired += more
+        added = 0
+        for name in report.parity_missing:
+            self.objects.add_parity(name, self.objects.get(name))
+            added += 1
+        left = sum(len(entry.chunks) for entry in self.quarantine.read().values())
+        return RepairReport(tuple(repaired), report.damage, left, added, time.perf_counter() - started)
+
+    def heal_quarantined(self) -> list[Repaired]:
+        """Heal what is quarantined from what was put since, found by the index. The lock is held."""
+        record = self.quarantine.read()
+        if not record:
+            return []
+        repairer, tenants = self._repairer()
+        copies = [IndexCopies(self.index, self.containers, tenants)]
+        repaired = repairer.repair([object_name(ContainerId(container)) for container in sorted(record)], copies)
+        if repaired:
+            self._renew(repairer)
+            self.look_again([ContainerId(container) for container in sorted(record)], tenants)
+        return repaired
+
+    def look_again(self, containers: Sequence[ContainerId], tenants: Tenants) -> None:
+        """Read quarantined containers again, and let out what is sound."""
+        from nearkin_janitor import Soundness
+        from nearkin_janitor.repair import still_broken
+
+        soundness = Soundness(self.containers, tenants, self.fingerprinter(self.settings.tenant))
+        self.quarantine.release(still_broken(soundness, containers, int(time.time() * 1e6)))
+
+    def _repairer(self) -> tuple[Repairer, Tenants]:
+        from nearkin_janitor import Healer, Repairer, Tenants
+
+        tenants = Tenants(self.fingerprinter, [self.settings.tenant], self.manifests)
+        healer = Healer(self.containers, BlockRecoder(self.settings))
+        return Repairer(self.objects, self.containers, healer), tenants
+
+    def _stored(self, tenants: Tenants) -> Copies:
+        from nearkin_janitor.heal import StoredCopies
+
+        return StoredCopies(self.containers, tenants, self.fingerprinter(self.settings.tenant))
+
+    def _renew(self, repairer: Repairer) -> None:
+        index = self.index.writable()
+        for directory in repairer.renewed:
+            index.renew(summarise_directory(directory))
+        repairer.renewed.clear()
+        self.containers.forget_read()
+
+
+class IndexCopies:
+    """Chunks where the index finds their names: what was put again since they broke."""
+
+    def __init__(self, index: LocalIndex, containers: ContainerStore, tenants: Tenants) -> None:
+        self._index = index
+        self._containers = containers
+        self._tenants = tenants
+
+    def find(self, domain: bytes, names: frozenset[bytes]) -> Iterator[tuple[bytes, U8]]:
+        """Yield (name, bytes): each decoded, and compared with its name."""
+        fingerprinter = self._tenants.fingerprinter(domain)
+        if fingerprinter is None:
+            return
+        wanted = sorted(names)
+        table = np.frombuffer(b"".join(wanted), np.uint8).reshape(-1, NAME_BYTES)
+        locations, found = self._index.writable().locate_chunks(table)
+        reader = ChunkReader(self._containers.of(domain))
+        for row in np.flatnonzero(found).tolist():
+            here: Locations = locations.take(slice(row, row + 1))
+            try:
+                plan = reader.plan(here)
+                payload = reader.fetch(plan)
+            except Permanent:
+                continue
+            if _agrees(fingerprinter, payload, table[row : row + 1]):
+                yield wanted[row], payload
+
+
+class FileCopies:
+    """Chunks of files that hold content, cut as the settings of now say."""
+
+    def __init__(self, settings: Settings, fingerprinter: Fingerprinter, files: Sequence[Path]) -> None:
+        self._settings = settings
+        self._fingerprinter = fingerprinter
+        self._files = files
+        self._domain = domain_of(settings.tenant)
+
+    def find(self, domain: bytes, names: frozenset[bytes]) -> Iterator[tuple[bytes, U8]]:
+        """Yield (name, bytes) of chunks that a file has. Raises SourceFailed."""
+        if domain != self._domain:
+            return
+        missing = set(names)
+        for path in self._files:
+            for name, content in self._chunks(path):
+                if name in missing:
+                    missing.discard(name)
+                    yield name, content
+            if not missing:
+                return
+
+    def _chunks(self, path: Path) -> Iterator[tuple[bytes, U8]]:
+        from nearkin.stage import Facts
+        from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+
+        stage, carry = ChunkerStage(self._settings, self._fingerprinter), b""
+        try:
+            with path.open("rb") as file:
+                while True:
+                    data = file.read(ARENA_BYTES)
+                    arena = np.frombuffer(carry + data, np.uint8)
+                    final = len(data) < ARENA_BYTES
+                    if not len(arena):
+                        return
+                    cut = stage.decide(FrameRuns(arena, (BlobRun(0, 0, len(arena), final),)), Facts())
+                    segments = cut.segments
+                    ends = segments.offsets + segments.lengths
+                    for row in np.flatnonzero(~segments.zero).tolist():
+                        start, stop = int(segments.offsets[row]), int(ends[row])
+                        yield segments.names[row].tobytes(), arena[start:stop].copy()
+                    if final:
+                        return
+                    carry = arena[cut.consumed :].tobytes()
+        except OSError as err:
+            raise SourceFailed(f"{path}: {err.strerror}") from err
+
+
+def _agrees(fingerprinter: Fingerprinter, payload: U8, name: U8) -> bool:
+    lengths = np.array([len(payload)], np.uint32)
+    same: Bools = fingerprinter.name_chunks(payload, offsets_of(lengths), lengths) == name
+    return bool(same.all())
+
+
+def _sorted_out(files: Sequence[Path]) -> tuple[dict[str, Given], list[Path]]:
+    """Return the copies of objects among the files by where they belong, and all other files, which hold content."""
+    from nearkin_janitor.repair import given_object
+
+    if len(files) > FILES_MAX:
+        raise BadInput(f"{len(files)} files: give {FILES_MAX} at a time")
+    given: dict[str, Given] = {}
+    contents = []
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                magic = file.read(4)
+                small = path.stat().st_size <= CONTAINER_BYTES_MAX
+                found = given_object(magic + file.read(), str(path)) if small and magic in _MAGICS else None
+        except OSError as err:
+            raise BadInput(f"{path}: {err.strerror}") from err
+        except Permanent as err:
+            _log.warning("%s: not used", err)
+            continue
+        if found is None:
+            contents.append(path)
+        else:
+            given[found.name] = found
+    return given, contents
