@@ -318,7 +318,7 @@ def stats() -> None:
 @click.option("--since", metavar="TIME", help="Read only containers written since: 2026-11-20, 2026-11-20T18:00Z, 36h.")
 @shared_options
 def verify(sample: str | None, seed: int | None, since: str | None) -> int:
-    """Check every checksum and fingerprint of the store, and the index against it.
+    """Check every checksum and fingerprint, and the index.
 
     Exit code 1 if anything is damaged; the report names the versions it touches.
 
