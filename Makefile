@@ -28,7 +28,10 @@ test: setup ## run every test
 	@$(BIN)/python -m nearkin.testing.programs
 	@$(BIN)/python -m pytest -n 4 --dist loadfile
 
-soak: setup ## kill stores at failpoints 2,000 times, and more; prints seeds, runs for half an hour
+soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 kills (half an hour; prints seeds)
+	@$(BIN)/python -m nearkin.testing.planted
+	@$(BIN)/python -m nearkin.testing.soak --disk
+	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_races.py
 	@$(BIN)/python -m nearkin.testing.soak --kills 2000
 
 check: setup ## ruff, ruff format, mypy strict, import-linter

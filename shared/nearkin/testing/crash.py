@@ -185,7 +185,7 @@ class Campaign:
             case "gc":
                 add(self._deletion(shadow))
                 for _ in range(self._draw.choice((2, 3, 4))):
-                    add(Gc(2))
+                    add(Gc(self._draw.choice((0, 2, 2, 2))))
             case _:
                 add(Rebuild(lost=self._draw.random() < 0.5))
                 add(put(1))
@@ -343,6 +343,7 @@ def _work(root: Path, oracle: Oracle, plan: Chosen | None, chosen: Settings, say
             say("begin", *begun)
             oracle.begin(*begun)
             perform(store, call)
+            oracle.check_containers(inspection.containers(root))
             oracle.done()
             say("done")
         say("passings", failpoints.disarm())

@@ -17,6 +17,8 @@ from nearkin.errors import NearkinError
 from nearkin.fingerprints import domain_of
 from nearkin.formats import container as fmt
 from nearkin.index.lmdb import LmdbIndex
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.objects import LocalObjects
 from nearkin.testing.oracle import Seen, Violation
 from nearkin_janitor.reach import Reach
 
@@ -61,6 +63,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             ids = index.container_ids().tolist() if entries else []
         finally:
             index.close()
+    condemned = CondemnedStore(LocalObjects(root)).read() if (root / "gc").is_dir() else {}
     directories = {}
     for container, path in sorted(_newest(root).items()):
         try:
@@ -77,6 +80,12 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             if directory is None:
                 raise Violation(f"the index's {table} name container {int(row['container']):016x}, which is not there")
             there = np.diff(directory.segments.bounds) > 0 if table == "segments" else directory.chunks.there
+            entry = condemned.get(int(row["container"]))
+            if entry is not None and int(row["ordinal"]) in (entry.segments if table == "segments" else entry.chunks):
+                raise Violation(
+                    f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "
+                    "which is condemned: it would be a hit"
+                )
             if int(row["ordinal"]) >= len(there) or not there[int(row["ordinal"])]:
                 raise Violation(
                     f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "

@@ -152,8 +152,7 @@ class Oracle:
         """Compare, and take the outcome of the call in flight from what is seen. Raises Violation."""
         if self.in_flight is not None:
             self._settle(self.in_flight, seen)
-            if self.containers:
-                self._check_containers(seen)
+            self.check_containers(seen.containers)
             self.in_flight, self.may_go = None, None
         _equal("versions listed", seen.live, self.live)
         bring_back = self.until.keys() - self.over
@@ -185,9 +184,9 @@ class Oracle:
             case Rebuild():
                 pass
 
-    def _check_containers(self, seen: Seen) -> None:
-        """Nothing goes but what an earlier round has condemned (I6)."""
-        vanished = self.containers - seen.containers
+    def check_containers(self, there: frozenset[int]) -> None:
+        """Nothing goes but what an earlier round has condemned, long enough ago (I6). Raises Violation."""
+        vanished = self.containers - there
         allowed = self.may_go if self.may_go is not None else frozenset()
         if vanished - allowed:
             names = ", ".join(f"{container:016x}" for container in sorted(vanished - allowed))

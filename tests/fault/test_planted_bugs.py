@@ -1,0 +1,41 @@
+"""The engines find mistakes: twenty that are planted, each in a process of its own, are each caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from nearkin.testing.planted import BUGS
+
+
+def test_every_planted_bug_is_caught() -> None:
+    """All from one process, which forks before anything is opened."""
+    memory = ["--folder", "/dev/shm"] if os.path.isdir("/dev/shm") else []
+    done = subprocess.run(
+        [sys.executable, "-m", "nearkin.testing.planted", *memory],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    outcomes = {line.split("\t")[0]: line.split("\t")[2] for line in done.stdout.splitlines()}
+    assert outcomes == dict.fromkeys(BUGS, "caught"), done.stdout + done.stderr
+    assert done.returncode == 0
+    assert len(BUGS) >= 10
+
+
+def test_without_a_mistake_the_same_hunts_find_nothing() -> None:
+    """Those of the hunts that no other test does: one of each engine."""
+    script = """
+import tempfile
+from pathlib import Path
+from nearkin.testing.planted import BUGS
+for name in ("directory-unchecked", "delta-not-verified"):
+    with tempfile.TemporaryDirectory() as folder:
+        BUGS[name].hunt(Path(folder), lambda: None)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    short = script.replace("for name", "import nearkin.testing.planted as p\np.KILLS_MAX, p.SEEDS = 6, (1,)\nfor name")
+    done = subprocess.run([sys.executable, "-c", short], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
