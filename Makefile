@@ -8,7 +8,7 @@ INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
   $(wildcard shared/nearkin/kernels/_*.pyx shared/nearkin/kernels/*.c shared/nearkin/kernels/*.h)
 export NEARKIN_KERNELS ?= cython
 
-.PHONY: help setup demo test soak check up down status bench clean
+.PHONY: help setup demo serve test soak check up down status bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,10 @@ $(STAMP): $(INPUTS) tools/system-packages
 
 demo: setup ## store three releases of a real package, show the savings, restore and compare them
 	@$(BIN)/python -m nearkin.testing.demo
+
+serve: setup ## serve a store with something in it, .serve/store, and the dashboard, until Ctrl-C
+	@$(BIN)/python -m nearkin.testing.serve
+	@$(BIN)/nearkin serve .serve/store || [ $$? = 130 ]
 
 test: setup ## run every test
 	@bash tools/system-packages test

@@ -478,6 +478,17 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True)
+class DashboardSettings:
+    """The pages at `/` of the gateway."""
+
+    __pydantic_config__ = _FORBID
+
+    enabled: bool = True
+    session_hours: Annotated[int, Between(1, 168)] = 8
+    """A login counts for so long, and never longer than its token."""
+
+
+@dataclass(frozen=True)
 class AuthSettings:
     """Who may do what. Without a file there is one tenant, and only loopback is listened on."""
 
@@ -536,6 +547,7 @@ class Settings:
     gc: GcSettings = GcSettings()
     service: ServiceSettings = ServiceSettings()
     gateway: GatewaySettings = GatewaySettings()
+    dashboard: DashboardSettings = DashboardSettings()
     auth: AuthSettings = AuthSettings()
     monitor: MonitorSettings = MonitorSettings()
 

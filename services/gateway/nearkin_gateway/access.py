@@ -1,7 +1,13 @@
-"""Who is asking. Invariant: a route names the scope it needs, and runs for nobody else; one tenant for each caller."""
+"""Who is asking. Invariant: a route names the scope it needs, and runs for nobody else; one tenant for each caller.
+
+Authorization: Bearer TOKEN      programs
+the session's cookie             the dashboard's pages; a change needs their CSRF token and their Origin too
+neither                          where no tokens are configured: loopback, by a name of loopback, not for other sites
+"""
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,7 +17,16 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from nearkin_gateway.problems import Problem
-from nearkin_gateway.state import gateway_of
+from nearkin_gateway.sessions import (
+    CSRF_HEADER,
+    SAFE_METHODS,
+    Session,
+    check_loopback_host,
+    check_same_origin,
+    cookie_of,
+)
+from nearkin_gateway.state import Gateway, gateway_of
+from nearkin_gateway.tokens import Token
 
 _bearer = HTTPBearer(
     auto_error=False,
@@ -33,19 +48,20 @@ def needs(scope: str) -> Callable[..., Awaitable[Caller]]:
 
     async def caller(request: Request, given: _Given) -> Caller:
         gateway = gateway_of(request)
-        address = request.client.host if request.client is not None else "unknown"
         if gateway.tokens is None:
-            gateway.rates.take(address)
-            return Caller(gateway.settings.tenant, address)
+            return open_caller(request, gateway)
         if given is None:
-            raise _unauthorized("", "want Authorization: Bearer with a token of `nearkin token create`", "no-token")
-        token = gateway.tokens.find(given.credentials)
-        if token is None:
-            gateway.rates.take(address)  # whoever guesses is slowed down by address
-            raise _unauthorized("invalid_token", "the token is not known, or was revoked", "bad-token")
-        if token.expired(time.time()):
-            raise _unauthorized("invalid_token", f"the token {token.id} has expired", "expired-token")
-        gateway.rates.take(token.id)
+            session = session_of(request, gateway)
+            if session is None:
+                raise _unauthorized("", "want Authorization: Bearer with a token of `nearkin token create`", "no-token")
+            gateway.rates.take(session.token.id)
+            if request.method not in SAFE_METHODS:
+                check_same_origin(request, must_say=True)
+                if not hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), session.csrf.encode()):
+                    raise Problem(403, "bad-csrf", f"{CSRF_HEADER}: is not this session's; load the page again")
+            token = session.token
+        else:
+            token = shown_token(request, gateway, given.credentials)
         if scope not in token.scopes:
             raise Problem(
                 403,
@@ -56,6 +72,42 @@ def needs(scope: str) -> Callable[..., Awaitable[Caller]]:
         return Caller(token.tenant, token.id)
 
     return caller
+
+
+def open_caller(request: Request, gateway: Gateway) -> Caller:
+    """Return who asks a gateway without tokens. Raises Problem: 403 for what another site's page brought here, 429."""
+    address = address_of(request)
+    gateway.rates.take(address)
+    check_loopback_host(request)
+    if request.method not in SAFE_METHODS:
+        check_same_origin(request, must_say=False)
+    return Caller(gateway.settings.tenant, address)
+
+
+def session_of(request: Request, gateway: Gateway) -> Session | None:
+    """Return the session of a browser, if it has one that is still open."""
+    cookie = cookie_of(request)
+    if cookie is None or gateway.sessions is None:
+        return None
+    return gateway.sessions.read(cookie, time.time())
+
+
+def shown_token(request: Request, gateway: Gateway, text: str) -> Token:
+    """Return the token that `text` is, counted. Raises Problem 401 or 429."""
+    assert gateway.tokens is not None
+    token = gateway.tokens.find(text)
+    if token is None:
+        gateway.rates.take(address_of(request))  # whoever guesses is slowed down by address
+        raise _unauthorized("invalid_token", "the token is not known, or was revoked", "bad-token")
+    if token.expired(time.time()):
+        raise _unauthorized("invalid_token", f"the token {token.id} has expired", "expired-token")
+    gateway.rates.take(token.id)
+    return token
+
+
+def address_of(request: Request) -> str:
+    """Return where a request comes from."""
+    return request.client.host if request.client is not None else "unknown"
 
 
 def _unauthorized(code: str, detail: str, name: str) -> Problem:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
-from nearkin_gateway import admin, blobs, deleting, uploads
+from nearkin_gateway import admin, blobs, deleting, looking, uploads
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.handing_over import sweep_for_ever
 from nearkin_gateway.keys import PathAsSent
@@ -63,7 +63,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(blobs.router)
     app.include_router(deleting.router)
     app.include_router(admin.router)
+    app.include_router(looking.router)
     app.include_router(uploads.router)
+    if gateway.settings.dashboard.enabled:
+        from nearkin_gateway import dashboard
+
+        dashboard.install(app)
     install(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,11 @@ from itertools import islice
 from typing import Protocol
 
 from nearkin.config import Settings
-from nearkin.errors import BadInput, NotFound
+from nearkin.errors import BadInput, Corrupt, NotFound
 from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
+from nearkin.index.catalog import CatalogEntry
 from nearkin.records import Damage, Deletion, Explanation, Stats, VersionInfo
 from nearkin.restore import Blob
 from nearkin.sources import check_key
@@ -68,6 +69,9 @@ class Listing(Protocol):
 
     def stats(self, tenant: str) -> Stats:
         """Return the sums."""
+
+    def entries(self, tenant: str) -> Iterator[CatalogEntry]:
+        """Yield what is kept of every version, deleted ones too, by key and version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,26 @@ class Catalogue:
             if len(self._stats) > TENANTS_OPEN_MAX:
                 self._stats.popitem(last=False)
         return fresh
+
+    def entries(self, tenant: str) -> Iterator[CatalogEntry]:
+        """Yield what the index keeps of every version, deleted ones too, by key and version."""
+        return self._listing.entries(tenant)
+
+    def created_us(self, tenant: str, names: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return when each (key, version) was committed, microseconds since 1970; None for what cannot be read."""
+
+        def created(name: tuple[str, int]) -> int | None:
+            try:
+                return self._manifests.get(tenant, *name).created_us
+            except (NotFound, Corrupt):
+                return None  # collected since, or damaged: listings name it
+
+        return list(self._readers.map(created, names))
+
+    @property
+    def secret(self) -> bytes:
+        """Return the store's secret, which keys what gateways sign."""
+        return bytes.fromhex(self._descriptor.secret)
 
     @property
     def whole(self) -> bool:

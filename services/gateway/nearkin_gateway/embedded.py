@@ -25,6 +25,8 @@ from nearkin import metrics
 from nearkin.api import Item, Store, open_store
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
+from nearkin.formats.answers import gc_json
+from nearkin.index.catalog import CatalogEntry
 from nearkin.records import PutResult, Stats
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.sources import check_key, check_metadata
@@ -68,15 +70,17 @@ def embedded_gateway(settings: Settings) -> Gateway:
     hot = HotSettings(settings, None)
     outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
     outcomes.known_since(time.time_ns() // 1_000_000)
+    ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings)
     return Gateway(
         hot=HotChanges(settings, hot),
         tokens=token_file(settings.auth.tokens_file),
-        ingest=EmbeddedIngest(store, outcomes, lambda: hot.settings),
+        ingest=ingest,
         outcomes=outcomes,
         tickets=Tickets(secret),
         catalogue=Catalogue(objects, found, settings, StoreListing(store)),
         deletions=store.deletions,
         resumable=Resumable(objects, settings.gateway.resumable_max),
+        collecting=ingest,
     )
 
 
@@ -91,6 +95,7 @@ class EmbeddedIngest:
         self._settings = settings
         self._queue: Queue[_Job | None] = Queue(settings().gateway.uploads_max + 1)
         self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
+        self._collected: dict[str, object] | None = None
 
     def accepts(self, tenant: str) -> bool:
         """Return whether it is the store's tenant: one folder has one writer, and a writer one tenant."""
@@ -166,14 +171,20 @@ class EmbeddedIngest:
             if last:
                 return
 
+    def collected(self) -> dict[str, object] | None:
+        """Return what the last round of garbage collection did, or why it failed; None before the first one."""
+        return self._collected
+
     def _collect(self) -> None:
         """Do a round of garbage collection: here, since nobody else may write this store. Puts wait meanwhile."""
         try:
             self._store.settings = self._settings()
             report = self._store.gc()
         except NearkinError as err:  # damage, or a full disk: the next round tries again
+            self._collected = {"ended": _now(), "failure": str(err)}
             _log.error("garbage was not collected: %s", err)
         else:
+            self._collected = {"ended": _now(), "failure": None, **gc_json(report)}
             _log.info("a round of garbage collection freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
 
     def _put(self, jobs: list[_Job]) -> None:
@@ -262,12 +273,20 @@ class StoreListing:
         """Yield the keys that have a version with marks, by key."""
         return iter(dict.fromkeys(entry.key for entry in self._store.catalog(tenant, prefix) if entry.sequence))
 
+    def entries(self, tenant: str) -> Iterator[CatalogEntry]:
+        """Yield what is kept of every version, by key and version."""
+        return self._store.catalog(tenant)
+
     def stats(self, tenant: str) -> Stats:
         """Return the sums of the store; it keeps them for its own tenant alone."""
         own = self._store.settings.tenant
         if tenant != own:
             raise NotFound(f"stats of tenant {tenant!r}: this gateway runs embedded and sums up {own!r} alone")
         return self._store.stats()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:

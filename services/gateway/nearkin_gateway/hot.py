@@ -45,6 +45,11 @@ class HotChanges:
         """Return what is changed over the file."""
         return self._hot.changes
 
+    @property
+    def audit(self) -> list[dict[str, Any]]:
+        """Return who changed what, newest last."""
+        return self._hot.audit
+
     async def patch(self, patch: Mapping[str, Any], by: str) -> None:
         """Merge a JSON merge patch (RFC 7396): null takes a change back. Raises ConfigError, Retryable."""
         try:

@@ -13,6 +13,7 @@ from itertools import groupby
 
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
+from nearkin.index.catalog import CatalogEntry
 from nearkin.index.redis import RedisIndex
 from nearkin.records import Damage, Stats
 from nearkin.store import descriptor
@@ -58,6 +59,10 @@ class PipelineListing:
             marked = (entry.key for entry in self._index.catalog(tenant, prefix) if entry.sequence)
             return (key for key, _ in groupby(marked))
         return iter(self._unindexed_marked(tenant, prefix))
+
+    def entries(self, tenant: str) -> Iterator[CatalogEntry]:
+        """Yield what is kept of every version, by key and version; less than all while it is not `whole`."""
+        return self._index.catalog(tenant)
 
     def stats(self, tenant: str) -> Stats:
         """Return a tenant's sums as the index has them; less than all while it is not `whole`."""

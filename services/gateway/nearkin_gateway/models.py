@@ -134,6 +134,144 @@ class Config(BaseModel):
     settings: dict[str, Any]
 
 
+class PrefixShare(BaseModel):
+    """What the keys of a prefix stand for and take."""
+
+    prefix: str | None = Field(description='Up to the first slash; "" for keys without one; null: all further ones.')
+    versions: int
+    deleted_versions: int
+    logical_bytes: int
+    stored_bytes: int = Field(description="Its share of the stored bytes, by what dedup and delta left of it.")
+    reduction_ratio: float
+
+
+class TenantShare(BaseModel):
+    """A tenant by prefix."""
+
+    tenant: str
+    versions: int
+    logical_bytes: int
+    stored_bytes: int
+    reduction_ratio: float
+    whole: bool = Field(description="False: there are more versions than were looked at.")
+    prefixes: list[PrefixShare]
+
+
+class Reduction(BaseModel):
+    """Who takes how much; the shares add up to the stored bytes."""
+
+    tenants: list[TenantShare]
+
+
+class GrowthPoint(BaseModel):
+    """What of that which is there now was there at a time."""
+
+    time: datetime
+    logical_bytes: int
+    stored_bytes: int
+
+
+class Growth(BaseModel):
+    """How what is there now came to be."""
+
+    points: list[GrowthPoint]
+    versions: int
+    read: int = Field(description="Versions that are in it; fewer than `versions`: ask again for more.")
+    too_many: bool = Field(description="More versions than a curve is drawn of.")
+
+
+class StageLag(BaseModel):
+    """How far one consumer group is."""
+
+    group: str
+    behind_records: int
+    old_records: int = Field(description="Of these, those older than half of kafka.retention_hours.")
+    records_per_second: float | None = Field(description="What it took over the last minute; null: not known yet.")
+
+
+class MinuteSums(BaseModel):
+    """What ended in one minute."""
+
+    minute: datetime
+    committed: int
+    failed: int
+    logical_bytes: int
+    stored_bytes: int
+
+
+class Failure(BaseModel):
+    """An upload that failed."""
+
+    time: datetime
+    tenant: str
+    key: str
+    failure: str
+
+
+class Pipeline(BaseModel):
+    """What goes through, and what waits. `stages` is empty where all runs in one process."""
+
+    embedded: bool
+    stages: list[StageLag]
+    minutes: list[MinuteSums] = Field(description="The last hour, oldest first.")
+    failures: list[Failure] = Field(description="The last ones of the last hour, newest first.")
+
+
+class Letter(BaseModel):
+    """A record that could not be processed."""
+
+    letter: str = Field(description="PARTITION:OFFSET in the topic of dead letters.")
+    time: datetime
+    topic: str | None
+    partition: int | None
+    offset: int | None
+    stage: str
+    error: str
+    message: str
+    value_bytes: int
+    kept_whole: bool
+    replayed: bool
+
+
+class Letters(BaseModel):
+    """The newest dead letters, newest first; none where all runs in one process."""
+
+    embedded: bool
+    letters: list[Letter]
+
+
+class Replayed(BaseModel):
+    """What was sent back."""
+
+    replayed: list[str]
+
+
+class AuditEntry(BaseModel):
+    """One change of hot settings."""
+
+    at: str
+    by: str = Field(description="The token's id, or the address.")
+    changes: dict[str, dict[str, Any]] = Field(description="All that was changed over the file from then on.")
+    revision: str
+
+
+class Audit(BaseModel):
+    """Changes of hot settings, newest first: at most 100, as far back as this gateway has heard of them."""
+
+    changes: list[AuditEntry]
+
+
+class Collection(BaseModel):
+    """Garbage collection, where the gateway does it itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+    embedded: bool
+    interval_seconds: int = Field(description="0: never by itself.")
+    grace_seconds: int
+    last: dict[str, Any] | None = Field(description="What the last round did since this gateway began.")
+
+
 class ResumableUpload(BaseModel):
     """How far a resumable upload is."""
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from nearkin_gateway.minutes import Minutes
+
 ID_BYTES = 16
 MAC_BYTES = 8
 ENTRY_BYTES = 400
@@ -75,6 +77,8 @@ class Outcomes:
         """Origin -> id of the first outcome that had it."""
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._forgotten_ms = 0
+        self.minutes = Minutes()
+        """The last hour of them, summed up."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -90,6 +94,7 @@ class Outcomes:
             kept = json.dumps(event).encode() if text is None else text
             self._events[number] = kept
             self._bytes += len(kept) + ENTRY_BYTES
+            self.minutes.add(event)
             if event["state"] == "committed":
                 self._origins.setdefault(origin, number)
             while self._bytes > self._bytes_max and len(self._events) > 1:

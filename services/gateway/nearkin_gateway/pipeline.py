@@ -27,6 +27,7 @@ from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest_kafka import KafkaIngest
 from nearkin_gateway.listing import PipelineListing
 from nearkin_gateway.outcomes import Outcomes, Tickets
+from nearkin_gateway.pipeline_state import PipelineState
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.tokens import token_file
@@ -45,6 +46,7 @@ class PipelineIngest(KafkaIngest):
     def __init__(self, settings: Settings, client_id: str, watch: Watch, hot: HotSettings, index: RedisIndex) -> None:
         super().__init__(settings, client_id)
         self._watch, self._hot, self._index = watch, hot, index
+        self.state = PipelineState(settings)
 
     async def open(self) -> None:
         """Start all. Raises StoreUnavailable."""
@@ -56,6 +58,7 @@ class PipelineIngest(KafkaIngest):
         """End all."""
         await super().close()
         await self._watch.close()
+        await asyncio.to_thread(self.state.close)
         await asyncio.to_thread(self._hot.stop)
         await asyncio.to_thread(self._index.close)
 
@@ -82,6 +85,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         deletions=Deletions(ManifestStore(objects), index.mark_many, guard=guard_of(settings.retention, time.time)),
         resumable=Resumable(objects, settings.gateway.resumable_max),
         workers=watch,
+        pipeline=ingest.state,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -48,10 +50,25 @@ def make_gateway(settings: Settings, config_file: Path | None = None) -> Gateway
     return pipeline_gateway(settings, config_file)
 
 
-def make_server(settings: Settings, gateway: Gateway) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """uvicorn's, telling `ready` its URL once it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[str], None] | None = None) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        if self._ready is not None and self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+
+def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None = None) -> Server:
     """Return the server; `run` runs it until SIGTERM or SIGINT."""
     bounds = settings.gateway
-    return uvicorn.Server(
+    return Server(
         uvicorn.Config(
             served(create_app(gateway)),
             host=bounds.host,
@@ -68,16 +85,17 @@ def make_server(settings: Settings, gateway: Gateway) -> uvicorn.Server:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=bounds.shutdown_seconds,
-        )
+        ),
+        ready,
     )
 
 
-def serve(settings: Settings, config_file: Path | None = None) -> None:
-    """Serve until told to stop. Raises NearkinError."""
+def serve(settings: Settings, config_file: Path | None = None, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until told to stop; `ready` is told the URL. Raises NearkinError."""
     monitor = Monitor(settings.monitor)
     monitor.start()
     try:
-        server = make_server(settings, make_gateway(settings, config_file))
+        server = make_server(settings, make_gateway(settings, config_file), ready)
         monitor.connected(_checks(settings))
         server.run()
     finally:

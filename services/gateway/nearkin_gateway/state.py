@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
 
@@ -13,10 +13,15 @@ from nearkin.store.deletion import Deletions
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ingest
+from nearkin_gateway.insight import Insight
 from nearkin_gateway.limits import Rates, Slots
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
+from nearkin_gateway.sessions import Sessions
 from nearkin_gateway.tokens import TokenFile
+
+if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does without
+    from nearkin_gateway.pipeline_state import PipelineState
 
 HAND_OVERS_MAX = 4
 """Resumable uploads that are streamed on at a time, each with a part of 3.6 MiB in memory."""
@@ -27,6 +32,13 @@ class Workers(Protocol):
 
     def workers(self) -> list[dict[str, object]]:
         """Return the newest word of each."""
+
+
+class Collecting(Protocol):
+    """What an embedded gateway tells of its rounds of garbage collection."""
+
+    def collected(self) -> dict[str, object] | None:
+        """Return what the last round did, None before the first one."""
 
 
 @dataclass
@@ -42,6 +54,10 @@ class Gateway:
     deletions: Deletions
     resumable: Resumable
     workers: Workers | None = None
+    pipeline: PipelineState | None = None
+    """How far the stages are; None where all runs in one process."""
+    collecting: Collecting | None = None
+    """Its rounds of garbage collection, where it does them itself."""
     stopping: bool = False
     origins: set[bytes] = field(default_factory=set)
     """Idempotency keys whose upload is running here."""
@@ -56,6 +72,12 @@ class Gateway:
         self.uploads = Slots("uploads", bounds.uploads_max)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = Slots("downloads", bounds.downloads_max)
+        self.insight = Insight(self.catalogue)
+        self.sessions = (
+            None
+            if self.tokens is None
+            else Sessions(self.catalogue.secret, self.tokens, self.settings.dashboard.session_hours * 3600)
+        )
 
     @property
     def settings(self) -> Settings:

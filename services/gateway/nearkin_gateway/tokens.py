@@ -127,6 +127,16 @@ class TokenFile:
         right = hmac.compare_digest(_digest(text), token.sha256 if token is not None else "0" * 64)
         return token if right else None
 
+    def by_id(self, number: str) -> Token | None:
+        """Return the token with this id, expired or not: for who has proved before that it knows the rest."""
+        self._look()
+        return self._tokens.get(number)
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that tokens name."""
+        self._look()
+        return sorted({token.tenant for token in self._tokens.values()})
+
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:

@@ -22,6 +22,7 @@ REASONS = {
 def collect(*, dry_run: bool, deleted_too: bool) -> None:
     """Do a round, or look what it would do, and print what it did."""
     from nearkin.cli.output import print_json, say
+    from nearkin.formats.answers import gc_json
 
     session = current_session()
     with session.open_local(read_only=dry_run) as store:
@@ -31,23 +32,6 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
     else:
         for line in gc_lines(report):
             say(line)
-
-
-def gc_json(report: GcReport) -> dict[str, object]:
-    """Return a round as JSON has it."""
-    return {
-        "dry_run": report.dry_run,
-        "versions": report.versions,
-        "containers_deleted": report.containers_deleted,
-        "containers_rewritten": report.containers_rewritten,
-        "freed_bytes": report.freed_bytes,
-        "condemned_containers": report.condemned_containers,
-        "freed_later_bytes": report.freed_later_bytes,
-        "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
-        "forgotten": report.forgotten,
-        "held": dict(report.held) if report.dry_run else None,
-        "seconds": report.seconds,
-    }
 
 
 def gc_lines(report: GcReport) -> Iterator[str]:

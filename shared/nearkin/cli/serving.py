@@ -2,38 +2,99 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.cli.session import AsWritten, AsWrittenGroup, Session, current_session, shared_options
-from nearkin.errors import ConfigError
+from nearkin.cli.session import AsWritten, AsWrittenGroup, Session, current_session, services_extra, shared_options
+from nearkin.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from nearkin.config import Settings
 
 
 @click.command(cls=AsWritten)
-@click.option("--embedded", is_flag=True, help="A whole store in this process: no Kafka, no workers.")
-@click.option("--host", metavar="ADDRESS", help="Listen here; anything but loopback needs tokens.")
-@click.option("--port", metavar="PORT", type=click.IntRange(0, 65_535), help="Listen here; 0 is any free port.")
+@click.argument("folder", metavar="[STORE]", required=False)
+@click.option("--embedded", is_flag=True, help="A whole store in this process, whatever gateway.ingest says.")
+@click.option("--host", metavar="ADDRESS", help="Listen here; anything but loopback needs auth.tokens_file.")
+@click.option("--port", metavar="PORT", type=click.IntRange(0, 65_535), help="Listen here [8080]; 0 is any free port.")
+@click.option("--no-token", is_flag=True, help="Ask nobody for a token: whoever reaches this machine may do all.")
 @shared_options
-def serve(embedded: bool, host: str | None, port: int | None) -> None:
-    """Answer over HTTP until it is stopped (Ctrl-C, SIGTERM).
+def serve(folder: str | None, embedded: bool, host: str | None, port: int | None, no_token: bool) -> None:
+    """Serve a local store over HTTP, with a dashboard in the browser, until it is stopped (Ctrl-C, SIGTERM).
 
-    nearkin --store /var/lib/nearkin serve --embedded
-    curl -T dump.rdb http://127.0.0.1:8080/v1/blobs/db/dump
-    curl http://127.0.0.1:8080/v1/blobs/db/dump -o restored.rdb
+    nearkin serve /var/lib/nearkin       # prints its URL and a token
+    curl -H "Authorization: Bearer $TOKEN" -T dump.rdb http://127.0.0.1:8080/v1/blobs/db/dump
+
+    Without auth.tokens_file a token is made that counts until this ends. Where gateway.ingest is set to kafka, and no
+    STORE is named, it serves in front of the pipeline.
     """
     import logging
+    import signal
 
     from nearkin.config import with_changes
 
     session = current_session()
-    settings = session.load()[0]
-    given = {"host": host, "port": port, "ingest": "embedded" if embedded else None}
-    settings = with_changes(settings, {"gateway": {name: value for name, value in given.items() if value is not None}})
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    from nearkin_gateway.server import serve as serve_gateway
+    if folder is not None:
+        if session.store is not None:
+            raise BadInput(f"store {session.store!r} and {folder!r}: name one of them")
+        session.store = folder
+    settings, origins = session.load()
+    chosen = origins["gateway.ingest"].source != "default"
+    wants = {"host": host, "port": port}
+    if embedded or folder is not None or not chosen:
+        wants["ingest"] = "embedded"
+    settings = with_changes(settings, {"gateway": {name: value for name, value in wants.items() if value is not None}})
+    if settings.gateway.ingest == "embedded":
+        from nearkin.cli.arguments import store_folder
 
-    serve_gateway(settings, session.config)
+        settings = with_changes(settings, {"store": str(store_folder(settings.store))})
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops by it, then raises it again: a stop is no failure
+    with services_extra("serve"):
+        from nearkin_gateway.server import check_address
+        from nearkin_gateway.server import serve as serve_gateway
+
+    check_address(settings)
+    with ExitStack() as held:
+        text = None
+        if settings.auth.tokens_file is None and not no_token:
+            settings, text = held.enter_context(_token_of_this_run(settings))
+        with suppress(KeyboardInterrupt):  # Ctrl-C is how one ends it: uvicorn has stopped by then
+            serve_gateway(settings, session.config, lambda url: _announce(url, text, as_json=session.as_json))
+
+
+@contextmanager
+def _token_of_this_run(settings: Settings) -> Iterator[tuple[Settings, str]]:
+    """Yield the settings with a tokens file of their own, which goes in the end, and its one token."""
+    import tempfile
+
+    from nearkin.config import with_changes
+    from nearkin_gateway import tokens
+
+    with tempfile.TemporaryDirectory(prefix="nearkin-serve-") as folder:
+        file = Path(folder) / "tokens.json"
+        text, _ = tokens.create(file, settings.tenant, tokens.SCOPES, days=None, note="nearkin serve")
+        yield with_changes(settings, {"auth": {"tokens_file": str(file)}}), text
+
+
+def _announce(url: str, token: str | None, *, as_json: bool) -> None:
+    """Say where it listens, once it does."""
+    import json
+
+    from nearkin.cli.output import say
+
+    if as_json:
+        say(json.dumps({"url": url, "token": token}))  # one line: who waits for it knows where it ends
+    else:
+        say(f"{url}/")
+        if token is not None:
+            say(f"token {token}")
+    sys.stdout.flush()
 
 
 @click.group(cls=AsWrittenGroup)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `nearkin ls` must not wait for numpy
         Damage,
         Deletion,
         Explanation,
+        GcReport,
         Ledger,
         PutResult,
         SegmentExplained,
@@ -196,6 +197,23 @@ def stats_from(value: object) -> Stats:
         deleted_bytes=_count(told, "deleted_bytes"),
         found_by=_counts(told, "found_by"),
     )
+
+
+def gc_json(report: GcReport) -> dict[str, object]:
+    """Return a round as JSON has it."""
+    return {
+        "dry_run": report.dry_run,
+        "versions": report.versions,
+        "containers_deleted": report.containers_deleted,
+        "containers_rewritten": report.containers_rewritten,
+        "freed_bytes": report.freed_bytes,
+        "condemned_containers": report.condemned_containers,
+        "freed_later_bytes": report.freed_later_bytes,
+        "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
+        "forgotten": report.forgotten,
+        "held": dict(report.held) if report.dry_run else None,
+        "seconds": report.seconds,
+    }
 
 
 def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, object]:

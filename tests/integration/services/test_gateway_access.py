@@ -80,6 +80,9 @@ ROUTES = [
     ("POST", "/v1/uploads", "write"), ("HEAD", "/v1/uploads/x", "write"), ("GET", "/v1/uploads/x", "write"),
     ("PATCH", "/v1/uploads/x", "write"), ("DELETE", "/v1/uploads/x", "write"),
     ("GET", "/v1/config", "admin"), ("PATCH", "/v1/config", "admin"), ("GET", "/v1/workers", "admin"),
+    ("GET", "/v1/reduction", "read"), ("GET", "/v1/growth", "read"), ("GET", "/v1/tenants", "admin"),
+    ("GET", "/v1/pipeline", "admin"), ("GET", "/v1/dead", "admin"), ("POST", "/v1/dead/replay", "admin"),
+    ("GET", "/v1/audit", "admin"), ("GET", "/v1/collection", "admin"),
 ]  # fmt: skip
 
 

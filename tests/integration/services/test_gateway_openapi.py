@@ -68,6 +68,7 @@ OPERATIONS = (
     "putBlob", "postBlob", "getBlob", "headBlob", "deleteBlob", "undeleteBlob", "listDeleted",
     "listBlobs", "listVersions", "getInfo", "getStatus",
     "explain", "getStats", "listWorkers", "getConfig", "patchConfig", "livez", "readyz",
+    "getReduction", "listTenants", "getGrowth", "getPipeline", "listDead", "replayDead", "getAudit", "getCollection",
     "tusOptions", "createUpload", "headUpload", "getUpload", "patchUpload", "deleteUpload",
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import reduce
@@ -31,6 +32,9 @@ from nearkin.runners.kafka.clients import consumer, group, topic
 _log = logging.getLogger("nearkin.config")
 
 CHANGES_BYTES_MAX = 64 * 1024
+AUDIT_MAX = 100
+"""Changes that are remembered, newest last; at most CHANGES_BYTES_MAX each."""
+AUDIT_TEXT_MAX = 200
 POLL_SECONDS = 0.5
 WATCH_MS = 500
 """How often the watcher of the file looks up: each time it takes the interpreter's lock from the work."""
@@ -76,6 +80,7 @@ class HotSettings:
         self._state = settings, revision_of(settings)
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._audit: deque[dict[str, Any]] = deque(maxlen=AUDIT_MAX)
         self._caught_up = threading.Event()
         metrics.CONFIG.info({"revision": self.revision})
 
@@ -93,6 +98,15 @@ class HotSettings:
     def changes(self) -> dict[str, dict[str, Any]]:
         """Return what the topic changes over the file."""
         return {section: dict(fields) for section, fields in self._from_topic.items()}
+
+    @property
+    def audit(self) -> list[dict[str, Any]]:
+        """Return the changes by the topic that came into force since this began, newest last: by whom, when, what.
+
+        The topic is read from its start: what its compaction has left of the time before is among them.
+        """
+        with self._lock:
+            return list(self._audit)
 
     def start(self) -> None:
         """Watch the file, where there is one, and the topic; returns when the topic was read to its end once."""
@@ -117,11 +131,20 @@ class HotSettings:
         try:
             if len(value) > CHANGES_BYTES_MAX:
                 raise BadInput(f"{len(value)} bytes: want at most {CHANGES_BYTES_MAX}")
-            changes = checked_changes(json.loads(value)["changes"])
+            message = json.loads(value)
+            changes = checked_changes(message["changes"])
             self._apply(self._from_file, changes)
+            self._remember(message, changes)
         except (NearkinError, ValueError, KeyError, TypeError, RecursionError) as err:
             metrics.CONFIG_REFUSED.inc()
             _log.error("%s: refused, revision %s stays: %s", what, self.revision, err)
+
+    def _remember(self, message: Mapping[str, Any], changes: dict[str, dict[str, Any]]) -> None:
+        at, by = (str(message.get(name, ""))[:AUDIT_TEXT_MAX] for name in ("at", "by"))
+        entry = {"at": at, "by": by, "changes": changes, "revision": self.revision}
+        with self._lock:
+            if entry not in self._audit:  # who made a change hears it again from the topic
+                self._audit.append(entry)
 
     def reread(self) -> None:
         """Take the file's hot fields as they are now. What is refused is logged."""

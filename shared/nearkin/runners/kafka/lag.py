@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
@@ -38,8 +39,19 @@ def watched(settings: Settings) -> list[tuple[str, list[str]]]:
     return found
 
 
-class LagWatch:
-    """Looks every LOOK_SECONDS, on a thread of its own.
+@dataclass(frozen=True, slots=True)
+class GroupLag:
+    """How far one group is. `taken` sums up the offsets that it will begin at: its growth is what it takes."""
+
+    group: str
+    behind: Mapping[Place, int]
+    old: int
+    """Of the records that wait, those older than half of kafka.retention_hours."""
+    taken: int
+
+
+class LagReader:
+    """Asks Kafka how far each group is. For one thread at a time.
 
     By a consumer of each group that never joins it. The admin client asks for all groups at once, but ends the process
     while a coordinator moves (SIGSEGV and SIGABRT, librdkafka 2.16; its issue 3663, confluent-kafka-python's 1982).
@@ -48,6 +60,46 @@ class LagWatch:
     def __init__(self, settings: Settings) -> None:
         self._watched = [(name, topics, consumer(settings, name, "nearkin-lag")) for name, topics in watched(settings)]
         self._old_ms = int(retention_ms(settings)) // 2
+
+    def read(self, stop: threading.Event | None = None) -> Iterator[GroupLag]:
+        """Yield each group as it is asked, until `stop`. Raises KafkaException, TimeoutError."""
+        for name, topics, asking in self._watched:
+            if stop is not None and stop.is_set():
+                return  # a Kafka that is away lets each question wait for ADMIN_SECONDS_MAX
+            yield self._lag(name, asking, topics)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        for _, _, asking in self._watched:
+            asking.close()
+
+    def _lag(self, name: str, asking: Consumer, topics: Sequence[str]) -> GroupLag:
+        there = asking.list_topics(timeout=ADMIN_SECONDS_MAX).topics
+        parts = [TopicPartition(full, part) for full in topics if full in there for part in there[full].partitions]
+        if not parts:
+            return GroupLag(name, {}, 0, 0)
+        committed = _offsets(asking.committed(parts, timeout=ADMIN_SECONDS_MAX))
+        before_ms = time.time_ns() // 1_000_000 - self._old_ms
+        times = [TopicPartition(part.topic, part.partition, before_ms) for part in parts]
+        young = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
+        behind, old, taken = {}, 0, 0
+        for part in parts:
+            place = part.topic, part.partition
+            begin, end = asking.get_watermark_offsets(part, timeout=ADMIN_SECONDS_MAX)
+            # Nothing committed, or what was is no longer there: the group will begin at what is left.
+            following = max(begin, committed.get(place, -1))
+            behind[place] = end - following
+            taken += following
+            # A negative offset: nothing younger is there.
+            old += max(0, (young[place] if young[place] >= 0 else end) - following)
+        return GroupLag(name, behind, old, taken)
+
+
+class LagWatch:
+    """Looks every LOOK_SECONDS, on a thread of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._reader = LagReader(settings)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nearkin-lag", daemon=True)
 
@@ -61,8 +113,7 @@ class LagWatch:
         self._stop.set()
         self._thread.join(STOP_SECONDS)
         if not self._thread.is_alive():
-            for _, _, asking in self._watched:
-                asking.close()
+            self._reader.close()
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -74,35 +125,12 @@ class LagWatch:
 
     def look(self) -> None:
         """Read it once. Raises KafkaException, TimeoutError."""
-        for name, topics, asking in self._watched:
-            if self._stop.is_set():
-                return  # a Kafka that is away lets each question wait for ADMIN_SECONDS_MAX
-            behind, old = self._behind(asking, topics)
-            for place, records in behind.items():
-                metrics.LAG.labels(name, *map(str, place)).set(records)
-            metrics.OLD_LAG.labels(name).set(old)
-        metrics.LAG_SEEN.set(time.time())
-
-    def _behind(self, asking: Consumer, topics: Sequence[str]) -> tuple[dict[Place, int], int]:
-        """Return how many records each partition has for the consumer's group, and how many of all these are old."""
-        there = asking.list_topics(timeout=ADMIN_SECONDS_MAX).topics
-        parts = [TopicPartition(full, part) for full in topics if full in there for part in there[full].partitions]
-        if not parts:
-            return {}, 0
-        committed = _offsets(asking.committed(parts, timeout=ADMIN_SECONDS_MAX))
-        before_ms = time.time_ns() // 1_000_000 - self._old_ms
-        times = [TopicPartition(part.topic, part.partition, before_ms) for part in parts]
-        young = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
-        behind, old = {}, 0
-        for part in parts:
-            place = part.topic, part.partition
-            begin, end = asking.get_watermark_offsets(part, timeout=ADMIN_SECONDS_MAX)
-            # Nothing committed, or what was is no longer there: the group will begin at what is left.
-            following = max(begin, committed.get(place, -1))
-            behind[place] = end - following
-            # A negative offset: nothing younger is there.
-            old += max(0, (young[place] if young[place] >= 0 else end) - following)
-        return behind, old
+        for found in self._reader.read(self._stop):
+            for place, records in found.behind.items():
+                metrics.LAG.labels(found.group, *map(str, place)).set(records)
+            metrics.OLD_LAG.labels(found.group).set(found.old)
+        if not self._stop.is_set():
+            metrics.LAG_SEEN.set(time.time())
 
 
 def _offsets(parts: Sequence[TopicPartition]) -> dict[Place, int]:

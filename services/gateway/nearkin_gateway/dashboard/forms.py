@@ -1,0 +1,50 @@
+"""The hot settings as fields of a form. Invariant: a field says the values that its rule takes; the API checks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from nearkin.config import HOT_FIELDS, Settings
+from nearkin.config_rules import Between, OneOf
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One hot setting. `choices` for a name; `least` and `most` for a number; neither for on and off."""
+
+    name: str
+    section: str
+    field: str
+    value: Any
+    changed: bool
+    """By PATCH, over the file."""
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    most: int | None = None
+
+
+def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[tuple[str, list[Field]]]:
+    """Return (section, its fields)."""
+    found: dict[str, list[Field]] = {}
+    for name in sorted(HOT_FIELDS):
+        section, _, field = name.partition(".")
+        holder = getattr(settings, section)
+        rule = _rule(get_type_hints(type(holder), include_extras=True)[field])
+        found.setdefault(section, []).append(
+            Field(
+                name=name,
+                section=section,
+                field=field,
+                value=getattr(holder, field),
+                changed=field in changes.get(section, {}),
+                choices=rule.known if isinstance(rule, OneOf) else (),
+                least=rule.least if isinstance(rule, Between) else None,
+                most=rule.most if isinstance(rule, Between) else None,
+            )
+        )
+    return list(found.items())
+
+
+def _rule(hint: Any) -> object:
+    return get_args(hint)[1] if get_origin(hint) is Annotated else None

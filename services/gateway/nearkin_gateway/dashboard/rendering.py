@@ -1,0 +1,101 @@
+"""How a page leaves. Invariant: under one Content-Security-Policy, escaped, never cached; assets are a fixed few files.
+
+The policy takes no inline script and no inline style; a template that tries either shows nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse
+
+from nearkin_gateway.dashboard import text
+from nearkin_gateway.keys import blob_url
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "same-origin",  # no-referrer would make the Origin of a form "null"
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """Who looks at a page. `open`: no tokens are configured, so there is nothing to log out of."""
+
+    tenant: str
+    name: str
+    scopes: frozenset[str]
+    csrf: str
+    open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file that pages refer to."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def page(template: str, visitor: Visitor | None, status: int = 200, *, title: str, **shown: Any) -> HTMLResponse:
+    """Return a page."""
+    body = _templates().get_template(template).render(visitor=visitor, title=title, **shown)
+    return HTMLResponse(body, status, HEADERS)
+
+
+def asset(name: str) -> Asset | None:
+    """Return a script, style sheet or image by its name, None where there is none."""
+    return _assets().get(name)
+
+
+@cache
+def _assets() -> dict[str, Asset]:
+    found = {}
+    for entry in files("nearkin_gateway.dashboard").joinpath("static").iterdir():
+        content = entry.read_bytes()
+        suffix = entry.name[entry.name.rindex(".") :]
+        etag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
+        found[entry.name] = Asset(content, MEDIA_TYPES[suffix], etag)
+    return found
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=PackageLoader("nearkin_gateway.dashboard"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    made.filters |= {
+        "bytes": text.human_bytes, "count": text.count, "ratio": text.ratio, "moment": text.moment,
+        "span": text.seconds, "rate": text.per_second,
+    }  # fmt: skip
+    made.globals |= {"page_url": text.page_url, "blob_url": blob_url, "version": _version()}
+    return made
+
+
+def _version() -> str:
+    try:
+        return version("nearkin")
+    except PackageNotFoundError:  # run from a source tree
+        return "0"

@@ -1,0 +1,95 @@
+// What changes something: deletions, settings, replays. Invariant: what takes data away asks first.
+
+import { call, keyPath, say } from "./api.js";
+import { refresh } from "./live.js";
+
+async function act(button, told, work) {
+  button.disabled = true;
+  try {
+    await work();
+    say(told);
+    return true;
+  } catch (error) {
+    say(error.message, true);
+    return false;
+  } finally {
+    button.disabled = false;
+  }
+}
+
+function sure(title, text) {
+  const dialog = document.getElementById("sure");
+  dialog.querySelector("#sure-title").textContent = title;
+  dialog.querySelector("#sure-text").textContent = text;
+  const reason = dialog.querySelector('[name="reason"]');
+  reason.value = "";
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((done) => {
+    dialog.addEventListener("close", () => done(dialog.returnValue === "yes" ? reason.value : null), { once: true });
+  });
+}
+
+async function remove(button) {
+  const { delete: key, version } = button.dataset;
+  const what = version ? `${key}, version ${version}` : `${key} with all its versions`;
+  const reason = await sure(`Delete ${what}?`, "It can be brought back for a while; then its bytes are freed.");
+  if (reason === null) return;
+  const query = new URLSearchParams({ ...(version && { version }), ...(reason && { reason }) });
+  if (await act(button, `Deleted ${what}.`, () => call("DELETE", `/v1/blobs/${keyPath(key)}?${query}`))) {
+    location.assign(`/ui/blob?${new URLSearchParams({ key })}`);
+  }
+}
+
+async function bringBack(button) {
+  const { undelete: key, version } = button.dataset;
+  const path = `/v1/undelete/${keyPath(key)}?${new URLSearchParams({ version })}`;
+  if (await act(button, `${key}, version ${version} is back.`, () => call("POST", path))) location.reload();
+}
+
+async function replay(button) {
+  const letter = button.dataset.replay;
+  const body = JSON.stringify({ letters: [letter] });
+  const headers = { "Content-Type": "application/json" };
+  if (await act(button, `Letter ${letter} was sent back.`, () => call("POST", "/v1/dead/replay", { body, headers }))) {
+    button.blur();
+    await refresh();
+  }
+}
+
+async function set(form, button, value) {
+  const { section, field } = form.dataset;
+  const body = JSON.stringify({ [section]: { [field]: value } });
+  const headers = { "Content-Type": "application/merge-patch+json" };
+  const told = value === null ? `${section}.${field} is what the file says again.` : `${section}.${field} is ${value} now.`;
+  if (await act(button, told, () => call("PATCH", "/v1/config", { body, headers }))) {
+    sessionStorage.setItem("said", told);
+    location.reload();
+  }
+}
+
+function valueOf(input) {
+  if (input.dataset.type === "number") return Number(input.value);
+  return input.dataset.type === "bool" ? input.value === "true" : input.value;
+}
+
+export function setUp() {
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    if (button.dataset.delete !== undefined) remove(button);
+    else if (button.dataset.undelete !== undefined) bringBack(button);
+    else if (button.dataset.replay !== undefined) replay(button);
+    else if (button.dataset.reset !== undefined) set(button.form, button, null);
+  });
+  document.addEventListener("submit", (event) => {
+    if (!event.target.matches("[data-setting]")) return;
+    event.preventDefault();
+    set(event.target, event.submitter ?? event.target.querySelector("button"), valueOf(event.target.elements.value));
+  });
+  const said = sessionStorage.getItem("said");
+  if (said) {
+    sessionStorage.removeItem("said");
+    say(said);
+  }
+}

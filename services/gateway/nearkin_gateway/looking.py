@@ -1,0 +1,235 @@
+"""What an operator looks at: shares, growth, lag, dead letters, changes. Invariant: looking changes nothing.
+
+The dashboard shows these answers; so does whoever asks with a token. Sending dead letters back is the one change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from nearkin.errors import BadInput, NotFound
+from nearkin_gateway import models
+from nearkin_gateway.access import Admin, Reader
+from nearkin_gateway.bodies import chunks
+from nearkin_gateway.insight import Growth, Reduction
+from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.state import Gateway, gateway_of
+
+if TYPE_CHECKING:
+    from nearkin.runners.kafka.dead_replay import DeadLetter
+
+TENANTS_SHOWN_MAX = 50
+REPLAY_BYTES_MAX = 64 * 1024
+REPLAY_LETTERS_MAX = 1000
+router = APIRouter()
+_PLAIN = responses(400, 401, 403, 405, 422, 429, 431, 500, 503)
+_REPLAY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["letters"],
+                    "properties": {
+                        "letters": {
+                            "type": "array",
+                            "minItems": 1,
+                            "maxItems": REPLAY_LETTERS_MAX,
+                            "items": {"type": "string", "example": "0:17"},
+                        }
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.get(
+    "/v1/reduction",
+    responses={**_PLAIN, **responses(404)},
+    response_model=models.Reduction,
+    operation_id="getReduction",
+    tags=["insight"],
+)
+async def reduction(request: Request, caller: Reader) -> Response:
+    """Return what the caller's tenant takes by prefix; the shares add up to the stored bytes."""
+    found = await asyncio.to_thread(gateway_of(request).insight.reduction, caller.tenant)
+    return JSONResponse({"tenants": [tenant_json(caller.tenant, found)]})
+
+
+@router.get(
+    "/v1/tenants", responses=_PLAIN, response_model=models.Reduction, operation_id="listTenants", tags=["admin"]
+)
+async def tenants(request: Request, caller: Admin) -> Response:
+    """Return what each tenant takes that tokens name, at most 50 of them, without their prefixes."""
+    found = await asyncio.to_thread(tenants_json, gateway_of(request), caller.tenant)
+    return JSONResponse({"tenants": found})
+
+
+@router.get(
+    "/v1/growth",
+    responses={**_PLAIN, **responses(404)},
+    response_model=models.Growth,
+    operation_id="getGrowth",
+    tags=["insight"],
+)
+async def growth(request: Request, caller: Reader) -> Response:
+    """Return how what the caller's tenant has now came to be: logical and stored bytes over time."""
+    return JSONResponse(growth_json(await asyncio.to_thread(gateway_of(request).insight.growth, caller.tenant)))
+
+
+@router.get(
+    "/v1/pipeline", responses=_PLAIN, response_model=models.Pipeline, operation_id="getPipeline", tags=["admin"]
+)
+async def pipeline(request: Request, _caller: Admin) -> Response:
+    """Return what goes through: lag and speed of each stage, the last hour by the minute, what failed."""
+    return JSONResponse(await pipeline_json(gateway_of(request)))
+
+
+@router.get("/v1/dead", responses=_PLAIN, response_model=models.Letters, operation_id="listDead", tags=["admin"])
+async def dead(request: Request, _caller: Admin) -> Response:
+    """List the newest dead letters, those that were sent back too; their contents are shown by `nearkin dlq show`."""
+    return JSONResponse(await dead_json(gateway_of(request)))
+
+
+@router.post(
+    "/v1/dead/replay",
+    responses={**_PLAIN, **responses(404, 408, 413)},
+    response_model=models.Replayed,
+    openapi_extra=_REPLAY,
+    operation_id="replayDead",
+    tags=["admin"],
+)
+async def replay(request: Request, _caller: Admin) -> Response:
+    """Send dead letters back to the topics they came from, each once."""
+    gateway = gateway_of(request)
+    data = b"".join([piece async for piece in chunks(request, gateway.bounds, REPLAY_BYTES_MAX)])
+    try:
+        names = json.loads(data)["letters"]
+    except (ValueError, RecursionError, KeyError, TypeError) as err:
+        raise Problem(400, "bad-json", 'want {"letters": ["PARTITION:OFFSET", ...]}') from err
+    if not isinstance(names, list) or not 1 <= len(names) <= REPLAY_LETTERS_MAX:
+        raise BadInput(f"letters: want a list of 1 to {REPLAY_LETTERS_MAX}")
+    if gateway.pipeline is None:
+        raise Problem(404, "not-found", "all runs in this one process: there are no dead letters")
+    sent = await asyncio.to_thread(gateway.pipeline.replay, [str(name) for name in names])
+    return JSONResponse({"replayed": [f"{letter.partition}:{letter.offset}" for letter in sent]})
+
+
+@router.get("/v1/audit", responses=_PLAIN, response_model=models.Audit, operation_id="getAudit", tags=["admin"])
+async def audit(request: Request, _caller: Admin) -> Response:
+    """Return who changed hot settings when, newest first."""
+    return JSONResponse({"changes": list(reversed(gateway_of(request).hot.audit))})
+
+
+@router.get(
+    "/v1/collection", responses=_PLAIN, response_model=models.Collection, operation_id="getCollection", tags=["admin"]
+)
+async def collection(request: Request, _caller: Admin) -> Response:
+    """Return what the last round of garbage collection did, where the gateway does them itself."""
+    return JSONResponse(collection_json(gateway_of(request)))
+
+
+# --- as JSON: the dashboard's pages are made of the same -------------------------------------------------------------
+
+
+def tenant_json(tenant: str, found: Reduction) -> dict[str, Any]:
+    """Return a tenant's shares."""
+    return {
+        "tenant": tenant,
+        "versions": found.total.versions,
+        "logical_bytes": found.total.logical_bytes,
+        "stored_bytes": round(found.total.stored_bytes),
+        "reduction_ratio": found.total.reduction_ratio,
+        "whole": found.whole,
+        "prefixes": [
+            {**asdict(share), "stored_bytes": round(share.stored_bytes), "reduction_ratio": share.reduction_ratio}
+            for share in found.prefixes
+        ],
+    }
+
+
+def tenants_json(gateway: Gateway, own: str) -> list[dict[str, Any]]:
+    """Return the tenants that this gateway can sum up, the largest first; without their prefixes."""
+    names = dict.fromkeys([own, *(gateway.tokens.tenants() if gateway.tokens is not None else [])])
+    rows = []
+    for name in list(names)[:TENANTS_SHOWN_MAX]:
+        with suppress(NotFound):  # an embedded gateway sums up its own alone
+            rows.append({**tenant_json(name, gateway.insight.reduction(name)), "prefixes": []})
+    return sorted(rows, key=lambda row: -int(row["logical_bytes"]))
+
+
+def growth_json(found: Growth) -> dict[str, Any]:
+    """Return a curve."""
+    return {
+        "points": [
+            {
+                "time": _moment(point.time_us / 1e6),
+                "logical_bytes": point.logical_bytes,
+                "stored_bytes": point.stored_bytes,
+            }
+            for point in found.points
+        ],
+        "versions": found.versions,
+        "read": found.read,
+        "too_many": found.too_many,
+    }
+
+
+async def pipeline_json(gateway: Gateway) -> dict[str, Any]:
+    """Return lag, speed, the last hour."""
+    stages = [] if gateway.pipeline is None else await asyncio.to_thread(gateway.pipeline.stages)
+    return {
+        "embedded": gateway.pipeline is None,
+        "stages": [asdict(stage) for stage in stages],
+        "minutes": gateway.outcomes.minutes.told(),
+        "failures": gateway.outcomes.minutes.failures(),
+    }
+
+
+async def dead_json(gateway: Gateway) -> dict[str, Any]:
+    """Return the dead letters, newest first."""
+    letters = [] if gateway.pipeline is None else await asyncio.to_thread(gateway.pipeline.letters)
+    return {"embedded": gateway.pipeline is None, "letters": [_letter_json(letter) for letter in reversed(letters)]}
+
+
+def collection_json(gateway: Gateway) -> dict[str, Any]:
+    """Return how garbage is collected here."""
+    own = gateway.collecting
+    return {
+        "embedded": own is not None,
+        "interval_seconds": gateway.settings.gc.interval_seconds if own is not None else 0,
+        "grace_seconds": gateway.settings.gc.grace_seconds,
+        "last": None if own is None else own.collected(),
+    }
+
+
+def _letter_json(letter: DeadLetter) -> dict[str, Any]:
+    name, partition, offset = letter.source or (None, None, None)
+    return {
+        "letter": f"{letter.partition}:{letter.offset}",
+        "time": _moment(max(0, letter.timestamp_ms) / 1000),
+        "topic": name,
+        "partition": partition,
+        "offset": offset,
+        "stage": letter.stage,
+        "error": letter.error,
+        "message": letter.message,
+        "value_bytes": letter.value_bytes,
+        "kept_whole": not letter.omitted,
+        "replayed": letter.replayed,
+    }
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

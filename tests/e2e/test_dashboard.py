@@ -1,0 +1,291 @@
+"""The dashboard in a real browser: an operator's walk, by pointer, by keyboard alone, on a phone, in the dark.
+
+Screenshots lie in test-artefacts/dashboard, which git leaves out.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from nearkin.testing.generated import mutated, records_like
+from nearkin.testing.serve import main as fill
+from nearkin.testing.servers import MissingTool
+
+ARTEFACTS = Path(__file__).parents[2] / "test-artefacts/dashboard"
+PAGES = {
+    "overview": "/",
+    "blobs": "/ui/blobs",
+    "blob": "/ui/blob?key=releases%2Fnearkin.tar",
+    "deleted": "/ui/deleted",
+    "pipeline": "/ui/pipeline",
+    "upkeep": "/ui/upkeep",
+    "settings": "/ui/settings",
+}
+DUMP = records_like(2_000_000, 7)
+SLOW_MS = 20_000
+"""How long a page may take on a machine that does much else."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """`nearkin serve` in a process of its own."""
+
+    url: str
+    token: str
+
+
+def chromium() -> str:
+    """Return the browser. Raises MissingTool."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        raise MissingTool("chromium is not installed: apt-get install chromium")
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("browser")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["serve", str(folder / "store")])
+        assert fill() == 0
+    command = [sys.executable, "-m", "nearkin.cli", "serve", str(folder / "store"), "--port", "0"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
+    environment = {**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with (folder / "log").open("w") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        try:
+            assert child.stdout is not None
+            url, token = child.stdout.readline().strip(), child.stdout.readline().strip()
+            assert token.startswith("token nk_"), (folder / "log").read_text()
+            yield Served(url.rstrip("/"), token.removeprefix("token "))
+        finally:
+            child.terminate()
+            assert child.wait(60) == 0, (folder / "log").read_text()
+            child.stdout.close() if child.stdout is not None else None
+    assert token.removeprefix("token ").rpartition("_")[2] not in (folder / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser(need: Callable[[Callable[[], Any]], Any]) -> Iterator[Browser]:
+    program = need(chromium)
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser: Browser, served: Served) -> Iterator[Callable[..., Page]]:
+    """Return a page in a profile of its own; whatever the browser complains of fails the test."""
+    contexts: list[BrowserContext] = []
+    complaints: list[str] = []
+
+    def make(*, logged_in: bool = True, breaks: bool = False, **more: Any) -> Page:
+        context = browser.new_context(base_url=served.url, accept_downloads=True, **more)
+        context.set_default_timeout(SLOW_MS)
+        contexts.append(context)
+        page = context.new_page()
+        if not breaks:
+            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        if logged_in:
+            page.goto("/login")
+            page.get_by_label("Token").fill(served.token)
+            page.get_by_role("button", name="Log in").click()
+            expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def shot(page: Page, name: str) -> None:
+    page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=True)
+
+
+def versions(page: Page) -> int:
+    return int(page.locator("#card-versions").inner_text())
+
+
+def test_an_operators_walk(opened: Callable[..., Page], tmp_path: Path) -> None:
+    page = opened()
+    before, logical = versions(page), page.locator("#card-logical").inner_text()
+    shot(page, "walk-1-overview")
+
+    page.get_by_role("link", name="Blobs", exact=True).click()
+    page.get_by_label("Key starts with").fill("walk/")
+    source = tmp_path / "shop ümläut.dump"
+    source.write_bytes(DUMP)
+    page.locator("#upload-files").set_input_files(source)
+    expect(page.locator("#uploads")).to_contain_text("version 1 is committed", timeout=SLOW_MS)
+    expect(page.locator("#uploads progress")).to_have_js_property("value", len(DUMP))
+    expect(page.locator("#blobs")).to_contain_text("walk/shop ümläut.dump")
+    shot(page, "walk-2-uploaded")
+
+    page.get_by_role("link", name="Overview").click()
+    expect(page.locator("#card-versions")).to_have_text(str(before + 1), timeout=SLOW_MS)  # by itself: the page is live
+    expect(page.locator("#card-logical")).not_to_have_text(logical)
+    expect(page.locator("#prefixes")).to_contain_text("walk/")
+
+    page.get_by_role("link", name="Settings").click()
+    algorithm = page.locator('form[data-section="features"][data-field="algorithm"]')
+    assert algorithm.get_by_label("algorithm").input_value() == "finesse"
+    algorithm.get_by_label("algorithm").select_option("ntransform")
+    algorithm.get_by_role("button", name="Set").click()
+    expect(page.locator("#said")).to_have_text("features.algorithm is ntransform now.")
+    expect(page.locator("#audit")).to_contain_text('{"features": {"algorithm": "ntransform"}}')
+    expect(algorithm.get_by_label("algorithm")).to_have_value("ntransform")
+    shot(page, "walk-3-settings")
+
+    second = mutated(DUMP, 9, edits=40)
+    source.write_bytes(second)
+    page.goto("/ui/blobs?prefix=walk%2F")
+    dropped = page.evaluate_handle(
+        "bytes => { const data = new DataTransfer();"
+        " data.items.add(new File([Uint8Array.from(atob(bytes), c => c.charCodeAt(0))], 'shop ümläut.dump'));"
+        " return data; }",
+        base64.b64encode(second).decode(),
+    )
+    page.locator("#upload").dispatch_event("drop", {"dataTransfer": dropped})
+    expect(page.locator("#uploads")).to_contain_text("version 2 is committed", timeout=SLOW_MS)
+
+    page.get_by_role("link", name="walk/shop ümläut.dump", exact=True).click()
+    expect(page.get_by_role("heading", name="Version 2")).to_be_visible()
+    assert page.locator(".strip .kind-duplicate").count() > 20
+    assert page.locator(".strip .kind-delta").count() > 5
+    shot(page, "walk-4-blob")
+    for number, data in ((2, second), (1, DUMP)):
+        with page.expect_download() as download:
+            page.get_by_role("link", name=f"Download version {number}").last.click()
+        assert Path(download.value.path()).read_bytes() == data
+        assert download.value.suggested_filename == "shop ümläut.dump"
+
+    page.get_by_role("button", name="Delete version 1").click()
+    page.get_by_label("Reason").fill("by mistake")
+    shot(page, "walk-5-sure")
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.locator("#gone")).to_contain_text("by mistake")
+    expect(page.locator("#versions tbody tr")).to_have_count(1)
+    page.get_by_role("button", name="Undelete version 1").click()
+    expect(page.locator("#versions tbody tr")).to_have_count(2)
+
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_label("Token")).to_be_visible()
+    page.goto("/")
+    expect(page).to_have_url(re.compile("/login$"))
+
+
+def test_an_upload_that_breaks_goes_on_where_it_was(opened: Callable[..., Page], tmp_path: Path) -> None:
+    page = opened(breaks=True)
+    page.goto("/ui/blobs")
+    source = tmp_path / "broken.bin"
+    source.write_bytes(DUMP)
+    asked: list[tuple[str, str | None]] = []
+
+    def patches(route: Any) -> None:
+        asked.append((route.request.method, route.request.headers.get("upload-offset")))
+        if route.request.method == "PATCH" and len([one for one in asked if one[0] == "PATCH"]) == 1:
+            route.abort("connectionreset")
+        else:
+            route.continue_()
+
+    page.route("**/v1/uploads/*", patches)
+    page.locator("#upload-files").set_input_files(source)
+    expect(page.locator("#uploads")).to_contain_text("version 1 is committed", timeout=SLOW_MS)
+    methods = [method for method, _ in asked]
+    assert methods[:3] == ["PATCH", "HEAD", "PATCH"]
+    page.unroute_all()
+
+
+def test_the_keyboard_alone_is_enough(opened: Callable[..., Page], served: Served) -> None:
+    page = opened(logged_in=False)
+    page.goto("/")
+    expect(page.get_by_label("Token")).to_be_focused()
+    page.keyboard.insert_text(served.token)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+
+    def tab_to(name: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            focused = page.evaluate(
+                "() => { const e = document.activeElement; const s = getComputedStyle(e);"
+                " return [e.labels?.[0]?.innerText || e.innerText || '', s.outlineStyle]; }"
+            )
+            if focused[0].replace("\n", " ").startswith(name):
+                assert focused[1] == "solid", f"{name}: its focus cannot be seen"
+                return
+        raise AssertionError(f"{name} was not reached")
+
+    page.goto("/ui/settings")
+    tab_to("policy")
+    tab_to("Set")
+    page.goto("/ui/settings")
+    tab_to("algorithm")
+    page.keyboard.press("o")  # odess
+    tab_to("Set")
+    page.keyboard.press("Enter")
+    expect(page.locator("#said")).to_have_text("features.algorithm is odess now.")
+    tab_to("Reset")
+    page.keyboard.press("Space")
+    expect(page.locator("#said")).to_have_text("features.algorithm is what the file says again.")
+
+    page.goto("/ui/blob?key=db%2Fshop.dump")
+    tab_to("Delete the key")
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#versions tbody tr")).to_have_count(4)
+
+
+def test_every_page_is_accessible_in_both_schemes_and_fits_a_phone(opened: Callable[..., Page]) -> None:
+    page = opened(reduced_motion="reduce")
+    axe = Axe()
+    for name, path in PAGES.items():
+        page.set_viewport_size({"width": 1280, "height": 800})
+        page.emulate_media(color_scheme="light")
+        page.goto(path)
+        shot(page, f"desk-{name}")
+        looked = {"light": axe.run(page).response}
+        page.emulate_media(color_scheme="dark")
+        shot(page, f"dark-{name}")
+        looked["dark"] = axe.run(page, options={"runOnly": ["color-contrast"]}).response
+        for look, found in looked.items():
+            assert [(entry["id"], entry["nodes"][0]["target"]) for entry in found["violations"]] == [], f"{look} {name}"
+            assert found["passes"], "axe has looked at nothing"
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size({"width": 320, "height": 640})
+        shot(page, f"phone-{name}")
+        assert page.evaluate("document.documentElement.scrollWidth") == 320, f"{name} is wider than a phone"
+        assert looked["light"]["testEngine"]["name"] == "axe-core"
+
+
+def test_without_javascript_all_can_be_read(opened: Callable[..., Page]) -> None:
+    page = opened(java_script_enabled=False)
+    assert versions(page) >= 12
+    page.goto("/ui/blob?key=images%2Fweb.img")
+    expect(page.get_by_role("heading", name="How it is kept")).to_be_visible()
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_label("Token")).to_be_visible()

@@ -1,0 +1,100 @@
+"""`nearkin serve`: what it says, whom it lets in, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+TEMPORARY = "nearkin-serve-"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "TMPDIR": str(folder),
+    }
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    with (folder / "log").open("w") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "nearkin.cli", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment(folder),
+        )
+        assert child.stdout is not None
+        try:
+            lines = [child.stdout.readline().strip()]
+            assert lines[0], (folder / "log").read_text()
+            if "--json" not in arguments and "--no-token" not in arguments:
+                lines.append(child.stdout.readline().strip())
+            yield child, lines
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait(60)
+            child.stdout.close()
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nearkin.cli", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(folder),
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
+def test_a_store_is_served_with_a_token_of_this_run_until_it_is_stopped(tmp_path: Path, ending: signal.Signals) -> None:
+    with serving(tmp_path, str(tmp_path / "store"), "--port", "0") as (child, (url, told)):
+        token = told.removeprefix("token ")
+        headers = {"Authorization": f"Bearer {token}"}
+        assert httpx.put(f"{url}v1/blobs/a", content=b"a").status_code == 401
+        assert httpx.put(f"{url}v1/blobs/a", content=b"a", headers=headers).status_code == 201
+        assert httpx.get(f"{url}v1/config", headers=headers).status_code == 200
+        assert list(tmp_path.glob(f"{TEMPORARY}*"))
+        child.send_signal(ending)
+        assert child.wait(60) == 0
+        assert not list(tmp_path.glob(f"{TEMPORARY}*"))
+    log = (tmp_path / "log").read_text()
+    assert token not in log
+    assert "Traceback" not in log
+
+
+def test_without_a_token_and_for_programs(tmp_path: Path) -> None:
+    with serving(tmp_path, str(tmp_path / "store"), "--port", "0", "--no-token", "--json") as (_, (line,)):
+        told = json.loads(line)
+        assert told["token"] is None
+        assert httpx.put(f"{told['url']}/v1/blobs/a", content=b"a").status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--host", "0.0.0.0", "STORE"], "auth.tokens_file"),
+        ([], "no store given"),
+        (["--store", "STORE", "STORE"], "name one of them"),
+    ],
+    ids=["strangers", "no store", "two stores"],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path, arguments: list[str], why: str) -> None:
+    done = run(tmp_path, *(str(tmp_path / "store") if entry == "STORE" else entry for entry in arguments))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    assert why in done.stderr

@@ -1,0 +1,400 @@
+"""The dashboard's pages over HTTP: sessions, CSRF, the policy, and that the numbers are those of the store."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from html import escape
+from http.cookies import SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin.testing.generated import mutated, records_like
+from nearkin_gateway import tokens
+from nearkin_gateway.catalogue import STATS_SECONDS
+from nearkin_gateway.dashboard import pages
+from nearkin_gateway.dashboard.rendering import POLICY
+from nearkin_gateway.sessions import COOKIE, CSRF_HEADER, SECURE_COOKIE
+
+PAGES = ("/", "/ui/blobs", "/ui/deleted", "/ui/blob?key=db%2Fdump", "/ui/pipeline", "/ui/upkeep", "/ui/settings")
+EVIL = "evil/\"><script>alert(1)</script>'&amp;"
+Login = Callable[..., httpx.Client]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _looks_often() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "LOOK_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dashboard")
+
+
+@pytest.fixture(scope="module")
+def token(folder: Path) -> str:
+    return tokens.create(folder / "tokens.json", "default", tokens.SCOPES)[0]
+
+
+@pytest.fixture(scope="module")
+def gateway(folder: Path, token: str) -> Iterator[Running]:
+    with running(embedded(folder / "store", {"auth": {"tokens_file": str(folder / "tokens.json")}})) as found:
+        with found.client(token) as client:
+            first = records_like(400_000, 1)
+            blobs = [("db/dump", data) for data in (first, mutated(first, 2), mutated(first, 3))]
+            for key, data in [*blobs, ("web/page", b"x" * 50_000), (EVIL, b"evil")]:
+                answer = client.put(
+                    f"/v1/blobs/{quote(key, safe='')}", content=data, headers={"X-Nearkin-Meta-A": "%3Cb%3E"}
+                )
+                assert answer.status_code == 201, answer.text
+        yield found
+
+
+@pytest.fixture
+def login(gateway: Running, token: str) -> Iterator[Login]:
+    made: list[httpx.Client] = []
+
+    def make(text: str = token, **more: Any) -> httpx.Client:
+        made.append(httpx.Client(base_url=gateway.url, timeout=60, headers={"Origin": gateway.url}, **more))
+        answer = made[-1].post("/login", data={"token": text, "next": "/"})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/"), answer.text
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def csrf_of(client: httpx.Client) -> str:
+    found = re.search(r'<meta name="nearkin-csrf" content="([0-9a-f]{64})">', client.get("/").text)
+    assert found is not None
+    return found[1]
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_without_a_session_a_page_is_the_login_and_comes_back_to_it(gateway: Running, page: str) -> None:
+    with gateway.client() as client:
+        answer = client.get(page)
+        assert answer.status_code == 303
+        wanted = "/login" if page == "/" else f"/login?next={quote(page, safe='')}"
+        assert answer.headers["location"] == wanted
+        shown = client.get(answer.headers["location"])
+        assert f'name="next" value="{escape(page)}"' in shown.text
+
+
+def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites_and_holds_no_token(
+    gateway: Running, token: str
+) -> None:
+    with gateway.client() as client:
+        answer = client.post("/login", data={"token": token}, headers={"Origin": gateway.url})
+    cookie = SimpleCookie(answer.headers["set-cookie"])[COOKIE]
+    assert (cookie["httponly"], cookie["samesite"], cookie["path"], cookie["secure"]) == (True, "strict", "/", "")
+    assert int(cookie["max-age"]) == 8 * 3600
+    secret = token.rpartition("_")[2]
+    assert secret not in answer.headers["set-cookie"]
+    assert secret not in answer.headers["location"]
+
+
+def test_behind_tls_the_cookie_is_secure_and_of_this_host_alone(gateway: Running, token: str) -> None:
+    host = gateway.url.removeprefix("http://")
+    with gateway.client() as client:
+        answer = client.post("/login", data={"token": token}, headers={"Origin": f"https://{host}"})
+    cookie = SimpleCookie(answer.headers["set-cookie"])[SECURE_COOKIE]
+    assert (cookie["secure"], cookie["path"], cookie["domain"]) == (True, "/", "")
+
+
+def test_a_login_counts_no_longer_than_its_token(gateway: Running, folder: Path) -> None:
+    text = tokens.create(folder / "tokens.json", "default", ["read"], days=1)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda now=time.time: now() + 86_400 - 600)
+        with gateway.client() as client:
+            answer = client.post("/login", data={"token": text}, headers={"Origin": gateway.url})
+    assert 0 < int(SimpleCookie(answer.headers["set-cookie"])[COOKIE]["max-age"]) <= 600
+
+
+@pytest.mark.parametrize("text", ["", "nk_00000000_" + "A" * 43, "x" * 300])
+def test_a_token_that_is_none_opens_nothing_and_is_not_shown(gateway: Running, text: str) -> None:
+    with gateway.client() as client:
+        answer = client.post("/login", data={"token": text, "next": "/ui/blobs"}, headers={"Origin": gateway.url})
+    assert answer.status_code == 401
+    assert "set-cookie" not in answer.headers
+    assert text == "" or text not in answer.text
+    assert 'role="alert"' in answer.text
+
+
+def test_a_login_from_another_sites_page_is_refused(gateway: Running, token: str) -> None:
+    with gateway.client() as client:
+        for headers in (
+            {},
+            {"Origin": "https://evil.example"},
+            {"Origin": gateway.url, "Sec-Fetch-Site": "cross-site"},
+        ):
+            answer = client.post("/login", data={"token": token}, headers=headers)
+            assert (answer.status_code, "set-cookie" in answer.headers) == (403, False), headers
+
+
+@pytest.mark.parametrize("following", ["//evil.example/", "https://evil.example/", "/\\evil.example", "x", "/\tx"])
+def test_a_login_never_leads_to_another_host(gateway: Running, token: str, following: str) -> None:
+    with gateway.client() as client:
+        answer = client.post("/login", data={"token": token, "next": following}, headers={"Origin": gateway.url})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+
+
+def test_a_revoked_token_ends_its_sessions(login: Login, folder: Path) -> None:
+    text, made = tokens.create(folder / "tokens.json", "default", tokens.SCOPES)
+    client = login(text)
+    assert client.get("/").status_code == 200
+    tokens.revoke(folder / "tokens.json", made.id)
+    assert client.get("/").status_code == 303
+    assert client.get("/v1/blobs").status_code == 401
+
+
+def test_a_session_is_over_in_time(login: Login) -> None:
+    client = login()
+    assert client.get("/v1/stats").status_code == 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda now=time.time: now() + 8 * 3600 + 1)
+        assert client.get("/v1/stats").status_code == 401
+
+
+def test_what_is_changed_in_a_cookie_makes_it_none(login: Login) -> None:
+    client = login()
+    good = client.cookies[COOKIE]
+    version, number, opened, nonce, mac = good.split(".")
+    later = str(int(opened) + 3600)
+    forged = [
+        good[:-1] + ("0" if good[-1] != "0" else "1"),
+        ".".join((version, number, later, nonce, mac)),
+        ".".join((version, "00000000", opened, nonce, mac)),
+        "",
+        "1.x",
+    ]
+    for cookie in forged:
+        answer = httpx.get(client.base_url.join("/v1/stats"), cookies={COOKIE: cookie})
+        assert answer.status_code == 401, cookie
+    assert httpx.get(client.base_url.join("/v1/stats"), cookies={COOKIE: good}).status_code == 200
+
+
+def test_logging_out_ends_the_session_for_whoever_kept_the_cookie(login: Login) -> None:
+    client = login()
+    kept, csrf = client.cookies[COOKIE], csrf_of(client)
+    assert client.post("/logout", data={"csrf": "0" * 64}).status_code == 403
+    assert client.get("/").status_code == 200
+    answer = client.post("/logout", data={"csrf": csrf})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    assert client.get("/").status_code == 303
+    assert httpx.get(client.base_url.join("/v1/stats"), cookies={COOKIE: kept}).status_code == 401
+
+
+# --- changes by cookie -----------------------------------------------------------------------------------------------
+
+CHANGES = [
+    ("PUT", "/v1/blobs/csrf"), ("POST", "/v1/blobs/csrf"), ("DELETE", "/v1/blobs/csrf"), ("POST", "/v1/undelete/csrf"),
+    ("POST", "/v1/uploads"), ("PATCH", "/v1/uploads/x"), ("DELETE", "/v1/uploads/x"), ("PATCH", "/v1/config"),
+    ("POST", "/v1/dead/replay"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+def test_a_change_by_cookie_needs_the_pages_token_and_its_origin(login: Login, method: str, path: str) -> None:
+    client = login()
+    csrf, other = csrf_of(client), csrf_of(login())
+    origin = str(client.headers.pop("origin"))
+    before = client.get("/v1/blobs/csrf").status_code
+    refused: list[dict[str, str]] = [
+        {},
+        {"Origin": origin},
+        {"Origin": origin, CSRF_HEADER: other},
+        {CSRF_HEADER: csrf},
+        {"Origin": "https://evil.example", CSRF_HEADER: csrf},
+        {"Origin": "null", CSRF_HEADER: csrf},
+        {"Origin": origin, "Sec-Fetch-Site": "same-site", CSRF_HEADER: csrf},
+    ]
+    for headers in refused:
+        answer = client.request(method, path, content=b"{}", headers=headers)
+        assert answer.status_code == 403, headers
+        assert answer.json()["type"].rpartition(":")[2] in ("cross-site", "bad-csrf")
+    assert client.get("/v1/blobs/csrf").status_code == before
+    passed = client.request(method, path, content=b"{}", headers={"Origin": origin, CSRF_HEADER: csrf})
+    assert passed.status_code not in (401, 403)
+    if passed.status_code == 201:
+        client.delete("/v1/blobs/csrf", headers={"Origin": origin, CSRF_HEADER: csrf})
+
+
+def test_a_session_has_its_tokens_scopes_and_tenant_and_no_more(login: Login, folder: Path) -> None:
+    client = login(tokens.create(folder / "tokens.json", "default", ["read"])[0])
+    csrf = csrf_of(client)
+    assert client.put("/v1/blobs/x", content=b"x", headers={CSRF_HEADER: csrf}).status_code == 403
+    overview = client.get("/").text
+    assert "/ui/settings" not in overview
+    for page in ("/ui/pipeline", "/ui/upkeep", "/ui/settings"):
+        answer = client.get(page)
+        assert (answer.status_code, "scope admin" in answer.text) == (403, True)
+    blob = client.get("/ui/blob", params={"key": "db/dump"}).text
+    assert "data-delete" not in blob
+    other = login(tokens.create(folder / "tokens.json", "other", tokens.SCOPES)[0])
+    answer = other.get("/ui/blob", params={"key": "db/dump"})
+    assert (answer.status_code, "there is none" in answer.text) == (404, True)
+
+
+# --- without tokens --------------------------------------------------------------------------------------------------
+
+
+def test_without_tokens_another_sites_page_changes_and_reads_nothing(tmp_path: Path) -> None:
+    with running(embedded(tmp_path / "store")) as found, found.client() as client:
+        assert client.get("/").status_code == 200
+        assert client.put("/v1/blobs/a", content=b"a").status_code == 201
+        assert client.put("/v1/blobs/b", content=b"b", headers={"Origin": found.url}).status_code == 201
+        for headers in (
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Sec-Fetch-Site": "cross-site"},
+            {"Host": "evil.example", "Origin": "http://evil.example"},
+        ):
+            assert client.post("/v1/blobs/c", content=b"c", headers=headers).status_code == 403, headers
+        for path in ("/", "/v1/blobs/a", "/v1/config"):
+            assert client.get(path, headers={"Host": f"evil.example:{found.port}"}).status_code == 403
+            for host in ("localhost", "127.0.0.1", f"LOCALHOST:{found.port}", f"[::1]:{found.port}"):
+                assert client.get(path, headers={"Host": host}).status_code == 200
+        assert client.get("/v1/blobs/c").status_code == 404
+        assert client.get("/login").headers["location"] == "/"
+
+
+def test_a_dashboard_that_is_switched_off_has_no_pages(tmp_path: Path) -> None:
+    with running(embedded(tmp_path / "store", {"dashboard": {"enabled": False}})) as found, found.client() as client:
+        for path in ("/", "/login", "/ui/blobs", "/ui/static/dashboard.js"):
+            assert client.get(path).status_code == 404
+        assert client.get("/v1/growth").status_code == 200
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [*PAGES, "/login", "/ui/blob?key=nothing"])
+def test_every_page_has_the_strict_policy_and_nothing_that_it_forbids(login: Login, page: str) -> None:
+    answer = login().get(page)
+    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "same-origin"
+    assert "unsafe" not in POLICY
+    for tag in re.findall(r"<[a-zA-Z][^>]*>", answer.text):
+        assert " style=" not in tag
+        assert not re.search(r"\son[a-z]+\s*=", tag), tag
+        assert "//" not in re.sub(r'xmlns="[^"]*"', "", tag), tag
+    assert re.findall(r"<script[^>]*>[^<]+</script>|<style", answer.text) == []
+
+
+def test_what_callers_named_is_text_in_every_page(login: Login) -> None:
+    client = login()
+    blob = client.get("/ui/blob", params={"key": EVIL}).text
+    for text in (
+        client.get("/ui/blobs").text,
+        blob,
+        client.get("/").text,
+        client.get("/ui/blobs", params={"prefix": EVIL}).text,
+    ):
+        assert "<script>alert" not in text
+        assert "alert(1)" not in text or escape("<script>alert(1)") in text
+    assert "&lt;b&gt;" in blob
+
+
+def test_the_overview_says_what_the_api_says(login: Login) -> None:
+    client = login()
+    time.sleep(STATS_SECONDS)  # what was put a moment ago is in none of them, or in all
+    stats, reduction = client.get("/v1/stats").json(), client.get("/v1/reduction").json()["tenants"][0]
+    growth = client.get("/v1/growth").json()
+    assert reduction["logical_bytes"] == stats["logical_bytes"]
+    assert abs(reduction["stored_bytes"] - stats["stored_bytes"]) <= 1
+    assert abs(sum(row["stored_bytes"] for row in reduction["prefixes"]) - stats["stored_bytes"]) <= len(
+        reduction["prefixes"]
+    )
+    assert {row["prefix"] for row in reduction["prefixes"]} >= {"db/", "web/", "evil/"}
+    database = next(row for row in reduction["prefixes"] if row["prefix"] == "db/")
+    versions = client.get("/v1/blobs/db/dump/versions").json()["versions"]
+    assert (database["versions"], database["logical_bytes"]) == (3, sum(entry["size_bytes"] for entry in versions))
+    assert database["reduction_ratio"] > 2
+    last = growth["points"][-1]
+    assert (last["logical_bytes"], growth["read"]) == (stats["logical_bytes"], growth["versions"])
+    assert abs(last["stored_bytes"] - stats["stored_bytes"]) <= 1
+    logical = [point["logical_bytes"] for point in growth["points"]]
+    assert logical == sorted(logical)
+    page = client.get("/").text
+    assert f'<dd id="card-versions">{stats["versions"]}</dd>' in page
+    assert re.search(r'<dd id="card-logical">[0-9.]+ MB</dd>', page)
+
+
+def test_a_blobs_page_shows_each_kind_of_chunk_and_all_versions(login: Login) -> None:
+    client = login()
+    told = client.get("/v1/explain/db/dump").json()
+    page = client.get("/ui/blob", params={"key": "db/dump"}).text
+    for kind in ("duplicate", "delta"):
+        assert told["kinds"][kind]["chunks"]
+        assert f'class="kind-{kind}"' in page
+    assert re.findall(r'data-delete="db/dump" data-version="([0-9])"', page) == ["3", "2", "1"]
+    first = client.get("/ui/blob", params={"key": "db/dump", "version": "1"}).text
+    assert '<h2 id="version-title">Version 1</h2>' in first
+
+
+def test_lists_lead_from_page_to_page_and_name_every_key_once(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "PAGE_ROWS", 8)
+    client = login()
+    csrf = csrf_of(client)
+    wanted = {f"many/{number:03}" for number in range(20)}
+    for key in wanted:
+        client.put(f"/v1/blobs/{key}", content=key.encode(), headers={CSRF_HEADER: csrf})
+    url, seen, turned = "/ui/blobs?prefix=many%2F", list[str](), 0
+    while url:
+        text = client.get(url).text
+        seen += re.findall(r'<th scope="row" class="name"><a href="[^"]*">(many/[0-9]+)</a>', text)
+        following = re.search(r'rel="next" href="([^"]*)"', text)
+        url, turned = (following[1].replace("&amp;", "&") if following else ""), turned + 1
+    assert (sorted(seen), turned) == (sorted(wanted), 3)
+
+
+def test_a_changed_setting_is_in_force_and_in_the_audit(login: Login) -> None:
+    client = login()
+    headers = {CSRF_HEADER: csrf_of(client), "Content-Type": "application/merge-patch+json"}
+    assert (
+        client.patch("/v1/config", json={"features": {"algorithm": "ntransform"}}, headers=headers).status_code == 200
+    )
+    newest = client.get("/v1/audit").json()["changes"][0]
+    assert newest["changes"] == {"features": {"algorithm": "ntransform"}}
+    page = client.get("/ui/settings").text
+    assert "<option selected>ntransform</option>" in page
+    assert newest["by"] in page
+    assert client.patch("/v1/config", json={"features": {"algorithm": None}}, headers=headers).status_code == 200
+    assert client.get("/v1/audit").json()["changes"][0]["changes"] == {}
+
+
+def test_what_was_committed_is_in_the_last_hour(login: Login) -> None:
+    told = login().get("/v1/pipeline").json()
+    assert (told["embedded"], told["stages"], len(told["minutes"])) == (True, [], 60)
+    assert sum(minute["committed"] for minute in told["minutes"]) >= 5
+    assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= 1_250_000
+
+
+def test_assets_are_a_fixed_few_and_are_asked_for_again_by_their_tag(gateway: Running) -> None:
+    with gateway.client() as client:
+        for name, media in (
+            ("dashboard.js", "text/javascript"),
+            ("dashboard.css", "text/css"),
+            ("icon.svg", "image/svg+xml"),
+        ):
+            answer = client.get(f"/ui/static/{name}")
+            assert answer.headers["content-type"].partition(";")[0] == media
+            again = client.get(f"/ui/static/{name}", headers={"If-None-Match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        for name in ("..%2Frendering.py", "%2E%2E/rendering.py", "none.js", "rendering.py"):
+            assert client.get(f"/ui/static/{name}").status_code == 404
