@@ -103,7 +103,7 @@ def test_a_slow_body_above_the_least_rate_is_taken(gateway: Running) -> None:
 
 
 def test_a_request_line_that_never_ends_is_closed(gateway: Running) -> None:
-    for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: localhost\r\n"):
+    for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: [::1]\r\n"):
         started = time.monotonic()
         assert gateway.raw(begun, timeout=20) == b""
         assert time.monotonic() - started < 10
@@ -140,16 +140,16 @@ def test_an_early_refusal_reads_on_only_so_far(gateway: Running) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
         b"GET\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
-        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + b"F" * 40 + b"\r\nabc\r\n",
-        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nX\x00Y: 1\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: [::1]\r\n\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: [::1]\r\nContent-Length: -1\r\n\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n" + b"F" * 40 + b"\r\nabc\r\n",
+        b"PUT /v1/blobs/x HTTP/1.1\r\nHost: [::1]\r\nX\x00Y: 1\r\n\r\n",
         b"* / HTTP/1.1\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: [::1]\r\n\r\n",
+        b"CONNECT example.com:443 HTTP/1.1\r\nHost: [::1]\r\n\r\n",
     ],
 )  # fmt: skip
 def test_garbage_is_a_client_error_or_a_closed_door(gateway: Running, sent: bytes) -> None:
