@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.records import CONTAINER_ID_MIN, U8, U32, Locations, PairedBatch, distinct
+from nearkin.records import CONTAINER_ID_MIN, U8, U32, FreshBatch, Locations, PairedBatch, SegmentBatch, distinct
 from nearkin.stage import Anchor, Gaps, Neighbours
 
 GAP_CHUNKS_MAX = 32
@@ -62,7 +62,7 @@ class Alignment:
 
         `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
         """
-        self.begin(batch, stream, here)
+        self.begin(batch.fresh.batch, stream, here)
         anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
         if not len(rows):
             none8, none = np.zeros(0, np.uint8), Locations.empty()
@@ -84,9 +84,9 @@ class Alignment:
                 left_kinds[gap], lefts.containers[gap], lefts.ordinals[gap] = place
         return Gaps(lefts, left_kinds, rights, right_kinds, np.diff(np.append(starts, len(rows))).astype(np.uint32))
 
-    def begin(self, batch: PairedBatch, stream: Hashable, here: Mark) -> None:
+    def begin(self, segments: SegmentBatch, stream: Hashable, here: Mark) -> None:
         """Remember where the batch's blobs began, those that are new to this."""
-        for number in distinct(batch.fresh.batch.blobs).tolist():
+        for number in distinct(segments.blobs).tolist():
             self._began.setdefault((stream, number), here)
         while len(self._began) > STREAMS_MAX:
             self._began.popitem(last=False)
@@ -108,7 +108,26 @@ class Alignment:
             place = int(anchors.kinds[last]), int(locations.containers[last]), int(locations.ordinals[last])
         else:
             return  # zeros or repeats alone
-        key = stream, blob
+        self._stand((stream, blob), place)
+
+    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: Mark) -> None:
+        """Do what `begin` and `follow` do, for a batch of known segments alone."""
+        segments = fresh.batch
+        self.begin(segments, stream, here)
+        if not segments.segments:
+            return
+        blob = int(segments.blobs[-1])
+        began = self._began.get((stream, blob), EVERYTHING_BEFORE)
+        mine = np.flatnonzero(segments.blobs == blob)
+        at = fresh.segment_locations.take(mine)
+        own = at.containers > np.uint64(began.container)
+        own |= (at.containers == np.uint64(began.container)) & (at.ordinals >= began.segments)
+        older = np.flatnonzero(~own)
+        if len(older):
+            last = older[-1]
+            self._stand((stream, blob), (Anchor.SEGMENT, int(at.containers[last]), int(at.ordinals[last])))
+
+    def _stand(self, key: tuple[Hashable, int], place: Place | None) -> None:
         self._places.pop(key, None)
         if place is not None:
             self._places[key] = place

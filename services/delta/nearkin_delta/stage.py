@@ -16,7 +16,18 @@ from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.formats.container import PATCH
 from nearkin.kernels.nametable import first_occurrence
-from nearkin.records import U8, U32, U64, ZERO, Bools, Locations, PairedBatch
+from nearkin.records import (
+    NAME_BYTES,
+    SEGMENT_ID_BYTES,
+    U8,
+    U32,
+    U64,
+    ZERO,
+    Bools,
+    FreshBatch,
+    Locations,
+    PairedBatch,
+)
 from nearkin.stage import Contents, Facts, Found, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
@@ -125,7 +136,7 @@ class DeltaStage:
         rows = batch.fresh.fresh
         if not len(rows):  # duplicates alone: nothing to look for, and what would be asked costs 0.5 ms a batch
             if self._local:
-                self._alignment.begin(batch, self.stream, self._here)
+                self._alignment.begin(batch.fresh.batch, self.stream, self._here)
             return None
         if facts.chunks is None:
             names = batch.fresh.batch.names[rows]
@@ -236,6 +247,37 @@ class DeltaStage:
                 delta_bytes,
             ),
             sealed,
+        )
+
+    def fold(self, fresh: FreshBatch, sketch: str) -> DeltaOutcome:
+        """Return what `decide` does for a batch of known segments alone: nothing is stored, much less is asked."""
+        segments = fresh.batch
+        self.builder.next_turn()
+        if self._local:
+            self._alignment.pass_known(fresh, self.stream, self._here)
+        self.builder.passed(segments.logical_bytes)
+        none, nowhere = np.zeros(len(segments.lengths), np.bool_), Locations.empty()
+        return DeltaOutcome(
+            Placed(
+                np.zeros((0, NAME_BYTES), np.uint8),
+                nowhere,
+                sketch,
+                nowhere,
+                np.zeros((0, 0), np.uint64),
+                np.zeros((0, SEGMENT_ID_BYTES), np.uint8),
+                nowhere,
+            ),
+            segments.blobs,
+            fresh.segment_locations,
+            fresh.segment_known,
+            ChunkCounts(
+                np.repeat(segments.blobs, np.diff(segments.chunk_bounds)),
+                segments.lengths,
+                ~none,
+                segments.zero,
+                none,
+                np.zeros(len(none), np.uint32),
+            ),
         )
 
     def flush(self) -> tuple[SealedContainer, ...]:

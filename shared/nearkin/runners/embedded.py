@@ -31,7 +31,7 @@ from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system
-from nearkin.records import Bools, Ledger, Locations, PutResult, SegmentBatch
+from nearkin.records import Bools, FreshBatch, Ledger, Locations, PutResult, SegmentBatch
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight
 from nearkin.runners.workers import Worker
@@ -41,7 +41,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
 from nearkin_chunker import BlobRun
 from nearkin_dedup import DedupStage
-from nearkin_delta import DeltaOutcome, DeltaStage
+from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage
 from nearkin_resemblance import ResemblanceStage
 
 VERSION_RACES_MAX = 1000
@@ -214,18 +214,21 @@ class EmbeddedWriter:
         builder = self._delta.builder
         self._in_flight.open = builder.container, builder
         fresh = run_stage(self._dedup, item, self._facts)
-        paired = run_stage(self._resemblance, fresh, self._facts)
-        outcome = run_stage(self._delta, paired, self._facts)
-        placed = outcome.placed
-        self._pending.place(
-            placed.names,
-            placed.chunks,
-            placed.sketch,
-            placed.base_chunks,
-            placed.super_features,
-            placed.segment_ids,
-            placed.segments,
-        )
+        if all_known(fresh):
+            outcome = self._delta.fold(fresh, self._resemblance.sketch.name)
+        else:
+            paired = run_stage(self._resemblance, fresh, self._facts)
+            outcome = run_stage(self._delta, paired, self._facts)
+            placed = outcome.placed
+            self._pending.place(
+                placed.names,
+                placed.chunks,
+                placed.sketch,
+                placed.base_chunks,
+                placed.super_features,
+                placed.segment_ids,
+                placed.segments,
+            )
         self._account(outcome)
         for container in outcome.sealed:
             self._hand_on(container)
@@ -242,26 +245,8 @@ class EmbeddedWriter:
             blob = self._by_number[int(outcome.blobs[start])]
             blob.segments.append(outcome.segments.take(slice(start, stop)))
             blob.known.append(outcome.segment_known[start:stop])
-        counts = outcome.counts
-        numbers, rows = np.unique(counts.blobs, return_inverse=True)
-        stored, delta = ~counts.duplicate, counts.delta
-
-        def summed(values: NDArray[np.generic]) -> NDArray[np.int64]:
-            return np.bincount(rows, values, len(numbers)).astype(np.int64)
-
-        sums = (
-            summed(counts.lengths),
-            summed(np.ones(len(rows))),
-            summed(counts.duplicate),
-            summed(delta),
-            summed(stored & ~delta),
-            summed(counts.zero),
-            summed(counts.lengths * stored),
-            summed(counts.lengths * delta),
-            summed(counts.delta_bytes),
-        )
-        for number, share in zip(numbers, np.stack(sums, axis=1).tolist(), strict=True):
-            self._by_number[int(number)].ledger += Ledger(*share)
+        for number, share in _shares(outcome.counts):
+            self._by_number[number].ledger += Ledger(*share)
 
     # --- the commit thread -------------------------------------------------------------------------------------------
 
@@ -332,3 +317,35 @@ class EmbeddedWriter:
             except AlreadyExists:
                 continue
         raise Retryable(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
+
+
+def all_known(fresh: FreshBatch) -> bool:
+    """Return whether a batch holds known segments alone: the stages behind have nothing to do with it."""
+    return bool(fresh.segment_known.all())
+
+
+def _shares(counts: ChunkCounts) -> list[tuple[int, list[int]]]:
+    """Return (blob, its share of the ledger) for each blob of a batch."""
+    stored, delta = ~counts.duplicate, counts.delta
+    if len(counts.blobs) and counts.blobs[0] == counts.blobs[-1]:  # they ascend: one blob, as in most batches
+        numbers, rows = counts.blobs[:1], None
+    else:
+        numbers, rows = np.unique(counts.blobs, return_inverse=True)
+
+    def summed(values: NDArray[np.generic]) -> NDArray[np.int64]:
+        if rows is None:
+            return np.asarray([values.sum(dtype=np.int64)])
+        return np.bincount(rows, values, len(numbers)).astype(np.int64)
+
+    sums = (
+        summed(counts.lengths),
+        summed(np.ones(len(counts.blobs), np.uint8)),
+        summed(counts.duplicate),
+        summed(delta),
+        summed(stored & ~delta),
+        summed(counts.zero),
+        summed(counts.lengths * stored),
+        summed(counts.lengths * delta),
+        summed(counts.delta_bytes),
+    )
+    return list(zip(numbers.tolist(), np.stack(sums, axis=1).tolist(), strict=True))
