@@ -1,6 +1,6 @@
 """Failpoints. Invariant: unarmed they do nothing, and cost a call and a comparison; every name passed is in POINTS.
 
-    NEARKIN_FAILPOINT=object.durable:3:kill       the third passing kills the process (SIGKILL)
+    NEARKIN_FAILPOINT=commit.manifest:3:kill       the third passing kills the process (SIGKILL)
     NEARKIN_FAILPOINT=gc.forgot:1:error,put.begun:2:sleep=0.5
 
 Actions: `kill` and `stop` (SIGKILL, SIGSTOP to this process), `error` (StoreUnavailable), `sleep=SECONDS` (60 at most).
@@ -37,8 +37,15 @@ POINTS: Final = MappingProxyType(
         "object.folder-made": "a folder was made that is not durable",
         "object.unlinked": "an object's name is gone, which is not durable",
         "object.removed": "an object is gone for good",
-        # put (nearkin.api)
+        # put (nearkin.api, nearkin.runners.embedded)
         "put.begun": "the index says that the store may come to hold more than it",
+        "put.sealed": "a container is made, nothing of it written",
+        "put.container": "1 a container is durable",
+        "put.published": "2 and in the index",
+        "commit.begun": "all containers before it are published, no manifest of the group is written",
+        "commit.manifest": "3 one manifest of the group is durable",
+        "commit.manifests": "3 all manifests of the group are",
+        "commit.catalogued": "4 and in the catalog",
         "put.settled": "the index is whole again and says so",
         # deletion (nearkin.store.deletion)
         "delete.noted": "1 the index knows of the marks",

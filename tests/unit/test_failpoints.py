@@ -93,7 +93,7 @@ def test_what_makes_no_sense_is_refused_with_what_would(said: str, complaint: st
 def test_the_environment_arms_a_process_which_dies_where_it_says(tmp_path: Path) -> None:
     script = """
 import os, sys
-os.environ["NEARKIN_FAILPOINT"] = "put.settled:2:kill"
+os.environ["NEARKIN_FAILPOINT"] = "commit.manifest:2:kill"
 from nearkin import open_store
 with open_store(sys.argv[1]) as store:
     for number in range(3):

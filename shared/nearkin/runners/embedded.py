@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.errors import Retryable
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
@@ -253,8 +254,11 @@ class EmbeddedWriter:
     def _commit(self, item: SealedContainer | _Commit) -> None:
         """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
         if isinstance(item, SealedContainer):
+            failpoint("put.sealed")
             self._containers.put(item.container, item.data)  # 1
+            failpoint("put.container")
             self._index.publish(item.claims)  # 2
+            failpoint("put.published")
             self._pending.published(item.container)
             self._in_flight.durable(item.container)
             summary = summarise(item.claims)
@@ -264,12 +268,15 @@ class EmbeddedWriter:
                 stored_bytes=summary.container_bytes,
             )
             return
+        failpoint("commit.begun")
         by_key: dict[str, list[_Blob]] = {}
         for blob in item.blobs:
             by_key.setdefault(blob.key, []).append(blob)
         with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
             done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
+        failpoint("commit.manifests")
         self._index.commit_many(list(done.values()))  # 4
+        failpoint("commit.catalogued")
         for blob in item.blobs:
             self._report(blob, *done[blob.number])
         self._reported = self._stored
@@ -313,9 +320,11 @@ class EmbeddedWriter:
                 metadata=dict(blob.metadata),
             )
             try:
-                return manifest, self._manifests.put(manifest)  # 3
+                manifest_bytes = self._manifests.put(manifest)  # 3
             except AlreadyExists:
                 continue
+            failpoint("commit.manifest")
+            return manifest, manifest_bytes
         raise Retryable(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
 
 
