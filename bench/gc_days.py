@@ -102,9 +102,10 @@ def main() -> None:
     parser.add_argument("--edits", choices=["stretches", "small"], default="stretches")
     parser.add_argument("--days", type=int, default=30)
     parser.add_argument("--keep", type=int, default=7)
+    parser.add_argument("--compact-below", type=float, nargs="+", default=[0.0, 0.5, 0.8, 0.9])
     given = parser.parse_args()
     print("compact_below        stored        fresh  ratio  rewritten  CPU s  held: bases       beside")
-    for compact_below in (0.0, 0.5, 0.8, 0.9):
+    for compact_below in given.compact_below:
         print(
             run(compact_below, stretches if given.edits == "stretches" else small, given.days, given.keep), flush=True
         )

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nearkin.config import Settings
-from nearkin.formats.container import PATCH
+from nearkin.formats.container import PATCH, RAW
+from nearkin.records import U8, U32, U64, Locations
+from nearkin.stage import Contents
 from nearkin.store.chunks import offsets_of
 
 if TYPE_CHECKING:
-    from nearkin_janitor.rewrite import Part, Recoded
+    from nearkin_delta.blocks import BlockEncoder, OpenBlock
+    from nearkin_delta.builder import Prefixes
+    from nearkin_janitor.rewrite import Anew, Part, Recoded
 
 
 class BlockRecoder:
@@ -20,7 +25,22 @@ class BlockRecoder:
     def __init__(self, settings: Settings) -> None:
         from nearkin_delta.blocks import BlockEncoder
 
+        self._settings = settings
         self._encoder = BlockEncoder(settings.block, settings.delta)
+
+    @property
+    def depth_max(self) -> int:
+        """Return how deep a chunk may be that is given new bases."""
+        return 0 if self._settings.delta.codec == "none" else self._settings.delta.max_depth
+
+    @property
+    def raw_bytes(self) -> int:
+        """Return how many bytes of chunks a block holds that leans on nothing."""
+        return int(self._settings.block.raw_bytes)
+
+    def fresh(self) -> FreshBlocks:
+        """Return what encodes chunks as if they were put now."""
+        return FreshBlocks(self._settings, self._encoder)
 
     def __call__(self, part: Part) -> Recoded:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""
@@ -42,3 +62,91 @@ class BlockRecoder:
         self._encoder.forget()  # a dry run tells what each comes to, in whatever order they are written then
         closed = self._encoder.close(block)
         return Recoded(closed.block, closed.prefix, closed.encoded)
+
+
+class FreshBlocks:
+    """Blocks of chunks that are given new bases, one growing a depth; chunks come in stream order."""
+
+    def __init__(self, settings: Settings, encoder: BlockEncoder) -> None:
+        self._encoder = encoder
+        self._limits = int(settings.block.raw_bytes), int(settings.block.delta_bytes)
+        self._growing: dict[int, tuple[OpenBlock, list[NDArray[np.intp]]]] = {}
+        self._ended: list[Anew] = []
+
+    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents) -> U8:
+        """Take the chunks that one of `bases` is worth it for; return how deep each is then at most, 0 for the others.
+
+        They lie one behind the other in `payload`. Raises Corrupt where a block does not decode again.
+        """
+        from nearkin_delta.bases import Targets, try_bases
+        from nearkin_delta.builder import Prefixes
+
+        count, offsets = len(rows), offsets_of(lengths)
+        best, depths = Locations.empty(count), np.zeros(count, np.uint8)
+        prefixes: Prefixes | None = None
+        if bases.available.any():
+            one, all_bases = np.array([0, count], np.uint32), np.array([0, len(bases.lengths)], np.uint32)
+            chosen = try_bases(Targets(payload, offsets, lengths), one, bases, all_bases)
+            mine, used = np.flatnonzero(chosen.found), chosen.rows
+            depths[mine] = chosen.depths[mine] + 1
+            first = chosen.rows[chosen.bounds[mine]]
+            best.containers[mine] = bases.locations.containers[first]
+            best.ordinals[mine] = bases.locations.ordinals[first]
+            prefixes = Prefixes.of(
+                chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
+            )
+        for depth in np.flatnonzero(np.bincount(depths)).tolist():
+            if depth:
+                self._append(np.flatnonzero(depths == depth), rows, (payload, offsets, lengths), best, depth, prefixes)
+        return depths
+
+    def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
+        """Take chunks as they are. Raises Corrupt where a block does not decode again."""
+        chunks, none = (payload, offsets_of(lengths), lengths), Locations.empty(len(rows))
+        self._append(np.arange(len(rows)), rows, chunks, none, 0, None)
+
+    def _append(
+        self,
+        mine: NDArray[np.intp],
+        rows: NDArray[np.intp],
+        chunks: tuple[U8, U64, U32],
+        best: Locations,
+        depth: int,
+        prefixes: Prefixes | None,
+    ) -> None:
+        from nearkin_delta.blocks import OpenBlock
+
+        payload, offsets, lengths = chunks
+        taken = 0
+        while taken < len(mine):
+            if depth not in self._growing:
+                kind, limit_bytes = (PATCH, self._limits[1]) if depth else (RAW, self._limits[0])
+                self._growing[depth] = OpenBlock(0, kind, depth, limit_bytes), []
+            block, held = self._growing[depth]
+            if depth:
+                assert prefixes is not None
+                part = block.lean_on(prefixes, mine[taken:], lengths)
+            else:
+                part = block.fitting(mine[taken:], lengths)
+            if len(part):
+                sources = payload, np.zeros(0, np.uint8)
+                block.append(sources, np.zeros(len(part), np.int32), offsets[part], lengths[part])
+                block.took(best.take(part))
+                held.append(rows[part])
+                taken += len(part)
+            if block.full or not len(part):
+                self._close(depth)
+
+    def end(self) -> list[Anew]:
+        """Return all blocks. Raises Corrupt where one does not decode again."""
+        for depth in list(self._growing):
+            self._close(depth)
+        return self._ended
+
+    def _close(self, depth: int) -> None:
+        from nearkin_janitor.rewrite import Anew, Recoded
+
+        block, held = self._growing.pop(depth)
+        closed = self._encoder.close(block)
+        recoded = Recoded(closed.block, closed.prefix, closed.encoded)
+        self._ended.append(Anew(np.concatenate(held), recoded, Locations.join(block.bases)))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from nearkin.store.objects import ObstoreObjects, memory_objects
+from nearkin.errors import NotFound
+from nearkin.store.objects import AlreadyExists, ObstoreObjects, memory_objects
+from nearkin.store.overlay import Overlay
 from nearkin.testing.conformance import ObjectStoreContract
 from nearkin.testing.faulty import FaultyObjects
 
@@ -19,3 +23,27 @@ class TestFaultyObjects(ObjectStoreContract):
     @pytest.fixture
     def objects(self) -> FaultyObjects:
         return FaultyObjects(memory_objects(), "")
+
+
+class TestOverlay(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self) -> Iterator[Overlay]:
+        with Overlay(memory_objects()) as overlay:
+            yield overlay
+
+
+def test_an_overlay_changes_nothing_below_it() -> None:
+    below = memory_objects()
+    below.put_new("a/1", b"one")
+    below.put_new("a/2", b"two")
+    with Overlay(below) as overlay:
+        overlay.delete("a/1")
+        overlay.put_new("a/3", b"three")
+        assert sorted(overlay.names("a")) == [("a/2", 3), ("a/3", 5)]
+        with pytest.raises(NotFound):
+            overlay.get("a/1")
+        overlay.put_new("a/1", b"anew")
+        assert (overlay.get("a/1"), overlay.get_ranges("a/2", [1], [3])) == (b"anew", [b"wo"])
+        with pytest.raises(AlreadyExists):
+            overlay.put_new("a/2", b"")
+    assert {name: below.get(name) for name, _ in below.names("a")} == {"a/1": b"one", "a/2": b"two"}

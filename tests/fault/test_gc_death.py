@@ -65,17 +65,23 @@ def contents() -> dict[tuple[str, int], bytes]:
     found = {("k", number): mutated(first, number, edits=60) for number in range(1, 5)}
     found |= {("other", 1): random_bytes(300_000, 2), ("other", 2): random_bytes(300_000, 3)}
     found |= {("beside", 1): random_bytes(50_000, 4), ("beside", 2): random_bytes(50_000, 5)}  # in other's containers
+    chained = text_like(100_000, 6)
+    for number in range(1, 13):  # each leans on the one before: bases die that the last ones lean on
+        found["chain", number] = chained = mutated(chained, number, edits=40)
     return found
 
 
-GONE = {("k", 1), ("k", 2), ("other", 1), ("other", 2)}
+GONE = {("k", 1), ("k", 2), ("other", 1), ("other", 2), *(("chain", number) for number in range(1, 11))}
 
 
 def made(root: Path, *, rounds: int) -> float:
     """Make a store of which `rounds` rounds have been done; return the time of the next."""
     now = START
     with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
-        list(store.put_many((key, content) for (key, _), content in contents().items()))
+        list(store.put_many((key, content) for (key, _), content in contents().items() if key != "chain"))
+        for (key, _), content in contents().items():
+            if key == "chain":  # in a container each: bases die that others lean on
+                store.put(key, content)
         for key, number in sorted(GONE):
             store.delete(key, number)
         now += 2 * DAY

@@ -175,6 +175,65 @@ def test_bases_stay_as_long_as_a_version_leans_on_them(opened, clock):
     assert store.gc(dry_run=True).held["bases"] > 0
 
 
+def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, bytes]:
+    """Put versions that each lean on the one before, and delete all but the last ones; return these."""
+    content, kept = text_like(400_000, 1), {}
+    for number in range(1, versions + 1):
+        content = mutated(content, number, edits=60)
+        assert store.put("k", content).info.version == number
+        kept[number] = content
+        if number > keep:
+            store.delete("k", number - keep)
+            del kept[number - keep]
+    clock.now += 8 * DAY
+    return kept
+
+
+def test_dead_bases_go_once_what_leans_on_them_takes_living_ones(opened, clock, tmp_path):
+    store = opened()
+    kept = chain(store, clock, versions=14, keep=3)
+    before = size_of(store.root)
+    collected(store, clock, rounds=6)
+    with open_store(tmp_path / "fresh", settings=CHOSEN) as fresh:
+        for content in kept.values():
+            fresh.put("k", content)
+    assert size_of(store.root) < 1.2 * size_of(tmp_path / "fresh") < before
+    for number, content in kept.items():
+        assert store.get("k", number).read() == content
+    assert max(store._containers.directory(c).chunks.depths.max() for c, _ in store._containers.ids()) <= 4
+    assert store.rebuild_index().skipped == ()
+    assert store.put("again", kept[14]).ledger.unique_bytes == 0
+
+
+def test_what_rebasing_frees_is_told_over_all_rounds(opened, clock):
+    store = opened()
+    chain(store, clock, versions=14, keep=3)
+    told, before = store.gc(dry_run=True), size_of(store.root)
+    first = store.gc()
+    assert before - size_of(store.root) == first.freed_bytes == told.freed_bytes
+    middle = size_of(store.root)
+    for _ in range(6):
+        clock.now += DAY
+        store.gc()
+    assert middle - size_of(store.root) == told.freed_later_bytes > 0
+
+
+def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
+    store = opened()
+    kept = chain(store, clock, versions=14, keep=3)
+    store.gc()
+    small_cache = settings(CHOSEN, {"restore": {"cache_bytes": 8 << 20}, "base": {"cache_bytes": 1 << 20}})
+    with open_store(store.root, settings=small_cache, read_only=True, clock=clock) as reader:
+        begun = {number: reader.get("k", number) for number in kept}
+        for number, content in kept.items():
+            assert reader.get("k", number, start=0, stop=10).read() == content[:10]
+        reader._containers.blocks.clear()
+        clock.now += DAY
+        assert store.gc().containers_rewritten > 1
+        for number, blob in begun.items():
+            assert blob.read() == kept[number]
+
+
 def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
     store = opened()
     store.put("k", random_bytes(300_000, 1))

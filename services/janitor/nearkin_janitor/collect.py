@@ -2,8 +2,9 @@
 
     1 generations that newer ones have replaced      2 versions gone for good: mark, index, manifest, marks
     3 what every other version reaches
-    4 what an earlier round condemned, is due and is unreached still: index, then container, or a new generation of it
-    5 what else is unreached: index, then record
+    4 what leans on what an earlier round condemned and is due: a new generation that leans on what lives
+    5 what an earlier round condemned, is due and nothing leans on: index, then container, or a new generation of it
+    6 what else is unreached: index, then record
 
 Between the index forgetting what is condemned and its going lies `gc.grace_seconds`: who was told of it before has
 committed by then, and the mark of that round sees the version. docs/decisions/0015-garbage-collection.md.
@@ -11,9 +12,10 @@ committed by then, and the mark of that round sees the version. docs/decisions/0
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -25,17 +27,20 @@ from nearkin.formats.condemned import Condemned
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.catalog import summarise_directory
-from nearkin.index.protocols import Collected, SupportsCollection
-from nearkin.records import ContainerId, GcReport
+from nearkin.index.protocols import Collected, ContainerSummary, SupportsCollection
+from nearkin.records import U32, ContainerId, GcReport
 from nearkin.store.condemned import CondemnedStore, record_bytes
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
+from nearkin.store.overlay import Overlay
+from nearkin_janitor.families import families_of
+from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.holding import bytes_of_chunks, held_by
 from nearkin_janitor.order import leaning_last
-from nearkin_janitor.plan import Drop, Plan, record_of, to_condemn, to_sweep
-from nearkin_janitor.reach import Reach
-from nearkin_janitor.rewrite import Rewriter
+from nearkin_janitor.plan import Drop, Plan, dropped_beside, record_of, to_condemn, to_rebase, to_sweep
+from nearkin_janitor.reach import GivingUp, Reach
+from nearkin_janitor.rewrite import Rebasing, Rewriter
 from nearkin_janitor.roots import Roots, Version, find_roots
 
 
@@ -43,6 +48,9 @@ class Refused(Permanent):
     """A round would not be sound here."""
 
 
+LATER_ROUNDS_MAX = 8
+"""A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
+_UNBOUNDED = 1 << 62
 COLLECTED_AT_ONCE = 256
 """Versions leave the index so many a transaction."""
 WHO = "gc"
@@ -88,11 +96,25 @@ class Collector:
     def preview(self, *, deleted_too: bool = False) -> GcReport:
         """Return what `run` would report, and what holds the rest; nothing is changed.
 
-        `deleted_too`: as if no deleted version could be brought back any more.
+        It is a round, and those after it, over what lies in the store; what they write goes to the system's temporary
+        folder, which needs room for it. `deleted_too`: as if no deleted version could be brought back any more.
         """
-        return self._round(None, deleted_too=deleted_too)
+        with Overlay(self._containers.objects) as objects:
+            containers = self._containers.apart(objects)
+            imagined = copy.copy(self)
+            imagined._containers, imagined._rewriter = containers, self._rewriter.over(containers)
+            imagined._manifests, imagined._condemned = ManifestStore(objects), CondemnedStore(objects)
+            imagined._bytes_per_second = _UNBOUNDED
+            told = imagined._round(NoIndex(), deleted_too=deleted_too, dry_run=True)
+            imagined._grace_us = later_bytes = 0
+            for _ in range(LATER_ROUNDS_MAX):
+                later = imagined._round(NoIndex(), deleted_too=deleted_too)
+                later_bytes += later.freed_bytes
+                if not later.condemned_containers and not later.freed_bytes:
+                    break
+        return replace(told, freed_later_bytes=later_bytes)
 
-    def _round(self, index: SupportsCollection | None, *, deleted_too: bool = False) -> GcReport:
+    def _round(self, index: SupportsCollection, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
         started, sums = time.perf_counter(), _Sums()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
@@ -111,21 +133,21 @@ class Collector:
         before = self._condemned.read()
         record = {container: entry for container, entry in before.items() if container in ids}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
+        rebased = to_rebase(reach, ids, due, self._compact_below)
+        if rebased is not None:
+            self._rebase(reach, rebased, due, ids, index, sums)  # 4
         swept = to_sweep(reach, ids, due) if due else Plan({})
-        # Both are planned before anything is done, so that a preview plans the same. What is written anew now is looked
-        # at in the next round: its bases are others then.
-        staying = [c for c in ids if c not in swept.drops or not swept.drops[c].everything]
-        plan = to_condemn(reach, staying, self._compact_below, just_written=swept.drops.keys())
-        self._sweep(swept, ids, index, sums)  # 4
-        for container in swept.drops:
-            record.pop(container)
-        record = self._condemn(plan, ids, record, before, index, sums)  # 5
-        if index is None:
+        self._sweep(swept, ids, index, sums)  # 5
+        for container, drop in swept.drops.items():
+            _note_gone(record, container, drop)
+        plan = to_condemn(reach, ids, self._compact_below)
+        record = self._condemn(plan, ids, record, before, index, sums)  # 6
+        if dry_run:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
             sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable), ids, record)
         due_us = min((entry.at_us + self._grace_us for entry in record.values()), default=None)
         return GcReport(
-            dry_run=index is None,
+            dry_run=dry_run,
             versions=sums.versions,
             containers_deleted=sums.deleted,
             containers_rewritten=sums.rewritten,
@@ -146,21 +168,20 @@ class Collector:
     # --- 1: what was cut short --------------------------------------------------------------------------------------
 
     def _replaced(
-        self, listed: Mapping[ContainerId, dict[int, int]], index: SupportsCollection | None, sums: _Sums
+        self, listed: Mapping[ContainerId, dict[int, int]], index: SupportsCollection, sums: _Sums
     ) -> dict[int, int]:
         """Remove generations that have been replaced; return the bytes of each container."""
         ids: dict[int, int] = {}
         for container, generations in listed.items():
             newest = max(generations)
             ids[container] = generations[newest]
-            if len(generations) > 1 and index is not None:
+            if len(generations) > 1:
                 self._renew(index, container)
                 failpoint("gc.renewed")
             for older in sorted(generations.keys() - {newest}):
                 sums.freed_bytes += generations[older]
-                if index is not None:
-                    self._containers.delete(container, older)
-                    failpoint("gc.replaced")
+                self._containers.delete(container, older)
+                failpoint("gc.replaced")
         return ids
 
     def _renew(self, index: SupportsCollection, container: ContainerId) -> None:
@@ -170,27 +191,25 @@ class Collector:
 
     # --- 2: versions -------------------------------------------------------------------------------------------------
 
-    def _collect(self, roots: Roots, index: SupportsCollection | None, sums: _Sums) -> tuple[Version, ...]:
+    def _collect(self, roots: Roots, index: SupportsCollection, sums: _Sums) -> tuple[Version, ...]:
         """Free manifests and marks of versions that are gone for good; return all others, the roots."""
         kept = list(roots.kept)
         for start in range(0, len(roots.ended), COLLECTED_AT_ONCE):
             going = []
             for version in roots.ended[start : start + COLLECTED_AT_ONCE]:
-                if index is not None and not self._sentenced(version):
+                if not self._sentenced(version):
                     kept.append(version)  # brought back meanwhile
                     continue
                 going.append(version)
             stay = [self._staying(version, roots) for version in going]
-            if index is not None:
-                told = zip(going, stay, strict=True)
-                index.collect_many([self._told(version, marks_bytes) for version, marks_bytes in told])
-                failpoint("gc.uncatalogued")
+            told = zip(going, stay, strict=True)
+            index.collect_many([self._told(version, marks_bytes) for version, marks_bytes in told])
+            failpoint("gc.uncatalogued")
             for version, marks_bytes in zip(going, stay, strict=True):
                 freed_bytes = version.manifest_bytes + version.marks_bytes - marks_bytes
                 sums.versions += bool(version.committed)
                 sums.freed_bytes += freed_bytes
-                if index is not None:
-                    self._remove(version, roots)
+                self._remove(version, roots)
         return tuple(kept)
 
     def _sentenced(self, version: Version) -> bool:
@@ -243,10 +262,36 @@ class Collector:
             self._manifests.delete_mark(name)
         failpoint("gc.marks")
 
-    # --- 4: what an earlier round condemned --------------------------------------------------------------------------
+    # --- 4: what leans on what an earlier round condemned ------------------------------------------------------------
 
-    def _sweep(self, plan: Plan, ids: dict[int, int], index: SupportsCollection | None, sums: _Sums) -> None:
-        if index is not None and plan.drops:
+    def _rebase(
+        self,
+        reach: Reach,
+        rebased: GivingUp,
+        due: dict[int, Condemned],
+        ids: dict[int, int],
+        index: SupportsCollection,
+        sums: _Sums,
+    ) -> None:
+        """Write containers anew that lean on what may go, the oldest first: the others then lean on what is in it.
+
+        What of them is due, and no other container leans on, goes with it.
+        """
+        beside = dropped_beside(reach, ids, due, rebased)
+        families = families_of(reach, reach.closed(reach.chunks))
+        rebasing = Rebasing(rebased.chunks, Heirs(reach, families, rebased.containers))
+        index.forget(
+            {container: drop.chunks for container, drop in beside.items()},
+            {container: drop.segments for container, drop in beside.items()},
+            (),
+        )
+        for container in leaning_last(sorted(rebased.containers), self._leans_on):
+            self._anew(ContainerId(container), beside[container], ids, index, sums, rebasing)
+
+    # --- 5: what an earlier round condemned --------------------------------------------------------------------------
+
+    def _sweep(self, plan: Plan, ids: dict[int, int], index: SupportsCollection, sums: _Sums) -> None:
+        if plan.drops:
             whole = [container for container, drop in plan.drops.items() if drop.everything]
             index.forget(plan.chunks, plan.segments, whole)
             failpoint("gc.forgot-due")
@@ -256,30 +301,35 @@ class Collector:
             if drop.everything:
                 sums.deleted += 1
                 sums.freed_bytes += ids.pop(container)
-                if index is not None:
-                    self._containers.delete(ContainerId(container), self._containers.generation(ContainerId(container)))
-                    failpoint("gc.container")
+                self._containers.delete(ContainerId(container), self._containers.generation(ContainerId(container)))
+                failpoint("gc.container")
                 continue
-            sums.rewritten += 1
-            before_bytes = ids[container]
-            ids[container] = self._rewrite(ContainerId(container), drop, index, before_bytes)
-            sums.freed_bytes += before_bytes - ids[container]
+            self._anew(ContainerId(container), drop, ids, index, sums)
 
-    def _rewrite(self, container: ContainerId, drop: Drop, index: SupportsCollection | None, before_bytes: int) -> int:
-        """Put the next generation, then remove the one until now; return the new bytes. At a bounded speed."""
-        started, data = time.perf_counter(), self._rewriter.rewritten(container, drop)
-        if index is not None:
-            generation = self._containers.generation(container)
-            failpoint("compact.made")
-            self._containers.put(container, data, generation + 1)
-            failpoint("compact.put")
-            self._renew(index, container)
-            failpoint("compact.renewed")
-            self._containers.delete(container, generation)
-            failpoint("compact.replaced")
-            allowed_seconds = (before_bytes + len(data)) / self._bytes_per_second
-            time.sleep(max(0.0, allowed_seconds - (time.perf_counter() - started)))
-        return len(data)
+    def _anew(
+        self,
+        container: ContainerId,
+        drop: Drop,
+        ids: dict[int, int],
+        index: SupportsCollection,
+        sums: _Sums,
+        rebasing: Rebasing | None = None,
+    ) -> None:
+        """Put the next generation, then remove the one until now. At a bounded speed."""
+        started, data = time.perf_counter(), self._rewriter.rewritten(container, drop, rebasing)
+        generation, before_bytes = self._containers.generation(container), ids[container]
+        failpoint("compact.made")
+        self._containers.put(container, data, generation + 1)
+        failpoint("compact.put")
+        self._renew(index, container)
+        failpoint("compact.renewed")
+        self._containers.delete(container, generation)
+        failpoint("compact.replaced")
+        ids[container] = len(data)
+        sums.rewritten += 1
+        sums.freed_bytes += before_bytes - len(data)
+        allowed_seconds = (before_bytes + len(data)) / self._bytes_per_second
+        time.sleep(max(0.0, allowed_seconds - (time.perf_counter() - started)))
 
     def _leans_on(self, container: int) -> list[int]:
         try:
@@ -287,7 +337,7 @@ class Collector:
         except (Permanent, NotFound):
             return []
 
-    # --- 5: what is unreached from now on ----------------------------------------------------------------------------
+    # --- 6: what is unreached from now on ----------------------------------------------------------------------------
 
     def _condemn(
         self,
@@ -295,11 +345,11 @@ class Collector:
         ids: Mapping[int, int],
         record: dict[int, Condemned],
         before: dict[int, Condemned],
-        index: SupportsCollection | None,
+        index: SupportsCollection,
         sums: _Sums,
     ) -> dict[int, Condemned]:
         """Return the record of this round: what was condemned before and is unreached still, and what is now."""
-        if index is not None and plan.drops:
+        if plan.drops:
             index.forget(plan.chunks, plan.segments, ())
             failpoint("gc.forgot")
         now_us = self._now_us()  # after the index has forgotten: the grace begins when nobody is told any more
@@ -310,21 +360,37 @@ class Collector:
         old = self._condemned.listed()
         if not _same_record(found, before) or len(old) != bool(before):  # the latter after a crash, or damage
             sums.freed_bytes += sum(old.values()) - record_bytes(found)
-            if index is not None:
-                self._condemned.replace(found)
+            self._condemned.replace(found)
         sums.later_bytes = record_bytes(found)
         for container, entry in found.items():
             sums.later_bytes += ids[container]
             if not entry.whole:
-                sums.later_bytes -= self._left(ContainerId(container), entry, ids[container], exactly=index is None)
+                shares = bytes_of_chunks(self._containers.directory(ContainerId(container)))
+                sums.later_bytes -= ids[container] - int(shares[entry.chunks].sum())
         return found
 
-    def _left(self, container: ContainerId, entry: Condemned, now_bytes: int, *, exactly: bool) -> int:
-        """Return the bytes of a container without what is condemned of it: as it would be written, or an estimate."""
-        if exactly:
-            return len(self._rewriter.rewritten(container, Drop(entry.chunks, entry.segments, everything=False)))
-        shares = bytes_of_chunks(self._containers.directory(container))
-        return now_bytes - int(shares[entry.chunks].sum())
+
+class NoIndex:
+    """An index that a preview tells nothing."""
+
+    def forget(
+        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+    ) -> None:
+        """Do nothing."""
+
+    def renew(self, summary: ContainerSummary) -> None:
+        """Do nothing."""
+
+    def collect_many(self, versions: Sequence[Collected]) -> None:
+        """Do nothing."""
+
+
+def _note_gone(record: dict[int, Condemned], container: int, drop: Drop) -> None:
+    """Take what has gone out of what is condemned."""
+    before = record.pop(container)
+    chunks, segments = np.setdiff1d(before.chunks, drop.chunks), np.setdiff1d(before.segments, drop.segments)
+    if not drop.everything and len(chunks) + len(segments):
+        record[container] = Condemned(before.at_us, chunks, segments, whole=False)
 
 
 def _carried(before: Condemned, now: Condemned) -> Condemned:

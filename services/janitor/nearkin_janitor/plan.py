@@ -15,8 +15,9 @@ from nearkin.formats import container as fmt
 from nearkin.formats.condemned import Condemned, Record
 from nearkin.records import U32, Bools, Locations
 from nearkin.store.chunks import grouped
+from nearkin_janitor.families import families_of, leaning, worth_giving_up
 from nearkin_janitor.holding import bytes_of_chunks
-from nearkin_janitor.reach import Masks, Reach, filled
+from nearkin_janitor.reach import GivingUp, Masks, Reach, filled, reached
 
 PLAN_ROUNDS_MAX = 4
 """So often containers are looked at again because dead blocks elsewhere hold more of them than was thought."""
@@ -57,26 +58,91 @@ class Plan:
 
 
 def to_condemn(
-    reach: Reach, ids: Collection[int], compact_below: float = 0.0, just_written: Collection[int] = ()
+    reach: Reach,
+    ids: Collection[int],
+    compact_below: float = 0.0,
 ) -> Plan:
     """Return what is to be condemned of the containers `ids`.
 
     Those of which nothing is reached go; those of which less than `compact_below` is, by bytes, are to be written anew,
-    and so are those whose dead blocks hold so much of others. Raises Corrupt where something that is needed cannot be
-    read.
+    and so are those whose dead blocks hold so much of others. Dead bases go too where that is worth it (families.py).
+    Raises Corrupt where something that is needed cannot be read.
     """
-    live = reach.closed(reach.chunks)
+    giving_up = _giving_up(reach, ids, compact_below)
+    live = reach.closed(reach.chunks, (), giving_up)
     shares = _Shares(reach, live, ids)
-    going = {c for c in ids if c not in just_written and shares.worth(c, compact_below)}
+    again = {*giving_up.containers, *giving_up.chunks} if giving_up is not None else ()
+    going = {c for c in ids if c in again or shares.worth(c, compact_below)}
     for _ in range(PLAN_ROUNDS_MAX):
-        kept = reach.closed(live, [c for c in ids if c not in going])
-        staying = {c for c in going if not shares.little_stays(c, kept, compact_below)}
+        kept = reach.closed(live, [c for c in ids if c not in going], giving_up)
+        staying = {c for c in going if c not in again and not shares.little_stays(c, kept, compact_below)}
         if not staying:
             break
         going -= staying
     else:
-        kept = reach.closed(live, [c for c in ids if c not in going])
+        kept = reach.closed(live, [c for c in ids if c not in going], giving_up)
     return _plan(reach, kept, going, ids)
+
+
+def _giving_up(reach: Reach, ids: Collection[int], compact_below: float) -> GivingUp | None:
+    if not compact_below:
+        return None
+    needed = reach.closed(reach.chunks)
+    chunks = worth_giving_up(reach, families_of(reach, needed), needed, 1 - compact_below)
+    if not chunks:
+        return None
+    writable = [c for c in ids if c in needed and len(reach.directory(c).blocks) <= NUMBERS_MAX]
+    return GivingUp(chunks, leaning(reach, writable, reach.chunks, chunks))
+
+
+def to_rebase(reach: Reach, ids: Collection[int], due: Record, compact_below: float) -> GivingUp | None:
+    """Return what was condemned in an earlier round and may go once nothing leans on it, and what leans on it."""
+    if not compact_below or not due:
+        return None
+    swept, held = to_sweep(reach, ids, due), Masks()
+    for container, entry in due.items():
+        directory = reach.readable(container)
+        if directory is None:
+            continue
+        dead = _of(entry.chunks, len(directory.chunks)) & directory.chunks.there
+        dead &= ~filled(reach.chunks.get(container, _NONE), len(dead))
+        if container in swept.drops:
+            dead[swept.drops[container].chunks] = False
+        if dead.any():
+            held[container] = dead
+    living = [c for c in ids if c in reach.chunks and len(reach.directory(c).blocks) <= NUMBERS_MAX]
+    containers = leaning(reach, living, reach.chunks, held)
+    return GivingUp(held, containers) if containers else None
+
+
+def dropped_beside(reach: Reach, ids: Collection[int], due: Record, rebased: GivingUp) -> dict[int, Drop]:
+    """Return what may go of the containers that get other bases: what is due, and what no other container leans on."""
+    leaned: Masks = {}
+    for container in ids:
+        directory = reach.readable(container)
+        if directory is None:
+            continue
+        deltas = directory.chunks.there & (directory.chunks.depths > 0)
+        bases = Locations.join([directory.chunks.bases.take(deltas), directory.prefixes.bases])
+        for other, rows in grouped(bases.containers):
+            if other != container and other in rebased.containers:
+                reached(leaned, other, bases.ordinals[rows])
+    drops = {}
+    for container in rebased.containers:
+        directory = reach.directory(container)
+        there, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
+        chunks, segments = np.zeros(len(there), np.bool_), np.zeros(len(recipes), np.bool_)
+        if container in due:
+            segments = recipes & _of(due[container].segments, len(recipes))
+            segments &= ~filled(reach.segments.get(container, _NONE), len(recipes))
+            chunks = there & _of(due[container].chunks, len(there))
+            chunks &= ~filled(reach.chunks.get(container, _NONE), len(there))
+            chunks &= ~filled(leaned.get(container, _NONE), len(there))
+            chunks &= ~reach.kept_within(container, there & ~chunks, rebased)
+        drops[container] = Drop(
+            np.flatnonzero(chunks).astype(np.uint32), np.flatnonzero(segments).astype(np.uint32), everything=False
+        )
+    return drops
 
 
 class _Shares:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +24,14 @@ from nearkin.store.manifests import ManifestStore
 
 Masks = dict[int, Bools]
 """By container: a bool for each ordinal; shorter where none of the last ones is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivingUp:
+    """Dead chunks on which nothing of `containers` is to lean: their blocks that do are encoded again without."""
+
+    chunks: Masks
+    containers: Collection[int]
 
 
 class Reach:
@@ -71,7 +80,9 @@ class Reach:
         except Permanent:
             return None
 
-    def closed(self, chunks: Mapping[int, Bools], whole: Collection[int] = ()) -> Masks:
+    def closed(
+        self, chunks: Mapping[int, Bools], whole: Collection[int] = (), giving_up: GivingUp | None = None
+    ) -> Masks:
         """Return `chunks` with all that their blocks lean on; of the containers `whole` every block leans.
 
         From the newest container down: most lean on older ones, so each is read once. Raises Corrupt.
@@ -83,13 +94,20 @@ class Reach:
         while heap:
             newest = heapq.heappop(heap)
             waiting.discard(newest)
-            for other in self._lean(-newest, found, every_block=-newest in all_of):
+            given = giving_up if giving_up is not None and -newest in giving_up.containers else None
+            for other in self._lean(-newest, found, every_block=-newest in all_of, giving_up=given):
                 if -other not in waiting:
                     waiting.add(-other)
                     heapq.heappush(heap, -other)
         return found
 
-    def _lean(self, container: int, found: Masks, *, every_block: bool) -> set[int]:
+    def kept_within(self, container: int, kept: Bools, giving_up: GivingUp) -> Bools:
+        """Return `kept` with all chunks of the same container that their blocks lean on."""
+        found: Masks = {container: kept.copy()}
+        self._lean(container, found, every_block=False, giving_up=giving_up)
+        return found[container]
+
+    def _lean(self, container: int, found: Masks, *, every_block: bool, giving_up: GivingUp | None) -> set[int]:
         """Add the bases of a container's blocks to `found`; return the other containers in which some are new."""
         directory = self.directory(container)
         chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
@@ -106,6 +124,8 @@ class Reach:
             if not every_block:
                 deltas &= mine
             bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])
+            if giving_up is not None:  # what is encoded again leans on none of these any more
+                bases = bases.take(~is_in(giving_up.chunks, bases))
             for other, rows in grouped(bases.containers):
                 if reached(found, other, bases.ordinals[rows]) and other != container:
                     changed.add(other)
@@ -121,6 +141,28 @@ def filled(mask: Bools, count: int) -> Bools:
     if len(mask) > count:
         raise _unknown(Corrupt(f"number {len(mask) - 1} of {count} is wanted"))
     return mask if len(mask) == count else np.concatenate([mask, np.zeros(count - len(mask), np.bool_)])
+
+
+def is_in(masks: Masks, locations: Locations) -> Bools:
+    """Return which of some chunks a mask names."""
+    found = np.zeros(len(locations), np.bool_)
+    for container, rows in grouped(locations.containers):
+        mask = masks.get(container)
+        if mask is not None and len(mask):
+            ordinals = locations.ordinals[rows]
+            found[rows] = (ordinals < len(mask)) & mask[np.minimum(ordinals, len(mask) - 1)]
+    return found
+
+
+def blocks_leaning(directory: Directory, on: Masks) -> Bools:
+    """Return which blocks of a container lean on any of the chunks `on`."""
+    chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
+    found = np.zeros(len(blocks), np.bool_)
+    deltas = np.flatnonzero(chunks.there & (blocks.kinds[chunks.blocks] == fmt.XDELTA3))
+    found[chunks.blocks[deltas][is_in(on, chunks.bases.take(deltas))]] = True
+    of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
+    found[of_prefix[is_in(on, prefixes.bases)]] = True
+    return found
 
 
 def reached(masks: Masks, container: int, ordinals: U32) -> bool:

@@ -10,6 +10,7 @@ are; of the others what is kept is decoded, compared with its name, and encoded 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +21,20 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
 from nearkin.kernels.overlap import shared_bytes
-from nearkin.records import U8, U32, U64, ContainerId, Locations
+from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
+from nearkin.stage import Contents
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.plan import Drop
+from nearkin_janitor.reach import Masks, blocks_leaning, is_in
 from nearkin_janitor.tenants import Tenants
 
+READ_BYTES = 8 * 1024 * 1024
+"""Chunks that lean on nothing are read so many bytes at a time."""
+GROUP_CHUNKS_MAX = 32
+GROUP_BYTES_MAX = 1 << 20
+"""Chunks that are tried together against all that any of them is offered: what was cut elsewhere finds both sides."""
 SHARED_BYTES_MIN = 64
 """A base that gives fewer bytes than this to what is kept of a block is not worth its place in the prefix."""
 
@@ -55,8 +64,49 @@ class Recoded:
     encoded: U32 | None
 
 
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """A block of chunks that were given new bases: their `rows`, ascending, and the best base of each."""
+
+    rows: NDArray[np.intp]
+    recoded: Recoded
+    best: Locations
+
+
+@dataclass(frozen=True, slots=True)
+class Rebasing:
+    """Chunks on which nothing is to lean any more, and where those that do find others."""
+
+    given_up: Masks
+    heirs: Heirs
+
+
+class FreshBlocks(Protocol):
+    """Gathers chunks into blocks as the delta stage would."""
+
+    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents) -> U8:
+        """Take the chunks that one of `bases` is worth it for; return how deep each is at most, 0 for the others."""
+
+    def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
+        """Take chunks as they are."""
+
+    def end(self) -> list[Anew]:
+        """Return all blocks. Raises Corrupt where one does not decode again."""
+
+
 class Recoder(Protocol):
     """Encodes what is kept of a block as the delta stage would."""
+
+    @property
+    def depth_max(self) -> int:
+        """Return how deep a chunk may be that is given new bases."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """Return how many bytes of chunks a block holds that leans on nothing."""
+
+    def fresh(self) -> FreshBlocks:
+        """Return what encodes chunks as if they were put now."""
 
     def __call__(self, part: Part) -> Recoded:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""
@@ -98,8 +148,15 @@ class Rewriter:
         self._recode = recode
         self._reader = ChunkReader(self._containers)
 
-    def rewritten(self, container: ContainerId, drop: Drop) -> bytes:
-        """Return a container without what is dropped. Raises Corrupt where what is kept is not what its name says."""
+    def over(self, containers: ContainerStore) -> Rewriter:
+        """Return what does the same for the containers of another store, such as one that is a preview's."""
+        return Rewriter(containers, self._tenants, self._any_fingerprinter, self._recode)
+
+    def rewritten(self, container: ContainerId, drop: Drop, rebasing: Rebasing | None = None) -> bytes:
+        """Return a container without what is dropped. Blocks that lean on what is given up lean on other chunks then.
+
+        Raises Corrupt where what is kept is not what its name says.
+        """
         directory = self._containers.directory(container)
         old = directory.chunks
         kept = old.there.copy()
@@ -116,7 +173,14 @@ class Rewriter:
             np.zeros(count, np.uint8),
         )
         next_number = len(directory.blocks)
-        for number in np.flatnonzero(directory.blocks.raw).tolist():
+        again = blocks_leaning(directory, {} if rebasing is None else rebasing.given_up)
+        joined = self._joined(directory, kept)
+        raw = kept & joined[old.blocks]
+        if rebasing is not None:
+            rows = np.flatnonzero(kept & again[old.blocks])
+            raw_too, next_number = self._lay_rebased(new, directory, rows, rebasing, next_number)
+            raw[raw_too] = True
+        for number in np.flatnonzero((directory.blocks.raw > 0) & ~again & ~joined).tolist():
             rows = np.flatnonzero(old.there & (old.blocks == number))
             rows_kept = rows[kept[rows]]
             if len(rows_kept) == len(rows):
@@ -125,6 +189,7 @@ class Rewriter:
             elif len(rows_kept):
                 self._anew(new, directory, number, rows_kept, next_number)
                 next_number += 1
+        next_number = self._lay_raw(new, directory, np.flatnonzero(raw), next_number)
         new.end(next_number)
         names = np.where(kept[:, None], old.names, np.uint8(0))
         positions = fmt.positions_in_blocks(new.numbers, new.encoded)
@@ -174,6 +239,63 @@ class Rewriter:
         if recoded.block.kind == fmt.RAW:
             new.bases.containers[rows], new.bases.ordinals[rows], new.ranks[rows] = 0, 0, 0
 
+    def _joined(self, directory: Directory, kept: Bools) -> Bools:
+        """Return which raw blocks become one: those of which little is kept, if there are several.
+
+        Apart they took 50 % of their bytes, together 43 (30 days of small edits, bench/gc_days.py).
+        """
+        blocks = directory.blocks
+        left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(blocks))
+        small: Bools = (blocks.raw > 0) & (blocks.kinds == fmt.RAW) & (left > 0) & (left * 2 < self._recode.raw_bytes)
+        return small if np.count_nonzero(small) > 1 else np.zeros(len(blocks), np.bool_)
+
+    def _lay_rebased(
+        self, new: _Tables, directory: Directory, rows: NDArray[np.intp], rebasing: Rebasing, next_number: int
+    ) -> tuple[NDArray[np.intp], int]:
+        """Give chunks other bases, those of one depth after those of lesser ones.
+
+        Decided group by group: of one family each may lean on what was decided before. Returns the rows that find none,
+        and the number after the last block.
+        """
+        container, old, heirs = directory.container, directory.chunks, rebasing.heirs
+        depths = heirs.depths(container)
+        without = [np.zeros(0, np.intp)]
+        for depth in np.flatnonzero(np.bincount(old.depths[rows])).tolist():
+            blocks = self._recode.fresh()
+            mine = rows[old.depths[rows] == depth]
+            for group in _groups(heirs.family(container, mine.astype(np.uint32)), old.lengths[mine]):
+                some = mine[group]
+                payload = self._verified(directory, some)
+                best = old.bases.take(some)
+                stay = best.take((best.containers != 0) & ~is_in(rebasing.given_up, best))
+                below = min(depth, self._recode.depth_max)
+                offered = _each_once(Locations.join([heirs.offered(container, some.astype(np.uint32), below), stay]))
+                depths[some] = blocks.add(some, payload, old.lengths[some], self._reader.contents(offered))
+                without.append(some[depths[some] == 0])
+            next_number = self._lay_all(new, directory, blocks.end(), next_number)
+            depths[mine] = new.depths[mine]
+        return np.concatenate(without), next_number
+
+    def _lay_raw(self, new: _Tables, directory: Directory, rows: NDArray[np.intp], next_number: int) -> int:
+        """Put chunks into blocks that lean on nothing; return the number after these."""
+        blocks, lengths = self._recode.fresh(), directory.chunks.lengths
+        portion = np.cumsum(lengths[rows], dtype=np.int64) // READ_BYTES
+        for some in np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []:
+            blocks.add_raw(some, self._verified(directory, some), lengths[some])
+        return self._lay_all(new, directory, blocks.end(), next_number)
+
+    def _lay_all(self, new: _Tables, directory: Directory, made: list[Anew], next_number: int) -> int:
+        for one in made:
+            rows, recoded = one.rows, one.recoded
+            new.lay(next_number, recoded.block, recoded.prefix)
+            new.numbers[rows], new.depths[rows] = next_number, recoded.block.depth
+            new.encoded[rows] = directory.chunks.lengths[rows] if recoded.encoded is None else recoded.encoded
+            if recoded.block.kind != fmt.RAW:
+                new.bases.containers[rows], new.bases.ordinals[rows] = one.best.containers, one.best.ordinals
+                new.ranks[rows] = fmt.LOCALITY_RANK
+            next_number += 1
+        return next_number
+
     def _verified(self, directory: Directory, rows: NDArray[np.intp]) -> U8:
         """Return the bytes of chunks, each compared with its name; only SHA-1 where no tenant is known."""
         plan = self._reader.plan(Locations(np.full(len(rows), directory.container, np.uint64), rows.astype(np.uint32)))
@@ -220,6 +342,24 @@ class Rewriter:
             np.concatenate([no_bytes, *pieces]),
             plan.lengths[wanted],
         )
+
+
+def _groups(family: NDArray[np.int32], lengths: U32) -> list[slice]:
+    """Return the runs of chunks that are tried together: none holds two of one family, in case one leans on another."""
+    bounds, seen, held_bytes = [0], set[int](), 0
+    for row, (of, length_bytes) in enumerate(zip(family.tolist(), lengths.tolist(), strict=True)):
+        if row - bounds[-1] >= GROUP_CHUNKS_MAX or held_bytes + length_bytes > GROUP_BYTES_MAX or of in seen:
+            bounds.append(row)
+            seen, held_bytes = set(), 0
+        seen.add(of)
+        held_bytes += length_bytes
+    bounds.append(len(family))
+    return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
+
+def _each_once(locations: Locations) -> Locations:
+    pairs = sorted(set(zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True)))
+    return Locations(np.array([c for c, _ in pairs], np.uint64), np.array([o for _, o in pairs], np.uint32))
 
 
 def _used(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDArray[np.bool_]:

@@ -227,7 +227,7 @@ def _container_before_index() -> None:
 
     def sweep(self: Any, plan: Any, ids: Any, index: Any, sums: Any, *more: Any) -> None:
         late = Late(index)
-        real(self, plan, ids, late if index is not None else None, sums, *more)
+        real(self, plan, ids, late, sums, *more)
         if late.said:
             index.forget(*late.said)
 
@@ -235,7 +235,7 @@ def _container_before_index() -> None:
 
 
 def _bases_not_counted() -> None:
-    def closed(self: Any, chunks: Mapping[int, Any], whole: Any = ()) -> Any:
+    def closed(self: Any, chunks: Mapping[int, Any], whole: Any = (), giving_up: Any = None) -> Any:
         return {container: mask.copy() for container, mask in chunks.items()}
 
     _patch(nearkin_janitor.reach.Reach, "closed", closed)
@@ -285,16 +285,19 @@ def _grace_ignored() -> None:
 
 
 def _older_generation_first() -> None:
-    def rewrite(self: Any, container: Any, drop: Any, index: Any, before_bytes: int) -> int:
-        data = self._rewriter.rewritten(container, drop)
-        if index is not None:
-            generation = self._containers.generation(container)
-            self._containers.delete(container, generation)
-            self._containers.put(container, data, generation + 1)
-            self._renew(index, container)
-        return len(data)
+    def anew(
+        self: Any, container: Any, drop: Any, ids: dict[int, int], index: Any, sums: Any, rebasing: Any = None
+    ) -> None:
+        data, before_bytes = self._rewriter.rewritten(container, drop, rebasing), ids[container]
+        generation = self._containers.generation(container)
+        self._containers.delete(container, generation)
+        self._containers.put(container, data, generation + 1)
+        self._renew(index, container)
+        ids[container] = len(data)
+        sums.rewritten += 1
+        sums.freed_bytes += before_bytes - len(data)
 
-    _patch(nearkin_janitor.collect.Collector, "_rewrite", rewrite)
+    _patch(nearkin_janitor.collect.Collector, "_anew", anew)
 
 
 def _number_given_again() -> None:

@@ -1,0 +1,127 @@
+"""Families of chunks. Invariant: a dead base is given up only where that is estimated to save bytes.
+
+    v1 <- v2 <- v3 <- v4 <- v5, v6, v7        one family: all that go back to the same chunk by their best bases
+    dead  dead  dead  dead  live              v5 kept raw, v6 and v7 against it: v1 to v4 go
+
+Memory: 5 bytes for each chunk that is needed, and 40 for each family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.records import U32, Bools, Locations
+from nearkin.store.chunks import grouped
+from nearkin_janitor.holding import NAME_AND_ROW_BYTES, bytes_of_chunks
+from nearkin_janitor.order import leaning_last
+from nearkin_janitor.reach import Masks, Reach, blocks_leaning, filled, is_in
+
+NONE = -1
+_NO_ROWS: Bools = np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """Which family each chunk that is needed is of: `of` int32 by container and ordinal, NONE where it is not."""
+
+    of: dict[int, NDArray[np.int32]]
+    count: int
+
+    def chosen(self, container: int, ordinals: U32) -> NDArray[np.int32]:
+        """Return the families of some chunks."""
+        known = self.of.get(container)
+        if known is None:
+            return np.full(len(ordinals), NONE, np.int32)
+        return np.where(ordinals < len(known), known[np.minimum(ordinals, len(known) - 1)], NONE).astype(np.int32)
+
+
+def families_of(reach: Reach, needed: Masks) -> Families:
+    """Return the families of the chunks `needed`, which is closed under bases. Raises Corrupt."""
+    found = Families({}, 0)
+    count = 0
+    for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
+        directory = reach.directory(container)
+        chunks, mine = directory.chunks, filled(needed[container], len(directory.chunks))
+        family = found.of[container] = np.full(len(chunks), NONE, np.int32)
+        for depth in range(int(chunks.depths[mine].max(initial=0)) + 1):
+            rows = np.flatnonzero(mine & (chunks.depths == depth))
+            if depth:
+                family[rows] = _each(found, chunks.bases.take(rows))
+            first = rows[family[rows] == NONE]
+            family[first] = np.arange(count, count + len(first))
+            count += len(first)
+    return Families(found.of, count)
+
+
+def _each(families: Families, bases: Locations) -> NDArray[np.int32]:
+    found = np.full(len(bases), NONE, np.int32)
+    for container, rows in grouped(bases.containers):
+        found[rows] = families.chosen(container, bases.ordinals[rows])
+    return found
+
+
+class _Sums:
+    """What each family takes, in bytes: estimates, since a chunk's share of its block is one."""
+
+    def __init__(self, reach: Reach, families: Families, needed: Masks) -> None:
+        count = families.count
+        self.all_of, self.dead, self.leaning, self.roots = (np.zeros(count) for _ in range(4))
+        self.least = np.full(count, np.inf)
+        self.leaners = np.zeros(count, np.int64)
+        for container, family in families.of.items():
+            directory = reach.directory(container)
+            rows = np.flatnonzero(filled(needed[container], len(directory.chunks)))
+            of, share = family[rows], bytes_of_chunks(directory)[rows]
+            live = filled(reach.chunks.get(container, _NO_ROWS), len(directory.chunks))[rows]
+            delta = directory.chunks.depths[rows] > 0
+            leans = live & delta
+            leans[leans] = ~is_in(reach.chunks, directory.chunks.bases.take(rows[leans]))
+            encoded = np.maximum(share - NAME_AND_ROW_BYTES, 0)
+            self.all_of += np.bincount(of, share, count)
+            self.dead += np.bincount(of, share * ~live, count)
+            self.roots += np.bincount(of, encoded * (~live & ~delta), count)
+            self.leaning += np.bincount(of, encoded * leans, count)
+            self.leaners += np.bincount(of, leans, count).astype(np.int64)
+            np.minimum.at(self.least, of[delta], encoded[delta])
+
+
+def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: float) -> Masks:
+    """Return the dead chunks of the families that would take clearly less without them, once that is `share` of all.
+
+    What leans on them is then encoded again: the oldest as the root was, raw, or against one that lives further down;
+    the others against one that lies near, for about what the smallest delta of the family takes.
+    """
+    sums = _Sums(reach, families, needed)
+    least = np.where(np.isfinite(sums.least), sums.least, 0)
+    mean = sums.leaning / np.maximum(sums.leaners, 1)
+    heir = np.where(sums.roots > 0, sums.roots, sums.dead + mean)
+    gain = sums.dead + sums.leaning - heir - np.maximum(sums.leaners - 1, 0) * least
+    some_dead = sums.dead > 0
+    if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of[some_dead].sum():
+        return {}
+    chosen = some_dead & (gain > share / 2 * sums.all_of)
+    given_up: Masks = {}
+    for container, family in families.of.items():
+        live = filled(reach.chunks.get(container, _NO_ROWS), len(family))
+        dead = ~live & (family != NONE) & chosen[family]
+        if dead.any():
+            given_up[container] = dead
+    return given_up
+
+
+def leaning(reach: Reach, ids: Collection[int], live: Masks, on: Masks) -> set[int]:
+    """Return the containers with blocks that lean on any of the chunks `on`, and hold some of the chunks `live`."""
+    found = set()
+    for container in ids if on else ():
+        if (mask := live.get(container)) is None or not mask.any():
+            continue
+        directory = reach.directory(container)
+        used = np.zeros(len(directory.blocks), np.bool_)
+        used[directory.chunks.blocks[filled(mask, len(directory.chunks))]] = True
+        if np.any(used & blocks_leaning(directory, on)):
+            found.add(container)
+    return found
