@@ -92,7 +92,7 @@ class FreshBlocks:
             first = chosen.rows[chosen.bounds[mine]]
             best.containers[mine] = bases.locations.containers[first]
             best.ordinals[mine] = bases.locations.ordinals[first]
-            prefixes = Prefixes.of(
+            prefixes = Prefixes(
                 chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
             )
         for depth in np.flatnonzero(np.bincount(depths)).tolist():
@@ -147,6 +147,7 @@ class FreshBlocks:
         from nearkin_janitor.rewrite import Anew, Recoded
 
         block, held = self._growing.pop(depth)
+        self._encoder.forget()  # as above
         closed = self._encoder.close(block)
         recoded = Recoded(closed.block, closed.prefix, closed.encoded)
         self._ended.append(Anew(np.concatenate(held), recoded, Locations.join(block.bases)))
