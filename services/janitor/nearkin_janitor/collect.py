@@ -99,7 +99,7 @@ class Collector:
         It is a round, and those after it, over what lies in the store; what they write goes to the system's temporary
         folder, which needs room for it. `deleted_too`: as if no deleted version could be brought back any more.
         """
-        with Overlay(self._containers.objects) as objects:
+        with Overlay(self._condemned.objects) as objects:
             containers = self._containers.apart(objects)
             imagined = copy.copy(self)
             imagined._containers, imagined._rewriter = containers, self._rewriter.over(containers)

@@ -29,6 +29,11 @@ class CondemnedStore:
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
+    @property
+    def objects(self) -> ObjectStore:
+        """Return where they lie."""
+        return self._objects
+
     def listed(self) -> dict[int, int]:
         """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
         found = {}

@@ -50,11 +50,6 @@ class ByteBoundedCache(Generic[Key, Value]):
         self.hits = 0
         self.misses = 0
 
-    @property
-    def bytes_max(self) -> int:
-        """Return the bound."""
-        return self._bytes_max
-
     def get(self, key: Key) -> Value | None:
         """Return the value and make it the newest, or None."""
         with self._lock:
@@ -179,11 +174,6 @@ class ContainerStore:
         other._mended = ByteBoundedCache(MENDED_BYTES)
         other._generations = dict(self._generations)
         return other
-
-    @property
-    def objects(self) -> ObjectStore:
-        """Return where they lie."""
-        return self._objects
 
     def counting(self) -> Self:
         """Return the same store, and the same caches, with costs of its own."""
