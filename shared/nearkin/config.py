@@ -458,7 +458,7 @@ class GatewaySettings:
     uploads_max: Annotated[int, Between(1, 4096)] = 128
     """Uploads at a time; each holds a frame of at most 900 KiB."""
     downloads_max: Annotated[int, Between(1, 1024)] = 32
-    """Restores at a time; each holds at most three pieces of 4 MiB."""
+    """Restores at a time; each holds at most four pieces of 4 MiB, and with S3 32 MiB of blocks on their way."""
     requests_per_second: Annotated[int, Between(0, 1_000_000)] = 1000
     """For each token (without tokens: each address), in bursts of as many; 0 is without bound."""
     upload_unacknowledged_bytes: Annotated[int, Size(MIB, GIB)] = 8 * MIB

@@ -1,11 +1,14 @@
 """Restore. Invariant: nothing leaves before its name is verified; a mismatch raises, it never ends quietly (I8).
 
 manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, verify -> the bytes
+                                            `- one piece ahead of the reader, in a thread -'
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import BinaryIO
 
@@ -16,13 +19,17 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo
+from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo, distinct
 from nearkin.sources import write_pieces
+from nearkin.store.ahead import ReadAhead
 from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
 from nearkin.store.containers import ContainerSource, ContainerStore, object_name
 
 BATCH_BYTES = 4 * 1024 * 1024
 GROUP_SEGMENTS = 64
+PLANS_AHEAD = 4
+"""Batches whose blocks are asked for before they are wanted, where a read takes long."""
+DIRECTORIES_AHEAD_MAX = 64
 
 
 class Blob:
@@ -44,15 +51,36 @@ class Blob:
         """Bytes of the range, not of the version."""
         self._manifest = manifest
         self._source = source
-        self._reader = ChunkReader(source)
         self._fingerprinter = fingerprinter
         self._start, self._stop = start, stop
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is yielded."""
+        """Yield the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is yielded.
+
+        While one piece is out the next is read and verified; more are planned, and on their way, where the store is
+        far.
+        """
+        if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
+            yield from self._pieces(None)
+            return
+        ahead = ReadAhead(self._source) if self._source.far else None
+        pieces = self._pieces(ahead)
+        thread = ThreadPoolExecutor(1, "nearkin-restore")
+        try:
+            following = thread.submit(next, pieces, None)
+            while (piece := following.result()) is not None:
+                following = thread.submit(next, pieces, None)
+                yield piece
+        finally:
+            thread.shutdown(cancel_futures=True)
+            if ahead is not None:
+                ahead.close()
+
+    def _pieces(self, ahead: ReadAhead | None) -> Iterator[memoryview]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
+        reader = ChunkReader(self._source if ahead is None else ahead)
         hasher, position = blake3(), 0
-        for plan in planned_batches(self._manifest, self._source):
+        for plan in self._planned(ahead):
             if position >= self._stop:
                 break
             ends = offsets_of(plan.lengths) + plan.lengths
@@ -64,7 +92,7 @@ class Blob:
             first = int(np.searchsorted(ends, wanted_from, side="right"))
             last = int(np.searchsorted(ends, wanted_to)) + 1
             skipped = int(ends[first - 1]) if first else 0
-            payload = self._verified(plan.take(slice(first, last)))
+            payload = self._verified(reader, plan.take(slice(first, last)))
             if whole:
                 hasher.update(payload)
                 if position >= self._stop and hasher.digest() != self._manifest.blake3:
@@ -78,6 +106,23 @@ class Blob:
                 f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`"
             )
 
+    def _planned(self, ahead: ReadAhead | None) -> Iterator[Plan]:
+        """Yield plans; with `ahead` some after the one that is wanted are made, and their blocks asked for."""
+        if ahead is None:
+            yield from planned_batches(self._manifest, self._source)
+            return
+        ahead.directories(distinct(self._manifest.segments.containers).tolist()[:DIRECTORIES_AHEAD_MAX])
+        position, waiting = 0, deque[Plan]()
+        for plan in planned_batches(self._manifest, self._source):
+            here = position
+            position += int(plan.lengths.sum(dtype=np.int64))
+            if position > self._start and here < self._stop:
+                ahead.want(plan)
+            waiting.append(plan)
+            if len(waiting) > PLANS_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
+
     def read(self) -> bytes:
         """Return the range's bytes."""
         return b"".join(self)
@@ -86,8 +131,8 @@ class Blob:
         """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
         return write_pieces(self, file, progress)
 
-    def _verified(self, plan: Plan) -> U8:
-        payload = self._reader.fetch(plan)
+    def _verified(self, reader: ChunkReader, plan: Plan) -> U8:
+        payload = reader.fetch(plan)
         stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
         found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths)[stored], plan.lengths[stored])
         wrong = stored[np.any(found != plan.names[stored], axis=1)]

@@ -116,6 +116,15 @@ class ReadCosts:
     block_reads: int = 0
     bytes_read: int = 0
     blocks_decoded: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def read(self, container: ContainerId, size_bytes: int, *, directories: int = 0, blocks: int = 0) -> None:
+        """Count a read; from any thread."""
+        with self._lock:
+            self.containers.add(container)
+            self.directory_reads += directories
+            self.block_reads += blocks
+            self.bytes_read += size_bytes
 
 
 class Rewritten(Corrupt):
@@ -158,6 +167,11 @@ class ContainerStore:
         self._generations: dict[ContainerId, int] = {}
         """Of containers that were written anew, as far as known: some 100 bytes each."""
         self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(MENDED_BYTES)
+
+    @property
+    def far(self) -> bool:
+        """Return whether a read takes so long that others should be on their way meanwhile."""
+        return self._objects.far
 
     def of(self, domain: bytes | None) -> Self:
         """Return the same store, and the same caches, for another domain; None: for all, which is the janitor's."""
@@ -275,8 +289,6 @@ class ContainerStore:
                 raise
             directory = fmt.decode_container(whole, name)
         self._directories.put(container, (directory, generation), directory.memory_bytes)
-        self.costs.containers.add(container)
-        self.costs.directory_reads += 1
         return directory, generation
 
     def _stored_directory(self, container: ContainerId, name: str) -> Directory:
@@ -294,7 +306,7 @@ class ContainerStore:
             data = tail[offset - tail_start : offset - tail_start + length]
         else:
             (data,) = self._objects.get_ranges(name, [offset], [offset + length])
-        self.costs.bytes_read += len(header) + size_bytes - min(offset, tail_start)
+        self.costs.read(container, len(header) + size_bytes - min(offset, tail_start), directories=1)
         return fmt.decode_directory(data, container, domain, size_bytes, check, name)
 
     def _mend(self, name: str, why: Corrupt) -> bytes | None:
@@ -342,9 +354,7 @@ class ContainerStore:
         start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
         end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
         (record,) = self._objects.get_ranges(name, [start], [end])
-        self.costs.containers.add(directory.container)
-        self.costs.block_reads += 1
-        self.costs.bytes_read += end - start
+        self.costs.read(directory.container, end - start, blocks=1)
         return record
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:

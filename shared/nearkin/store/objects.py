@@ -33,6 +33,10 @@ class AlreadyExists(Permanent):
 class ObjectStore(Protocol):
     """A flat space of immutable objects named by `/`-separated ASCII paths."""
 
+    @property
+    def far(self) -> bool:
+        """Return whether a read takes so long that others should be on their way meanwhile."""
+
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object, durably. Raises AlreadyExists, or StoreUnavailable: it is there whole, or not at all."""
 
@@ -69,6 +73,8 @@ REFUSALS = (BaseError, OSError)
 
 class ObstoreObjects:
     """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory is for tests)."""
+
+    far = False
 
     def __init__(self, client: ObstoreStore) -> None:
         self._client = client

@@ -51,6 +51,11 @@ class ParityObjects:
         self._scheme = scheme
         self._some: bool | None = True if scheme is not None else None
 
+    @property
+    def far(self) -> bool:
+        """Return whether reads of the store below take long."""
+        return self.inner.far
+
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object, then its parity. Raises AlreadyExists, StoreUnavailable: of the object alone."""
         self.inner.put_new(name, data)

@@ -63,6 +63,8 @@ _NO_KEYS = re.compile(r"/latest/(api/token|meta-data)|169\.254\.1")  # where an 
 class S3Objects(ObstoreObjects):
     """A bucket, or what is below a prefix in it. What it acknowledges is durable when the server says so (I1)."""
 
+    far = True
+
     def __init__(self, settings: ObjectStoreSettings) -> None:
         """Make the client; no request is sent. Raises ConfigError."""
         self._where = Where.parse(settings)

@@ -35,6 +35,11 @@ class FaultyObjects:
         """Return whether every letter was met: a test whose script is not spent did not test its end."""
         return len(self.calls) >= len(self._script)
 
+    @property
+    def far(self) -> bool:
+        """Return whether reads of the store below take long."""
+        return self._inner.far
+
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object, or fail as scripted."""
         letter = self._next("put_new", name)

@@ -1,0 +1,143 @@
+"""Restores from a store that is far: reads wait side by side, within bounds, and what comes out is the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.errors import Corrupt, StoreUnavailable
+from nearkin.restore import Blob
+from nearkin.store import ahead as module
+from nearkin.store.containers import ContainerStore
+from nearkin.store.objects import LocalObjects
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import settings
+
+SMALL = {"block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"}, "container": {"target_bytes": "512KiB"}}
+
+
+class Far(LocalObjects):
+    """A local store whose reads take as long as those of one that is far."""
+
+    far = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.now = self.most = self.reads = 0
+        self.fails = 0
+        self._lock = threading.Lock()
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        with self._lock:
+            self.reads += 1
+            self.now += 1
+            self.most = max(self.most, self.now)
+            failing = self.fails > 0 and threading.current_thread().name.startswith("nearkin-ahead")
+            self.fails -= failing
+        try:
+            time.sleep(0.003)
+            if failing:
+                raise StoreUnavailable(f"{name}: away")
+            return super().get_ranges(name, starts, ends)
+        finally:
+            with self._lock:
+                self.now -= 1
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+    root = tmp_path_factory.mktemp("far") / "s"
+    versions = [text_like(9_000_000, 1)]
+    for number in range(1, 4):
+        versions.append(mutated(versions[-1], number, edits=300, edit_bytes_max=4000))
+    with open_store(root, settings=settings(SMALL)) as store:
+        for data in versions:
+            store.put("k", data)
+    return root, versions
+
+
+def restored(root: Path, objects: LocalObjects, version: int, start: int = 0, stop: int | None = None) -> Blob:
+    with open_store(root, settings=settings(SMALL), read_only=True) as store:
+        of = store.get("k", version)
+        containers = ContainerStore(objects, store._fingerprinter.domain, 32 << 20)
+        end = of.info.size_bytes if stop is None else stop
+        return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, start, end)
+
+
+@pytest.mark.parametrize("version", [1, 4])
+def test_blocks_are_read_side_by_side_and_each_once(made, version: int) -> None:
+    root, versions = made
+    objects = Far(root)
+    blob = restored(root, objects, version)
+    assert blob.read() == versions[version - 1]
+    assert 2 < objects.most <= module.THREADS
+    assert blob.costs.block_reads == blob.costs.blocks_decoded
+    near = restored(root, LocalObjects(root), version)
+    assert near.read() == versions[version - 1]
+    assert blob.costs.block_reads == near.costs.block_reads
+    assert not [thread for thread in threading.enumerate() if "nearkin" in thread.name]
+
+
+def test_a_range_asks_for_little_more_than_it_needs(made) -> None:
+    root, versions = made
+    far = restored(root, Far(root), 4, 2_000_000, 7_500_000)
+    assert far.read() == versions[3][2_000_000:7_500_000]
+    near = restored(root, LocalObjects(root), 4, 2_000_000, 7_500_000)
+    near.read()
+    whole = restored(root, LocalObjects(root), 4)
+    whole.read()
+    assert near.costs.block_reads <= far.costs.block_reads <= whole.costs.block_reads
+
+
+def test_what_waits_is_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = made
+    monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 300_000)
+    most = 0
+    plain = module.ReadAhead._ask
+
+    def watched(ahead: module.ReadAhead, key: module.BlockKey) -> None:
+        nonlocal most
+        plain(ahead, key)
+        most = max(most, ahead._coming_bytes)
+
+    monkeypatch.setattr(module.ReadAhead, "_ask", watched)
+    assert restored(root, Far(root), 4).read() == versions[3]
+    assert 0 < most < 300_000 + 300_000  # one more may pass the bound
+
+
+def test_a_read_that_failed_ahead_is_done_again(made) -> None:
+    root, versions = made
+    objects = Far(root)
+    objects.fails = 12
+    assert restored(root, objects, 4).read() == versions[3]
+    assert objects.fails == 0
+
+
+def test_damage_ahead_is_told_after_what_came_before_it(made, tmp_path: Path) -> None:
+    root, versions = made
+    broken = tmp_path / "broken"
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and "index" not in path.parts:
+            (broken / path.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
+            (broken / path.relative_to(root)).write_bytes(path.read_bytes())
+    last = max((broken / "containers").rglob("*.nkc"), key=lambda path: path.name)
+    data = bytearray(last.read_bytes())
+    data[200] ^= 1
+    last.write_bytes(data)
+    blob, got = restored(broken, Far(broken), 4), bytearray()
+    with pytest.raises(Corrupt):
+        got.extend(byte for piece in blob for byte in piece)
+    assert bytes(got) == versions[3][: len(got)]
+
+
+def test_a_reader_that_leaves_ends_the_threads(made) -> None:
+    root, _ = made
+    pieces = iter(restored(root, Far(root), 4))
+    next(pieces)
+    pieces.close()
+    assert not [thread for thread in threading.enumerate() if "nearkin" in thread.name]
