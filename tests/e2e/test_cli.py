@@ -48,6 +48,7 @@ COMMANDS = (
     "token",
     "dlq",
     "bench",
+    "docs",
     "version",
 )
 LEDGER = {

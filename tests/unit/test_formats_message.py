@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.config import Settings, with_changes
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
-from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import message as fmt
 from nearkin.formats.message import (
     End,
-    Envelope,
     Frame,
     Fresh,
     Kind,
@@ -28,47 +25,7 @@ from nearkin.formats.message import (
 )
 from nearkin.formats.message_batches import read_fresh, read_paired, read_segments
 from nearkin.records import FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
-from nearkin.stage import Facts, Found, FoundBases
-from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-from nearkin_dedup import DedupStage
-from nearkin_resemblance import ResemblanceStage
-
-BLOB = Envelope(bytes(range(16)), "tenant", "a/key ü", 4096, 7)
-NAMER = Fingerprinter(b"s" * 32, "tenant")
-
-
-def segmented(data: bytes) -> SegmentBatch:
-    payload = np.frombuffer(data, np.uint8)
-    chunked = ChunkerStage(Settings(), NAMER).decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts())
-    return chunked.segments
-
-
-def deduplicated(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
-    stage = DedupStage()
-    segments = Found(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
-    wanted = stage.reads(batch, Facts(segments=segments))
-    assert wanted is not None
-    assert wanted.names is not None
-    found = np.arange(len(wanted.names)) % known_every == 1
-    locations = Locations(np.where(found, 99, 0).astype(np.uint64), np.arange(len(found), dtype=np.uint32))
-    return stage.decide(batch, Facts(segments=segments, chunks=Found(locations, found)))
-
-
-def paired(fresh: FreshBatch) -> PairedBatch:
-    stage = ResemblanceStage(with_changes(Settings(), {"features": {"algorithm": "odess"}}))
-    wanted = stage.reads(fresh, Facts())
-    assert wanted is not None
-    assert wanted.super_features is not None
-    count = len(fresh.fresh)
-    found = np.arange(count) % 2 == 0
-    where = Locations(np.where(found, 5, 0).astype(np.uint64), np.arange(count, dtype=np.uint32))
-    bases = FoundBases(wanted.super_features, where, np.zeros(count, np.uint8), found)
-    return stage.decide(fresh, Facts(bases=bases))
-
-
-def mixed_content(seed: int = 1) -> bytes:
-    random = np.random.default_rng(seed).integers(0, 256, 300_000, np.uint8).tobytes()
-    return random + bytes(200_000) + random[:150_000]
+from nearkin.testing.messages import BLOB, deduplicated, mixed_content, paired, segmented
 
 
 def assert_same_batch(found: SegmentBatch, sent: SegmentBatch, carried: np.ndarray) -> None:

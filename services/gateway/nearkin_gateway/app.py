@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Lifespan
 
 from nearkin_gateway import admin, blobs, deleting, looking, uploads
 from nearkin_gateway.counting import Counted
@@ -46,6 +46,23 @@ def create_app(gateway: Gateway) -> FastAPI:
             await asyncio.gather(sweeper, *gateway.background, return_exceptions=True)
             await gateway.ingest.close()
 
+    app = _routed(lifespan)
+    app.state.gateway = gateway
+    if gateway.settings.dashboard.enabled:
+        from nearkin_gateway import dashboard
+
+        dashboard.install(app)
+    install(app)
+    return app
+
+
+def openapi_document() -> dict[str, Any]:
+    """Return the OpenAPI document that every gateway of this version serves."""
+    return _routed().openapi()
+
+
+def _routed(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """Return an application with all routes of the API."""
     try:
         number = version("nearkin")
     except PackageNotFoundError:  # run from a source tree
@@ -59,17 +76,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.gateway = gateway
-    app.include_router(blobs.router)
-    app.include_router(deleting.router)
-    app.include_router(admin.router)
-    app.include_router(looking.router)
-    app.include_router(uploads.router)
-    if gateway.settings.dashboard.enabled:
-        from nearkin_gateway import dashboard
-
-        dashboard.install(app)
-    install(app)
+    for module in (blobs, deleting, admin, looking, uploads):
+        app.include_router(module.router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -140,6 +140,14 @@ async def collection(request: Request, _caller: Admin) -> Response:
     return JSONResponse(collection_json(gateway_of(request)))
 
 
+@router.get("/asyncapi.json", include_in_schema=False)
+async def asyncapi(request: Request) -> Response:
+    """Return the AsyncAPI document of the topics, by the names that they have here."""
+    from nearkin.runners.kafka.asyncapi import document
+
+    return JSONResponse(document(gateway_of(request).settings))
+
+
 # --- as JSON: the dashboard's pages are made of the same -------------------------------------------------------------
 
 

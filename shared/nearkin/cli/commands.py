@@ -14,6 +14,7 @@ import click
 
 from nearkin.cli.bench import bench
 from nearkin.cli.dead import dlq
+from nearkin.cli.documents import docs
 from nearkin.cli.serving import serve, token
 from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
 from nearkin.errors import BadInput, Corrupt
@@ -469,3 +470,4 @@ nearkin.add_command(serve)
 nearkin.add_command(token)
 nearkin.add_command(dlq)
 nearkin.add_command(bench)
+nearkin.add_command(docs)

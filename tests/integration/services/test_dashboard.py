@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from nearkin.runners.kafka.asyncapi import document
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.generated import mutated, records_like
 from nearkin_gateway import tokens
+from nearkin_gateway.app import openapi_document
 from nearkin_gateway.catalogue import STATS_SECONDS
 from nearkin_gateway.dashboard import pages
 from nearkin_gateway.dashboard.rendering import POLICY
@@ -383,6 +386,12 @@ def test_what_was_committed_is_in_the_last_hour(login: Login) -> None:
     assert (told["embedded"], told["stages"], len(told["minutes"])) == (True, [], 60)
     assert sum(minute["committed"] for minute in told["minutes"]) >= 5
     assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= 1_250_000
+
+
+def test_both_documents_of_the_interfaces_are_served(gateway: Running) -> None:
+    with gateway.client() as client:
+        assert client.get("/openapi.json").json() == json.loads(json.dumps(openapi_document()))
+        assert client.get("/asyncapi.json").json() == json.loads(json.dumps(document()))
 
 
 def test_assets_are_a_fixed_few_and_are_asked_for_again_by_their_tag(gateway: Running) -> None:

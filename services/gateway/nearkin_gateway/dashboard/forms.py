@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from nearkin.config import HOT_FIELDS, Settings
 from nearkin.config_rules import Between, OneOf
+from nearkin.hot_rules import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[t
     for name in sorted(HOT_FIELDS):
         section, _, field = name.partition(".")
         holder = getattr(settings, section)
-        rule = _rule(get_type_hints(type(holder), include_extras=True)[field])
+        rule = rule_of(name)
         found.setdefault(section, []).append(
             Field(
                 name=name,
@@ -44,7 +45,3 @@ def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[t
             )
         )
     return list(found.items())
-
-
-def _rule(hint: Any) -> object:
-    return get_args(hint)[1] if get_origin(hint) is Annotated else None

@@ -15,6 +15,19 @@ from nearkin.runners.kafka.hot import HotSettings
 _log = logging.getLogger("nearkin.worker")
 
 REPORT_SECONDS = 5.0
+STATES = ("running", "paused", "stopped")
+
+
+def word(service: str, worker: str, revision: str, started: str, state: str) -> dict[str, str]:
+    """Return what a worker says now; `state` is one of STATES."""
+    return {
+        "worker": f"{service}/{worker}",
+        "service": service,
+        "revision": revision,
+        "started": started,
+        "seen": datetime.now(UTC).isoformat(timespec="seconds"),
+        "state": state,
+    }
 
 
 def report(settings: Settings, hot: HotSettings, service: str, worker: str, stop: threading.Event) -> None:
@@ -23,14 +36,8 @@ def report(settings: Settings, hot: HotSettings, service: str, worker: str, stop
     started = datetime.now(UTC).isoformat(timespec="seconds")
     name = f"{service}/{worker}"
     while True:
-        told = {
-            "worker": name,
-            "service": service,
-            "revision": hot.revision,
-            "started": started,
-            "seen": datetime.now(UTC).isoformat(timespec="seconds"),
-            "state": "stopped" if stop.is_set() else "paused" if hot.settings.service.paused else "running",
-        }
+        state = "stopped" if stop.is_set() else "paused" if hot.settings.service.paused else "running"
+        told = word(service, worker, hot.revision, started, state)
         try:
             outbox.send("workers", name.encode(), json.dumps(told).encode(), {})
             outbox.flush()
