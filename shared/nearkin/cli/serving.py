@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 @click.option("--no-token", is_flag=True, help="Ask nobody for a token: whoever reaches this machine may do all.")
 @shared_options
 def serve(folder: str | None, embedded: bool, host: str | None, port: int | None, no_token: bool) -> None:
-    """Serve a local store over HTTP, with a dashboard in the browser, until it is stopped (Ctrl-C, SIGTERM).
+    """Serve a store over HTTP, with a dashboard at /.
 
     nearkin serve /var/lib/nearkin       # prints its URL and a token
     curl -H "Authorization: Bearer $TOKEN" -T dump.rdb http://127.0.0.1:8080/v1/blobs/db/dump
 
-    Without auth.tokens_file a token is made that counts until this ends. Where gateway.ingest is set to kafka, and no
+    Ctrl-C or SIGTERM end it. Without auth.tokens_file a token is made that counts until this ends. Where gateway.ingest is set to kafka, and no
     STORE is named, it serves in front of the pipeline.
     """
     import logging
