@@ -30,8 +30,8 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
     nearkin serve /var/lib/nearkin       # prints its URL and a token
     curl -H "Authorization: Bearer $TOKEN" -T dump.rdb http://127.0.0.1:8080/v1/blobs/db/dump
 
-    Ctrl-C or SIGTERM end it. Without auth.tokens_file a token is made that counts until this ends. Where gateway.ingest is set to kafka, and no
-    STORE is named, it serves in front of the pipeline.
+    Ctrl-C or SIGTERM end it. Without auth.tokens_file a token is made that counts until then. Where gateway.ingest is
+    set to kafka, and no STORE is named, it serves in front of the pipeline.
     """
     import logging
     import signal

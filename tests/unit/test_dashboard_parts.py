@@ -1,0 +1,201 @@
+"""The dashboard's parts that decide without a socket: charts, minutes, shares, names of hosts."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import HTTPConnection
+
+from nearkin.config import HOT_FIELDS, Settings
+from nearkin.index.catalog import CatalogEntry
+from nearkin.records import ChunkExplained, Explanation, Ledger, SegmentExplained, VersionInfo
+from nearkin_gateway.dashboard import charts, forms, text
+from nearkin_gateway.insight import POINTS_MAX, _points, _shared_out
+from nearkin_gateway.minutes import FAILURES_MAX, MINUTES_MAX, Minutes
+from nearkin_gateway.problems import Problem
+from nearkin_gateway.sessions import check_loopback_host, check_same_origin
+
+KINDS = st.sampled_from(charts.KINDS)
+
+
+def explained(chunks: list[tuple[str, int]]) -> Explanation:
+    made, offset = [], 0
+    for kind, length_bytes in chunks:
+        made.append(ChunkExplained(offset, length_bytes, kind, "", 0, 0))
+        offset += length_bytes
+    info = VersionInfo("key", 1, offset, datetime.now(UTC), "", None, 1, len(made), {})
+    return Explanation(info, (SegmentExplained(0, 0, offset, False, tuple(made)),), 0, 0, 0, 0)
+
+
+# --- charts ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(KINDS, st.integers(1, 65_536)), min_size=1, max_size=600))
+@settings(max_examples=60, deadline=None)
+def test_a_strip_shows_every_byte_once_and_fills_its_room(chunks: list[tuple[str, int]]) -> None:
+    strip = charts.strip(explained(chunks))
+    for kind, count, size_bytes, _ in strip.totals:
+        assert count == sum(entry[0] == kind for entry in chunks)
+        assert size_bytes == sum(length for entry, length in chunks if entry == kind)
+    assert 1 <= len(strip.columns) <= charts.STRIP_BINS_MAX
+    width = charts.STRIP_WIDTH / len(strip.columns)
+    for number, column in enumerate(strip.columns):
+        assert sum(piece.height for piece in column.pieces) == pytest.approx(100, abs=0.1)
+        assert all(piece.at == pytest.approx(number * width, abs=0.01) for piece in column.pieces)
+
+
+def test_an_empty_blob_has_an_empty_strip() -> None:
+    strip = charts.strip(explained([]))
+    assert [column.pieces for column in strip.columns] == [[]]
+
+
+def test_the_waterfall_begins_with_all_and_its_steps_add_up() -> None:
+    ledger = Ledger(
+        logical_bytes=1000, unique_bytes=400, delta_chunk_bytes=200, delta_bytes=50, block_bytes=150, stored_bytes=170
+    )
+    steps = charts.waterfall(ledger)
+    assert [step.left_bytes for step in steps] == [1000, 400, 250, 150, 170]
+    assert [step.saved_bytes for step in steps] == [0, 600, 150, 100, -20]
+    assert [step.width for step in steps] == [1000, 400, 250, 150, 170]
+    assert [step.width for step in charts.waterfall(Ledger())] == [0] * 5
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**15), st.integers(0, 10**13)), max_size=50))
+def test_a_curve_stays_inside_its_room(found: list[tuple[int, int, int]]) -> None:
+    curve = charts.curve([(float(when), logical, stored) for when, logical, stored in sorted(found)])
+    if not any(logical for _, logical, _ in found):
+        assert curve is None
+        return
+    assert curve is not None
+    for x, y in re.findall(r"(-?[0-9.]+) (-?[0-9.]+)", curve.logical + curve.stored):
+        assert charts.LEFT <= float(x) <= charts.WIDTH - charts.RIGHT + 0.1
+        assert charts.TOP - 0.1 <= float(y) <= charts.HEIGHT - charts.BOTTOM + 0.1
+    assert 2 <= len(curve.upwards) <= charts.TICKS_MAX + 2
+    assert len({tick.label for tick in curve.upwards}) == len(curve.upwards)
+
+
+def test_bars_are_as_high_as_what_they_stand_for() -> None:
+    drawn, grid = charts.bars([("00:00", 0), ("00:01", 500), ("00:02", 1000)])
+    assert [bar.height for bar in drawn] == pytest.approx([drawn[1].height / 2, drawn[1].height], abs=0.1)
+    assert [tick.label for tick in grid] == ["0 B", "500 B", "1,000 B"]
+    assert charts.bars([("00:00", 0)])[0] == []
+
+
+def test_stretches_of_time_are_told_by_their_two_largest_units() -> None:
+    told = [text.seconds(value) for value in (0.04, 59, 60, 3_599, 86_400, 90_000, None)]
+    assert told == ["0.0 s", "59 s", "1 min", "59 min 59 s", "1 d", "1 d 1 h", "unknown"]
+
+
+# --- the last hour ---------------------------------------------------------------------------------------------------
+
+
+def event(when: datetime, state: str = "committed", **more: Any) -> dict[str, Any]:
+    ledger = {"logical_bytes": 100, "stored_bytes": 10}
+    return {"state": state, "created" if state == "committed" else "began": when.isoformat(), "ledger": ledger, **more}
+
+
+def test_the_last_hour_holds_no_more_than_it_says_whatever_comes() -> None:
+    minutes, now = Minutes(), datetime.now(UTC)
+    for ago in range(200):
+        minutes.add(event(now - timedelta(minutes=ago)))
+    for number in range(300):
+        minutes.add(event(now, "failed", tenant="t", key=str(number), failure="x" * 10_000))
+    told = minutes.told()
+    assert len(told) == MINUTES_MAX
+    assert MINUTES_MAX - 1 <= sum(int(str(minute["committed"])) for minute in told) <= MINUTES_MAX
+    assert sum(int(str(minute["logical_bytes"])) for minute in told) <= 100 * MINUTES_MAX
+    failures = minutes.failures()
+    assert (len(failures), failures[0]["key"]) == (FAILURES_MAX, "299")
+    assert len(failures[0]["failure"]) <= 500
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"state": "failed"}, {"state": "committed", "created": "x", "ledger": {"logical_bytes": -1}}]
+)
+def test_an_event_that_lacks_something_breaks_nothing(broken: dict[str, Any]) -> None:
+    minutes = Minutes()
+    minutes.add(broken)
+    assert len(minutes.told()) == MINUTES_MAX
+
+
+# --- shares ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=40), st.integers(0, 10**11)
+)
+def test_shares_add_up_to_what_is_stored(sizes: list[tuple[int, int]], rest: int) -> None:
+    entries = [
+        CatalogEntry("k", number, 100, 0.0, Ledger(logical_bytes=a, unique_bytes=b))
+        for number, (a, b) in enumerate(sizes, 1)
+    ]
+    stored_bytes = 100 * len(entries) + rest
+    shared = _shared_out(entries, stored_bytes)
+    assert sum(share for _, share in shared) == pytest.approx(stored_bytes)
+    assert all(share >= 100 for _, share in shared)
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=1000))
+@settings(max_examples=40, deadline=None)
+def test_a_curve_of_many_versions_has_few_points_and_ends_with_all(times: list[int]) -> None:
+    points = _points([(when, 2, 1.0) for when in sorted(times)])
+    assert 1 <= len(points) <= POINTS_MAX
+    assert (points[-1].logical_bytes, points[-1].stored_bytes) == (2 * len(times), len(times))
+    assert [point.logical_bytes for point in points] == sorted(point.logical_bytes for point in points)
+
+
+# --- forms and hosts -------------------------------------------------------------------------------------------------
+
+
+def test_every_hot_setting_is_a_field_and_says_what_it_takes() -> None:
+    fields = [field for _, some in forms.hot_fields(Settings(), {"block": {"level": 3}}) for field in some]
+    assert {field.name for field in fields} == HOT_FIELDS
+    for field in fields:
+        bounded = field.least is not None and field.most is not None and field.least <= field.value <= field.most
+        assert bounded or field.value in field.choices or isinstance(field.value, bool), field
+    assert [field.name for field in fields if field.changed] == ["block.level"]
+
+
+def connection(**headers: str) -> HTTPConnection:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return HTTPConnection({"type": "http", "headers": raw})
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:8080", "127.9.9.9", "localhost:1", "[::1]", "[::1]:80", "LocalHost"]
+)
+def test_names_of_loopback_are_taken(host: str) -> None:
+    check_loopback_host(connection(host=host))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1", "[::2]:80", ":80", ""]
+)
+def test_names_that_may_be_a_strangers_are_not(host: str) -> None:
+    with pytest.raises(Problem, match="localhost alone"):
+        check_loopback_host(connection(host=host))
+
+
+@pytest.mark.parametrize(
+    ("headers", "fits"),
+    [
+        ({"origin": "http://a:1", "host": "a:1"}, True),
+        ({"origin": "https://A", "host": "a", "sec_fetch_site": "same-origin"}, True),
+        ({"origin": "http://a", "host": "a:1"}, False),
+        ({"origin": "http://a@b", "host": "b"}, False),
+        ({"origin": "null", "host": "a"}, False),
+        ({"origin": "http://a", "host": "a", "sec_fetch_site": "cross-site"}, False),
+        ({"host": "a"}, False),
+    ],
+)
+def test_an_origin_is_ours_when_it_names_the_host_that_was_asked(headers: dict[str, str], fits: bool) -> None:
+    if fits:
+        check_same_origin(connection(**headers), must_say=True)
+    else:
+        with pytest.raises(Problem):
+            check_same_origin(connection(**headers), must_say=True)
