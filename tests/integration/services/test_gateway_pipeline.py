@@ -16,7 +16,8 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from nearkin.config import Settings, load, with_changes
-from nearkin.runners.kafka.clients import consumer, topic
+from nearkin.runners.kafka.clients import Outbox, consumer, topic
+from nearkin.runners.kafka.lag import WAITS
 from nearkin.testing.gateways import Running, process, running
 from nearkin.testing.pipeline import Pipeline
 from nearkin.testing.servers import Kafka
@@ -336,3 +337,86 @@ def test_what_one_gateway_deletes_is_gone_from_another_at_once(
     told = settled(client, client.put("/v1/blobs/deleted/k", content=b"x" * 10_000, params={"wait": 20}))
     assert told["version"] == 3  # the committer never gives a deleted number again
     assert [v["version"] for v in client.get("/v1/blobs/deleted/k/versions").json()["versions"]] == [3]
+
+
+# --- what an operator looks at ---------------------------------------------------------------------------------------
+
+
+def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -> None:
+    before = client.get("/v1/pipeline").json()
+    assert {stage["group"].partition(".")[2] for stage in before["stages"]} == set(WAITS)
+    settled(client, client.put("/v1/blobs/looked/at", content=content(MIB, 77), params={"wait": 60}))
+    deadline = time.monotonic() + 60
+    while True:
+        told = client.get("/v1/pipeline").json()
+        moving = [stage["group"] for stage in told["stages"] if (stage["records_per_second"] or 0) > 0]
+        if len(moving) == len(WAITS) and all(stage["behind_records"] == 0 for stage in told["stages"]):
+            break
+        assert time.monotonic() < deadline, told["stages"]
+        time.sleep(0.5)
+    assert told["embedded"] is False
+    assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= MIB
+
+
+def test_a_dead_letter_is_seen_sent_back_once_and_marked(
+    client: httpx.Client, gateway: Running, pipeline: Pipeline, all_scopes: str
+) -> None:
+    settings = load(pipeline.config_file)[0]
+    outbox = Outbox(settings, "test")
+    outbox.send("frames", os.urandom(16), b"<script>not a message</script>", {})
+    outbox.flush()
+    outbox.close()
+    deadline = time.monotonic() + 60
+    while not (letters := client.get("/v1/dead").json()["letters"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    (letter,) = letters
+    assert (letter["stage"], letter["topic"], letter["replayed"]) == ("chunker", topic(settings, "frames"), False)
+    with httpx.Client(base_url=gateway.url, headers={"Origin": gateway.url}, timeout=60) as browser:
+        assert browser.post("/login", data={"token": all_scopes}).status_code == 303
+        page = browser.get("/ui/pipeline").text
+        assert f'data-replay="{letter["letter"]}"' in page
+        assert "Not applicable" not in page
+        assert "delta/" in page  # a worker that was heard of
+    assert client.post("/v1/dead/replay", json={"letters": [letter["letter"]]}).json() == {
+        "replayed": [letter["letter"]]
+    }
+    found = next(entry for entry in client.get("/v1/dead").json()["letters"] if entry["letter"] == letter["letter"])
+    assert found["replayed"]
+    again = client.post("/v1/dead/replay", json={"letters": [letter["letter"]]})
+    assert (again.status_code, "sent back already" in again.json()["detail"]) == (400, True)
+    for wrong, status in (
+        ({"letters": ["x"]}, 400),
+        ({"letters": ["0:999999"]}, 404),
+        ({"letters": []}, 400),
+        ({}, 400),
+    ):
+        assert client.post("/v1/dead/replay", json=wrong).status_code == status
+
+
+def test_a_change_of_settings_is_in_the_audit_once_and_at_every_gateway(
+    client: httpx.Client, pipeline: Pipeline, all_scopes: str
+) -> None:
+    mark = {"block": {"level": 4}}
+    assert client.patch("/v1/config", json=mark).status_code == 200
+    assert client.patch("/v1/config", json={"block": {"level": None}}).status_code == 200
+    time.sleep(2)  # what a gateway told itself comes back to it from the topic
+    told = client.get("/v1/audit").json()["changes"]
+    assert [entry["changes"].get("block") for entry in told[:2]] == [None, mark["block"]]
+    assert sum(entry["changes"].get("block") == mark["block"] for entry in told) == 1
+    with running(load(pipeline.config_file)[0]) as other, other.client(all_scopes) as second:
+        assert second.get("/v1/audit").json()["changes"][0] == told[0]
+
+
+def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: Running, all_scopes: str) -> None:
+    time.sleep(2.1)  # sums are kept for 2 s
+    stats, reduction = client.get("/v1/stats").json(), client.get("/v1/reduction").json()["tenants"][0]
+    assert reduction["logical_bytes"] == stats["logical_bytes"]
+    growth = client.get("/v1/growth").json()
+    assert growth["points"][-1]["logical_bytes"] == stats["logical_bytes"]
+    names = {row["tenant"] for row in client.get("/v1/tenants").json()["tenants"]}
+    assert {"default", "nobody"} <= names
+    with httpx.Client(base_url=gateway.url, headers={"Origin": gateway.url}, timeout=60) as browser:
+        assert browser.post("/login", data={"token": all_scopes}).status_code == 303
+        for page in ("/", "/ui/blobs", "/ui/upkeep", "/ui/settings", "/ui/deleted"):
+            assert browser.get(page).status_code == 200, page
