@@ -29,6 +29,7 @@ from nearkin.records import (
     GcReport,
     PutResult,
     RebuildReport,
+    Repaired,
     RepairReport,
     Stats,
     VerifyReport,
@@ -46,12 +47,14 @@ from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
 from nearkin.store.opening import with_parity
 from nearkin.store.quarantine import Quarantine
+from nearkin.store.scrubbed import ScrubStates
 from nearkin.store.shown import shown, units
 
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
     from nearkin.local_repair import LocalRepair
-    from nearkin_janitor import Unsound
+    from nearkin_janitor import Choice, Scrubber, Unsound
+    from nearkin_janitor.scrub import Step
 
 __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 
@@ -393,7 +396,8 @@ class Store:
             sum(self._condemned.listed().values()),
             self._index.bytes_on_disk,
             parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
-            quarantine_bytes=sum(self._quarantine.listed().values()),
+            quarantine_bytes=sum(self._quarantine.listed().values())
+            + sum(ScrubStates(self._objects).listed().values()),
         )
 
     def verify(
@@ -412,9 +416,13 @@ class Store:
         The index lets go of broken chunks, so that a later put of the same data stores them anew instead of leaning on
         them; stored objects stay as they are. Raises BadInput, StoreUnavailable.
         """
-        from nearkin_janitor import Choice, Verifier
+        from nearkin_janitor import Choice
 
-        choice = Choice(sample, seed, None if since is None else int(since.timestamp() * 1e6))
+        return self._verified(Choice(sample, seed, None if since is None else int(since.timestamp() * 1e6)), progress)
+
+    def _verified(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        from nearkin_janitor import Verifier
+
         remembered = {
             manifest_name(tenant, entry.key, entry.version): (tenant, entry.key, entry.version)
             for tenant, entry in self._index.remembered()
@@ -441,6 +449,23 @@ class Store:
 
         forgotten = self._index.forget(quarantined)
         return replace(report, forgotten=forgotten) if verifier.broken else report
+
+    def scrubber(self) -> Scrubber:
+        """Return what reads all of this store again and again, by its settings `scrub`."""
+        from nearkin_janitor import Scrubber, Tenants
+
+        tenants = Tenants(self._fingerprinters, [self.settings.tenant], self._manifests)
+        return Scrubber(
+            self._covered, self._containers, tenants, self._fingerprinter, lambda: self.settings.scrub, self._clock
+        )
+
+    def attend(self, step: Step) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
+        """Put right what a step of scrubbing found, as far as parity and later puts allow; quarantine the rest.
+
+        Returns what was repaired, and what is damaged still with the versions it touches. Raises StoreLocked,
+        StoreUnavailable.
+        """
+        return self._repairs().attend(step.damaged, self._verified)
 
     def repair(self, files: Sequence[str | Path] = ()) -> RepairReport:
         """Verify all, and put right what can be put right; what is left stays in quarantine.

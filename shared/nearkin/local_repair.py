@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +21,15 @@ from nearkin.formats.container import CONTAINER_BYTES_MAX
 from nearkin.index.catalog import summarise_directory
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
-from nearkin.records import NAME_BYTES, U8, Bools, ContainerId, Locations, Repaired, RepairReport, VerifyReport
+from nearkin.records import NAME_BYTES, U8, Bools, ContainerId, Damage, Locations, Repaired, RepairReport, VerifyReport
 from nearkin.store.chunks import ChunkReader, offsets_of
-from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.parity import ParityObjects
 from nearkin.store.quarantine import Quarantine
 
 if TYPE_CHECKING:
-    from nearkin_janitor import Repairer, Tenants
+    from nearkin_janitor import Choice, Repairer, Tenants
     from nearkin_janitor.heal import Copies
     from nearkin_janitor.repair import Given
 
@@ -91,6 +91,22 @@ class LocalRepair:
             self._renew(repairer)
             self.look_again([ContainerId(container) for container in sorted(record)], tenants)
         return repaired
+
+    def attend(
+        self, damaged: Mapping[str, str], verified: Callable[[Choice], VerifyReport]
+    ) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
+        """Put right what was found damaged; return what was, and what still is."""
+        from nearkin_janitor import Choice
+
+        repairer, tenants = self._repairer()
+        repaired = repairer.repair(damaged, [IndexCopies(self.index, self.containers, tenants)])
+        if repaired:
+            self._renew(repairer)
+        ids = frozenset(container for container in map(id_of, damaged) if container is not None)
+        report = verified(Choice(only=ids))
+        if ids:
+            self.look_again(sorted(ids & self.quarantine.read().keys()), tenants)
+        return tuple(repaired), report.damage
 
     def look_again(self, containers: Sequence[ContainerId], tenants: Tenants) -> None:
         """Read quarantined containers again, and let out what is sound."""

@@ -40,6 +40,14 @@ LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet."
 OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])
 LAG_SEEN = Gauge("nearkin_lag_seen_timestamp_seconds", "When lag was last read from Kafka.")
 
+# --- scrubbing: the janitor, or an embedded gateway ------------------------------------------------------------------
+
+SCRUB_BYTES = Counter("nearkin_scrub_bytes", "Bytes that scrubbing has read and checked.")
+SCRUB_OBJECTS = Counter("nearkin_scrub_objects", "Containers, manifests and marks that it has.")
+SCRUB_DAMAGED = Counter("nearkin_scrub_damaged", "Objects that it found damaged.")
+SCRUB_REPAIRED = Counter("nearkin_scrub_repaired", "Of these, those that it put right.")
+SCRUB_ENDED = Gauge("nearkin_scrub_ended_timestamp_seconds", "When the last pass over all that is stored ended.")
+
 # --- the gateway -----------------------------------------------------------------------------------------------------
 
 REQUESTS = Counter("nearkin_http_requests", "Requests answered.", ["method", "route", "status"])
@@ -53,6 +61,14 @@ SENT_BYTES = Counter("nearkin_http_sent_bytes", "Bytes of answers' bodies.")
 
 CONFIG = Info("nearkin_config", "The revision of the hot settings in force.")
 CONFIG_REFUSED = Counter("nearkin_config_refused", "Changes of settings that were refused.")
+
+
+def count_scrubbed(read_bytes: int, objects: int, ended: bool) -> None:
+    """Count a step of scrubbing."""
+    SCRUB_BYTES.inc(read_bytes)
+    SCRUB_OBJECTS.inc(objects)
+    if ended:
+        SCRUB_ENDED.set_to_current_time()
 
 
 def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None:

@@ -18,6 +18,7 @@ from nearkin_gateway.blobs import VersionQuery, Wait, outcome_json
 from nearkin_gateway.bodies import chunks
 from nearkin_gateway.keys import Key
 from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.scrub_answers import scrub_json
 from nearkin_gateway.state import Gateway, gateway_of
 
 PATCH_BYTES_MAX = 64 * 1024
@@ -116,6 +117,14 @@ async def workers(request: Request, _caller: Admin) -> Response:
     """Return what each worker last said: service, settings revision, state. Empty where it all runs in one process."""
     source = gateway_of(request).workers
     return JSONResponse({"workers": [] if source is None else source.workers()})
+
+
+@router.get("/v1/scrub", responses=_PLAIN, response_model=models.Scrub, operation_id="getScrub", tags=["admin"])
+async def scrub(request: Request, _caller: Admin) -> Response:
+    """Return how far scrubbing has come, what the last pass found, and what is quarantined."""
+    gateway = gateway_of(request)
+    state, quarantined = await asyncio.to_thread(gateway.catalogue.scrub)
+    return JSONResponse(scrub_json(state, quarantined, gateway.settings.scrub))
 
 
 @router.get("/v1/config", responses=_PLAIN, response_model=models.Config, operation_id="getConfig", tags=["admin"])

@@ -21,6 +21,7 @@ from nearkin.config import Settings
 from nearkin.errors import BadInput, Corrupt, NotFound
 from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.condemned import Condemned
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry
 from nearkin.records import Damage, Deletion, Explanation, Stats, VersionInfo
@@ -31,6 +32,8 @@ from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
+from nearkin.store.quarantine import Quarantine
+from nearkin.store.scrubbed import ScrubState, ScrubStates
 from nearkin.store.shown import infos_of, shown, units
 
 TENANTS_OPEN_MAX = 8
@@ -250,6 +253,10 @@ class Catalogue:
     def whole(self) -> bool:
         """Return whether the sums are those of the whole store."""
         return self._listing.whole
+
+    def scrub(self) -> tuple[ScrubState, dict[int, Condemned]]:
+        """Return how far scrubbing has come, and what is quarantined by container."""
+        return ScrubStates(self._objects).read(), Quarantine(self._objects, time.time).read()
 
     def check(self) -> None:
         """Raise where the object store does not answer."""

@@ -39,6 +39,7 @@ from nearkin_gateway.ingest import Ending, Intent, committed_event
 from nearkin_gateway.listing import after
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
+from nearkin_gateway.scrubbing import Scrubbing
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.tokens import token_file
 
@@ -94,6 +95,7 @@ class EmbeddedIngest:
         self._outcomes = outcomes
         self._settings = settings
         self._queue: Queue[_Job | None] = Queue(settings().gateway.uploads_max + 1)
+        self._scrubbing = Scrubbing(store)
         self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
         self._collected: dict[str, object] | None = None
 
@@ -147,14 +149,20 @@ class EmbeddedIngest:
         collected = time.monotonic()
         while True:
             interval_seconds = self._settings().gc.interval_seconds
+            gc_due = collected + interval_seconds if interval_seconds else None
+            gc_waits = None if gc_due is None else max(0.0, gc_due - time.monotonic())
+            waits = [wait for wait in (gc_waits, self._scrubbing.waits_seconds()) if wait is not None]
             try:
-                waits_seconds = max(0.0, collected + interval_seconds - time.monotonic()) if interval_seconds else None
-                job = self._queue.get(timeout=waits_seconds)
+                job = self._queue.get(timeout=min(waits, default=None))
             except Empty:
-                self._collect()
-                collected = time.monotonic()
+                if gc_due is not None and time.monotonic() >= gc_due:
+                    self._collect()
+                    collected = time.monotonic()
+                else:
+                    self._scrubbing.step_if_due()
                 continue
             if job is None:
+                self._scrubbing.close()
                 return
             jobs, waiting_bytes, last = [job], job.ending.size_bytes, False
             while len(jobs) < GROUP_BLOBS_MAX and waiting_bytes < GROUP_BYTES_MAX:
@@ -168,7 +176,9 @@ class EmbeddedIngest:
                 jobs.append(more)
                 waiting_bytes += more.ending.size_bytes
             self._put(jobs)
+            self._scrubbing.step_if_due()  # else a gateway that is always busy would never scrub
             if last:
+                self._scrubbing.close()
                 return
 
     def collected(self) -> dict[str, object] | None:

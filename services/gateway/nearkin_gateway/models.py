@@ -125,6 +125,35 @@ class Workers(BaseModel):
     workers: list[dict[str, Any]]
 
 
+class ScrubPass(BaseModel):
+    """What a pass over all that is stored has come to."""
+
+    begun: datetime | None = None
+    ended: datetime | None = None
+    read_bytes: int
+    objects: int
+    damaged: int
+
+
+class QuarantinedContainer(BaseModel):
+    """A container that is broken, in part or (chunks null) wholly."""
+
+    object_name: str
+    since: datetime
+    chunks: int | None
+
+
+class Scrub(BaseModel):
+    """How far scrubbing has come, and what is broken."""
+
+    every_days: int = Field(description="0: it never scrubs.")
+    rate_bytes: int = Field(description="Bytes a second, at most.")
+    running: ScrubPass | None
+    last: ScrubPass | None = Field(description="The last whole pass.")
+    quarantined: list[QuarantinedContainer] = Field(description="The first 100 of them.")
+    quarantined_containers: int
+
+
 class Config(BaseModel):
     """The settings as they are now."""
 

@@ -6,6 +6,7 @@ from nearkin_janitor.heal import Healer
 from nearkin_janitor.rebuild import claims_of, rebuild_index
 from nearkin_janitor.repair import Repairer
 from nearkin_janitor.rewrite import Rewriter
+from nearkin_janitor.scrub import Scrubber
 from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
 from nearkin_janitor.verify import Verifier
@@ -16,6 +17,7 @@ __all__ = [
     "Healer",
     "Repairer",
     "Rewriter",
+    "Scrubber",
     "Soundness",
     "Tenants",
     "Unsound",

@@ -1,4 +1,4 @@
-"""`python -m nearkin_janitor`: makes the index in Redis again, from the object store, when it was lost."""
+"""`python -m nearkin_janitor`: makes the index in Redis again when it was lost, and scrubs the object store."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nearkin.runners.kafka.worker import Context, command
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin_janitor.rebuild import rebuild_index
+from nearkin_janitor.scrubbing import BackgroundScrub
 from nearkin_janitor.tenants import Tenants
 
 
@@ -35,7 +36,11 @@ def start(context: Context) -> Callable[[], None]:
     stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
     stop_looking = LagWatch(context.settings).start()
 
+    scrub = BackgroundScrub(context.objects, context.current, fingerprinter, context.index)
+    scrub.start()
+
     def stop() -> None:
+        scrub.stop()
         stop_looking()
         stop_rebuilding()
 

@@ -25,6 +25,8 @@ class Choice:
     sample: float | None = None
     seed: int = 0
     since_us: int | None = None
+    only: frozenset[int] | None = None
+    """Of all of them these alone, whatever the rest says."""
 
     def __post_init__(self) -> None:
         """Raise BadInput for what is no share, seed or time."""
@@ -36,10 +38,12 @@ class Choice:
     @property
     def everything(self) -> bool:
         """Return whether nothing is left out."""
-        return self.sample is None and self.since_us is None
+        return self.sample is None and self.since_us is None and self.only is None
 
     def of(self, ids: Sequence[ContainerId], rewritten: frozenset[ContainerId]) -> set[ContainerId]:
         """Return which of `ids`, ascending, are read in whole; a sample is at least one."""
+        if self.only is not None:
+            return set(ids) & self.only
         wanted = list(ids)
         if self.since_us is not None:
             since = self.since_us

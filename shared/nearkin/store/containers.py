@@ -179,12 +179,12 @@ class ContainerStore:
         other._domain = domain
         return other
 
-    def apart(self, objects: ObjectStore) -> Self:
+    def apart(self, objects: ObjectStore, block_cache_bytes: int = MENDED_BYTES) -> Self:
         """Return a store of the same containers as another object store has them, with caches of its own."""
         other = copy.copy(self)
         other._objects = objects
         other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES)
-        other.blocks = ByteBoundedCache(MENDED_BYTES)
+        other.blocks = ByteBoundedCache(block_cache_bytes)
         other._mended = ByteBoundedCache(MENDED_BYTES)
         other._generations = dict(self._generations)
         return other

@@ -51,7 +51,7 @@ def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:
     return ParityObjects(objects, scheme)
 
 
-def open_store_of(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor]:
+def open_store_of(settings: Settings) -> tuple[ParityObjects, descriptor.Descriptor]:
     """Return the object store, with its parity, and its descriptor, made when this is the first process to come."""
     objects = with_parity(open_objects(settings), settings)
     try:

@@ -67,7 +67,7 @@ def api(gateway: Running, token: str) -> Any:
 OPERATIONS = (
     "putBlob", "postBlob", "getBlob", "headBlob", "deleteBlob", "undeleteBlob", "listDeleted",
     "listBlobs", "listVersions", "getInfo", "getStatus",
-    "explain", "getStats", "listWorkers", "getConfig", "patchConfig", "livez", "readyz",
+    "explain", "getStats", "listWorkers", "getScrub", "getConfig", "patchConfig", "livez", "readyz",
     "getReduction", "listTenants", "getGrowth", "getPipeline", "listDead", "replayDead", "getAudit", "getCollection",
     "tusOptions", "createUpload", "headUpload", "getUpload", "patchUpload", "deleteUpload",
 )  # fmt: skip

@@ -29,8 +29,8 @@ from nearkin.runners.kafka.reporting import report
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.runners.monitor import Monitor
 from nearkin.store import descriptor
-from nearkin.store.objects import ObjectStore
 from nearkin.store.opening import open_store_of
+from nearkin.store.parity import ParityObjects
 
 _log = logging.getLogger("nearkin.worker")
 
@@ -44,7 +44,7 @@ class Context:
 
     settings: Settings
     hot: HotSettings
-    objects: ObjectStore
+    objects: ParityObjects
     found: descriptor.Descriptor
     index: RedisIndex
     worker: str

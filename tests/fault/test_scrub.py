@@ -1,0 +1,184 @@
+"""Scrubbing: a pass reads all that is stored, goes on after a restart, keeps its rate, and deals with what it finds."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.errors import Corrupt
+from nearkin.store.scrubbed import ScrubState, decode_state, encode_state
+from nearkin.testing.bitflips import run
+from nearkin.testing.gateways import embedded, running
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
+
+CHOSEN = settings(SMALL)
+COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}})
+CONTENTS = {(f"k{number}", 1): random_bytes(120_000, number) for number in range(6)}
+DAY = 86_400
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("sound") / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        for (key, _), content in CONTENTS.items():
+            store.put(key, content)
+        store.delete("k5")
+        store.undelete("k5")
+    return root
+
+
+@pytest.fixture
+def root(sound, tmp_path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def whole_pass(store: Store) -> list:
+    """Do the steps of a pass; return them."""
+    scrubber, steps = store.scrubber(), []
+    while not steps or not steps[-1].ended:
+        steps.append(scrubber.step())
+    return steps
+
+
+def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root):
+    with open_store(root, settings=CHOSEN) as store:
+        steps = whole_pass(store)
+        stored = [name for name in objects(root) if not name.startswith("scrub/")]
+        assert sum(step.read_bytes for step in steps) == sum(len(objects(root)[name]) for name in stored)
+        assert sum(step.objects for step in steps) == len(stored) - 1  # all but the descriptor are counted
+        assert not any(step.damaged for step in steps)
+        state = store.scrubber().state
+        assert (state.running, state.ended_objects, state.ended_damaged) == (False, len(stored) - 1, 0)
+        assert sum(store.stats().parts.values()) == sum(map(len, objects(root).values()))
+
+
+def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root):
+    count = len(containers(root))
+    with open_store(root, settings=CHOSEN) as store:
+        scrubber = store.scrubber()
+        for _ in range(count // 2):
+            scrubber.step()
+        scrubber.save()
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.scrubber().state.read_objects == count // 2
+        assert sum(step.objects for step in whole_pass(store)) == len(objects(root)) - 2 - count // 2
+        assert store.scrubber().state.ended_objects == len(objects(root)) - 2
+
+
+def test_a_lost_or_broken_state_begins_a_new_pass(root):
+    with open_store(root, settings=CHOSEN) as store:
+        whole_pass(store)
+        (path,) = (root / "scrub").iterdir()
+        flip(path, 40)
+        assert store.scrubber().state == ScrubState()
+        assert store.scrubber().waits_seconds() == 0.0
+        whole_pass(store)
+        assert len(list((root / "scrub").iterdir())) == 1
+
+
+def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root):
+    chosen = settings(CHOSEN, {"scrub": {"rate_bytes": 100_000}})
+    with open_store(root, settings=chosen) as store:
+        scrubber = store.scrubber()
+        assert scrubber.waits_seconds() == 0.0
+        started = time.monotonic()
+        read_bytes = scrubber.step().read_bytes
+        waits = scrubber.waits_seconds()
+        elapsed = time.monotonic() - started
+        assert read_bytes / 100_000 - elapsed - 0.1 <= waits <= read_bytes / 100_000
+
+
+def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root):
+    now = [time.time()]
+    with open_store(root, settings=CHOSEN, clock=lambda: now[0]) as store:
+        whole_pass(store)
+        scrubber = store.scrubber()
+        assert scrubber.waits_seconds() == pytest.approx(30 * DAY, abs=60)
+        now[0] += 31 * DAY
+        assert scrubber.waits_seconds() == 0.0
+    with open_store(root, settings=settings(CHOSEN, {"scrub": {"every_days": 0}})) as store:
+        assert store.scrubber().waits_seconds() is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root, seed):
+    draw = random.Random(seed)
+    path = draw.choice(containers(root)[:-1])
+    flip(path, draw.randrange(40, path.stat().st_size // 2))
+    with open_store(root, settings=CHOSEN) as store:
+        (found,) = [step for step in whole_pass(store) if step.damaged]
+        assert list(found.damaged) == [str(path.relative_to(root))]
+        harmed = broken(store, CONTENTS)
+        repaired, left = store.attend(found)
+        assert repaired == ()
+        assert [set(damage.versions) for damage in left] == [harmed]
+        assert harmed
+        assert list(store._quarantine.read()) == [int(path.stem, 16)]
+        for key, version in harmed:
+            store.put(f"again {key}", CONTENTS[key, version])
+        assert broken(store, CONTENTS) == set()
+        assert store._quarantine.read() == {}
+        assert not any(step.damaged for step in whole_pass(store))
+
+
+def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root):
+    with open_store(root, settings=COVERED) as store:
+        assert not any(step.damaged for step in whole_pass(store))
+        before = {name: data for name, data in objects(root).items() if not name.startswith("scrub/")}
+        assert len([name for name in before if name.startswith("parity/")]) == len(before) // 2
+        bare = random.Random(3).sample([name for name in sorted(before) if not name.startswith("parity/")], 8)
+        names = [*bare[:4], *(f"parity/{name}.nkp" for name in bare[4:])]
+        for name in names:
+            flip(root / name, len(before[name]) // 2)
+        found = [step for step in whole_pass(store) if step.damaged]
+        assert {name for step in found for name in step.damaged} == set(names)
+        for step in found:
+            _, left = store.attend(step)
+        assert left == ()
+        assert {name: data for name, data in objects(root).items() if not name.startswith("scrub/")} == before
+
+
+def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root):
+    path = containers(root)[1]
+    chosen = embedded(root, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB", "every_days": 1}})
+    with open_store(root, settings=chosen) as store:
+        assert store.repair().parity_added
+    whole = path.read_bytes()
+    flip(path, 60)
+    with running(chosen) as gateway, gateway.client() as client:
+        deadline = time.monotonic() + 60
+        while (told := client.get("/v1/scrub").json())["last"] is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert told["last"]["damaged"] == 1
+        assert told["last"]["objects"] >= len(containers(root))
+        assert told["running"] is None
+        assert (told["every_days"], told["rate_bytes"], told["quarantined"]) == (1, 1 << 30, [])
+        assert client.get("/v1/blobs/k1").content == CONTENTS["k1", 1]
+    assert path.read_bytes() == whole
+
+
+def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused():
+    state = ScrubState(7, 9, "manifests/a\0", 100, 3, 1, 5, 4, 3, 2)
+    data = encode_state(state)
+    assert decode_state(data, "s") == state
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Corrupt):
+            decode_state(bytes(changed), "s")
+
+
+@pytest.mark.parametrize("parity", ["none", "rs-8-2"])
+def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path, parity):
+    result = run(70, seed=11, parity=parity, root=tmp_path / "store")
+    assert result.missed == []
+    assert len(result.by_kind) >= 5
+    assert result.healed >= (50 if parity != "none" else 0)
