@@ -182,3 +182,16 @@ def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path, parity):
     assert result.missed == []
     assert len(result.by_kind) >= 5
     assert result.healed >= (50 if parity != "none" else 0)
+
+
+def test_a_descriptor_whose_version_a_flip_made_a_later_one_is_read_by_its_parity(root):
+    with open_store(root, settings=COVERED) as store:
+        store.repair()
+    path = root / "nearkin.json"
+    whole = path.read_bytes()
+    flip(path, whole.index(b'"format_version": ') + len('"format_version": '), 3)
+    assert b'"format_version": 9' in path.read_bytes()
+    with open_store(root, settings=COVERED) as store:
+        assert broken(store, CONTENTS) == set()
+        assert [one.object_name for one in store.repair().repaired] == ["nearkin.json"]
+    assert path.read_bytes() == whole

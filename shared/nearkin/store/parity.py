@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
-from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.errors import Corrupt, FormatTooNew, NearkinError, NotFound, Permanent, StoreUnavailable
 from nearkin.formats import parity as fmt
 from nearkin.formats.parity import Scheme
 from nearkin.store.objects import AlreadyExists, ObjectStore, Payload, SupportsReplace
@@ -176,11 +176,13 @@ def read_decoded(objects: ObjectStore, name: str, decode: Callable[[bytes, str],
 
     Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable.
     """
+    data: bytes | None = None
     try:
-        return decode(objects.get(name), name)
-    except Corrupt as err:
+        data = objects.get(name)
+        return decode(data, name)
+    except (Corrupt, FormatTooNew) as err:  # a flipped bit may make a format of the future
         whole = objects.mended(name) if isinstance(objects, SupportsMending) else None
-        if whole is None:
+        if whole is None or whole == data:
             raise
         _log.warning("%s; read by its parity: run `nearkin repair`", err)
         return decode(whole, name)

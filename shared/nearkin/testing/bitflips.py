@@ -21,7 +21,7 @@ import click
 
 from nearkin.api import open_store
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, NearkinError
+from nearkin.errors import Corrupt, FormatTooNew, NearkinError
 from nearkin.fingerprints import Fingerprinter
 from nearkin.recoding import BlockRecoder
 from nearkin.store import descriptor
@@ -128,7 +128,7 @@ class _Bench:
 
         try:
             parts = self._parts()
-        except Corrupt:
+        except (Corrupt, FormatTooNew):
             return {descriptor.NAME}
         verifier = Verifier(
             parts.containers,
@@ -147,7 +147,7 @@ class _Bench:
         try:
             with open_store(self._root, settings=self._settings, create=False, read_only=True) as store:
                 return broken(store, self._contents)
-        except Corrupt:
+        except (Corrupt, FormatTooNew):
             return set(self._contents)
 
     def repair(self, name: str) -> None:
