@@ -38,6 +38,11 @@ class Overlay:
     ) -> None:
         self._folder.cleanup()
 
+    @property
+    def far(self) -> bool:
+        """Return whether reads of what lies below take long."""
+        return self._below.far
+
     def put_new(self, name: str, data: Payload) -> None:
         """Keep an object here. Raises AlreadyExists, StoreUnavailable."""
         with self._lock:
