@@ -371,7 +371,7 @@ def test_read_only_refuses_puts_and_serves_reads(client: httpx.Client) -> None:
 
 def test_unknown_resources_and_methods_are_problems(client: httpx.Client) -> None:
     for method, path, status in (
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v2", 404),
         ("POST", "/v1/stats", 405),
         ("TRACE", "/v1/blobs/x", 405),
