@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import re
 import time
 from datetime import UTC, datetime
@@ -236,7 +235,7 @@ def _described(text: str, key_bytes_max: int) -> tuple[str, dict[str, str], str 
         name, _, value = pair.partition(" ")
         try:
             decoded = base64.b64decode(value.strip(), validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError) as err:
+        except ValueError as err:  # binascii.Error, UnicodeDecodeError, and what is not ASCII
             raise Problem(400, "bad-metadata", f"Upload-Metadata {name:.60}: want base64 of UTF-8") from err
         if name in found:
             raise Problem(400, "bad-metadata", f"Upload-Metadata {name:.60}: is there twice")
