@@ -100,3 +100,15 @@ def test_a_scheme_that_is_none_is_refused(text):
 def test_schemes_are_read():
     assert scheme_of("none") is None
     assert scheme_of("rs-28-4") == Scheme(28, 4)
+
+
+def test_no_memory_is_taken_for_what_a_head_announces_and_the_parity_does_not_bear_out() -> None:
+    from nearkin.formats import parity as module
+
+    sound = encode_parity(NAME, b"n" * 10_000, Scheme(4, 2))
+    fields = list(module.HEAD.unpack(sound[: module.HEAD.size]))
+    for object_bytes, shard_bytes in ((3 << 30, 1 << 30), (1 << 30, 1 << 28)):  # 6 GiB and 1.5, for some 5 KB of parity
+        fields[3], fields[7] = object_bytes, shard_bytes
+        lead = module.HEAD.pack(*fields)[: -module.CHECK_BYTES]
+        with pytest.raises(Corrupt, match="shards of"):
+            module.head_of(lead + module.check_bytes(lead) + sound[module.HEAD.size :], NAME)

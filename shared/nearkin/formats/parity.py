@@ -100,11 +100,11 @@ def head_of(parity: bytes, name: str) -> Head:
     """Return the head that is sound, the first or the last. Raises Corrupt, FormatTooNew."""
     for packed in (parity[: HEAD.size], parity[-HEAD.size :]):
         if len(packed) == HEAD.size and check_bytes(packed[:-CHECK_BYTES]) == packed[-CHECK_BYTES:]:
-            return _head(packed, name)
+            return _head(packed, name, len(parity))
     raise Corrupt(f"parity of {name}: both of its heads are broken")
 
 
-def _head(packed: bytes, name: str) -> Head:
+def _head(packed: bytes, name: str, parity_bytes: int) -> Head:
     magic, version, flags, object_bytes, data, parity, reserved, shard_bytes, digest, of_name, _ = HEAD.unpack(packed)
     if magic != b"NKP1":
         raise Corrupt(f"parity of {name}: starts with {magic!r}")
@@ -112,6 +112,8 @@ def _head(packed: bytes, name: str) -> Head:
         raise FormatTooNew(f"parity of {name}: format {version}, flags {flags}; this Nearkin reads {VERSION}: upgrade")
     head = Head(object_bytes, data, parity, shard_bytes, digest, of_name)
     fine = data >= 1 and parity >= 1 and data + parity <= SHARDS_MAX and 1 <= shard_bytes <= CONTAINER_BYTES_MAX
+    # Memory is taken for what a head announces: no more than an object has, and than the parity at hand bears out.
+    fine &= object_bytes <= CONTAINER_BYTES_MAX and parity * shard_bytes <= 2 * parity_bytes
     if not fine or version < VERSION or not (data - 1) * shard_bytes < max(1, object_bytes) <= data * shard_bytes:
         raise Corrupt(f"parity of {name}: {data} shards of {shard_bytes} bytes for {object_bytes}")
     if of_name != _digest_of(name):
