@@ -38,6 +38,12 @@ soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 ki
 	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_races.py
 	@$(BIN)/python -m nearkin.testing.soak --kills 2000
 
+fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps what is at fault in fuzz-faults/
+	@$(BIN)/python -m nearkin.testing.fuzz --inputs 200000 --regressions tests/fuzz --keep fuzz-faults
+
+asan: setup ## the kernels' tests and 10 million inputs of the VCDIFF decoder under Address- and UBSanitizer
+	@bash tools/asan $(VENV) 10000000
+
 check: setup ## ruff, ruff format, mypy strict, import-linter
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -1,0 +1,101 @@
+"""Parsers given changed bytes: a short run of each, by lot, and all that was ever at fault."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing import fuzz
+from nearkin.testing.fuzz import Fault, changed, kept, run, tried
+from nearkin.testing.fuzz_targets import TARGETS, Target, raw_frame
+
+ROOT = Path(__file__).parents[2]
+REGRESSIONS = Path(__file__).parent
+INPUTS = int(os.environ.get("FUZZ_INPUTS", "300"))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_whatever_a_parser_is_given_it_ends_well_or_refuses(name: str) -> None:
+    seed = random.SystemRandom().randrange(1 << 31)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    given, taken = run(name, INPUTS, seed, REGRESSIONS)
+    assert given >= INPUTS
+    assert taken >= 1 or TARGETS[name].refusals == ()
+
+
+def test_what_is_kept_of_earlier_faults_is_found() -> None:
+    assert list(kept("headers", REGRESSIONS))
+    assert {path.name for path in REGRESSIONS.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(TARGETS)
+
+
+def test_a_fault_is_a_fault() -> None:
+    def broken(data: bytes) -> None:
+        if data[:1] == b"x":
+            raise IndexError("out of range")
+
+    target = Target(broken, lambda: [b"a"])
+    assert tried("t", target, b"a")
+    with pytest.raises(Fault, match="IndexError: out of range for 2 bytes b'xy'"):
+        tried("t", target, b"xy")
+
+
+def test_what_hangs_and_what_takes_all_memory_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(data: bytes) -> None:
+        while data:
+            pass
+
+    def greedy(data: bytes) -> int:
+        return len(bytearray(4 << 30))
+
+    monkeypatch.setattr(fuzz, "SECONDS_MAX", 1)
+    monkeypatch.setattr(fuzz, "TARGETS", {"h": Target(hangs, lambda: [b"a"]), "g": Target(greedy, lambda: [b"a"])})
+    with pytest.raises(Fault, match="took more than 1 s"):
+        run("h", 1, 1)
+    with pytest.raises(Fault, match="MemoryError"):
+        run("g", 1, 1)
+
+
+def test_the_same_seed_changes_bytes_in_the_same_way() -> None:
+    seeds = [b"one thing", b"and another"]
+    one, other = random.Random(5), random.Random(5)
+    assert [changed(one, seeds[0], seeds) for _ in range(50)] == [changed(other, seeds[0], seeds) for _ in range(50)]
+
+
+def test_tables_in_raw_frames_are_taken_as_packed_ones_are() -> None:
+    from nearkin.kernels.frames import decode_frame
+
+    for data in (b"", b"short", bytes(range(256)) * 1200):
+        out = bytearray(len(data))
+        decode_frame(raw_frame(data), out, "test")
+        assert out == data
+
+
+def test_the_vcdiff_decoder_stays_inside_its_buffers_under_sanitizers(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    found = find_spec("xdelta3")
+    assert found is not None, "xdelta3 is a build requirement"
+    (library,) = found.submodule_search_locations or [""]
+    kernels = ROOT / "shared" / "nearkin" / "kernels"
+    words = [compiler, "-g", "-O1", "-w", "-fno-strict-aliasing", "-DNK_DRIVER", "-fsanitize=address,undefined"]
+    words += ["-fno-sanitize-recover=undefined", f"-I{kernels}", f"-I{Path(library) / 'lib'}"]
+    words += [str(REGRESSIONS / "vcdiff.c"), str(kernels / "xdelta3_impl.c"), "-o", str(tmp_path / "vcdiff")]
+    built = subprocess.run(words, capture_output=True, text=True, check=False)
+    if built.returncode and "asan" in built.stderr:
+        pytest.skip("the compiler brings no AddressSanitizer")
+    assert built.returncode == 0, built.stderr
+    names = []
+    for number, data in enumerate([*TARGETS["vcdiff"].seeds(), *kept("vcdiff", REGRESSIONS)]):
+        (tmp_path / str(number)).write_bytes(data)
+        names.append(str(tmp_path / str(number)))
+    seed = str(random.SystemRandom().randrange(1 << 31))
+    done = subprocess.run([tmp_path / "vcdiff", "100000", seed, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
+    assert done.stdout.startswith("100000 inputs")
