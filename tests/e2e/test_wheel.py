@@ -85,6 +85,14 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     kernels = {path.stem for path in (ROOT / "shared/nearkin/kernels").glob("_*.pyx")}
     assert {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")} == kernels
     assert not [name for name in names if name.endswith((".c", ".h", ".pyx", ".pyc"))]
+    pages = {
+        path.name
+        for path in (ROOT / "services/gateway/nearkin_gateway/dashboard").glob("*/*.*")
+        if path.suffix != ".pyc"
+    }
+    assert {
+        Path(name).name for name in names if "/dashboard/templates/" in name or "/dashboard/static/" in name
+    } == pages
     assert wheel.stat().st_size < 4 * 1024 * 1024
 
 

@@ -13,9 +13,10 @@ from starlette.requests import HTTPConnection
 
 from nearkin.config import HOT_FIELDS, Settings
 from nearkin.index.catalog import CatalogEntry
-from nearkin.records import ChunkExplained, Explanation, Ledger, SegmentExplained, VersionInfo
+from nearkin.records import ChunkExplained, Explanation, Ledger, SegmentExplained, Stats, VersionInfo
+from nearkin_gateway import insight
 from nearkin_gateway.dashboard import charts, forms, text
-from nearkin_gateway.insight import POINTS_MAX, _points, _shared_out
+from nearkin_gateway.insight import POINTS_MAX, count_versions, points_of
 from nearkin_gateway.minutes import FAILURES_MAX, MINUTES_MAX, Minutes
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.sessions import check_loopback_host, check_same_origin
@@ -125,25 +126,50 @@ def test_an_event_that_lacks_something_breaks_nothing(broken: dict[str, Any]) ->
 
 # --- shares ----------------------------------------------------------------------------------------------------------
 
+SIZES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 5)), min_size=1, max_size=40)
 
-@given(
-    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=40), st.integers(0, 10**11)
-)
-def test_shares_add_up_to_what_is_stored(sizes: list[tuple[int, int]], rest: int) -> None:
-    entries = [
-        CatalogEntry("k", number, 100, 0.0, Ledger(logical_bytes=a, unique_bytes=b))
-        for number, (a, b) in enumerate(sizes, 1)
+
+def stored(stored_bytes: int) -> Stats:
+    return Stats(Ledger(stored_bytes=stored_bytes), 0, 0, 0, 0, {}, 0, {}, {}, 0, 0, 0.0)
+
+
+def entries(sizes: list[tuple[int, int, int]]) -> list[CatalogEntry]:
+    return [
+        CatalogEntry(f"{folder}/k", number, 100, 0.0, Ledger(logical_bytes=logical, unique_bytes=unique))
+        for number, (logical, unique, folder) in enumerate(sizes, 1)
     ]
-    stored_bytes = 100 * len(entries) + rest
-    shared = _shared_out(entries, stored_bytes)
-    assert sum(share for _, share in shared) == pytest.approx(stored_bytes)
-    assert all(share >= 100 for _, share in shared)
+
+
+@given(SIZES, st.integers(0, 10**11))
+def test_shares_add_up_to_what_is_stored(sizes: list[tuple[int, int, int]], rest: int) -> None:
+    stored_bytes = 100 * len(sizes) + rest
+    counted = count_versions(stored(stored_bytes), entries(sizes))
+    assert sum(share.stored_bytes for share in counted.prefixes) == pytest.approx(stored_bytes)
+    assert counted.total.stored_bytes == pytest.approx(stored_bytes)
+    assert counted.rows is not None
+    assert sum(counted.stored_bytes(own, left, 1) for *_, own, left in counted.rows) == pytest.approx(stored_bytes)
+    assert {share.prefix for share in counted.prefixes} == {f"{folder}/" for *_, folder in sizes}
+
+
+def test_what_is_kept_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(insight, "PREFIXES_KEPT_MAX", 6)
+    monkeypatch.setattr(insight, "PREFIXES_MAX", 4)
+    monkeypatch.setattr(insight, "ENTRIES_MAX", 30)
+    monkeypatch.setattr(insight, "GROWTH_VERSIONS_MAX", 20)
+    made = entries([(100 - folder, 1, folder) for folder in range(10) for _ in range(2)])
+    counted = count_versions(stored(10_000), made)
+    assert [share.prefix for share in counted.prefixes] == ["0/", "1/", "2/", "3/", None]
+    assert (counted.prefixes[-1].versions, counted.total.versions, counted.whole) == (12, 20, True)
+    assert counted.rows is not None
+    many = count_versions(stored(10_000), made + made)
+    assert (many.rows, many.whole, many.versions) == (None, False, 30)
+    assert sum(share.stored_bytes for share in many.prefixes) == pytest.approx(10_000)
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=1000))
 @settings(max_examples=40, deadline=None)
 def test_a_curve_of_many_versions_has_few_points_and_ends_with_all(times: list[int]) -> None:
-    points = _points([(when, 2, 1.0) for when in sorted(times)])
+    points = points_of([(when, 2, 1.0) for when in sorted(times)])
     assert 1 <= len(points) <= POINTS_MAX
     assert (points[-1].logical_bytes, points[-1].stored_bytes) == (2 * len(times), len(times))
     assert [point.logical_bytes for point in points] == sorted(point.logical_bytes for point in points)

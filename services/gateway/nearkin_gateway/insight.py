@@ -1,5 +1,5 @@
-"""Who takes how much, and since when. Invariant: all shares add up to the stored bytes; nothing of it is kept but in
-memory, so any gateway shows the same.
+"""Who takes how much, and since when. Invariant: all shares add up to the stored bytes; what is kept is bounded, and in
+memory alone, so any gateway shows the same.
 
 What one version takes is not stored by itself: blocks, directories and recipes are shared. Its own manifest is counted
 as it is; all else is shared out by what was left of each version after dedup and delta. What several versions share
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 from nearkin.index.catalog import CatalogEntry
@@ -22,8 +23,11 @@ from nearkin_gateway.catalogue import TENANTS_OPEN_MAX, Catalogue
 ENTRIES_MAX = 200_000
 """Versions that are looked at: some 3 s of a Redis index. With more, the shares are told to be of a part."""
 PREFIXES_MAX = 100
+"""Prefixes that are told, the largest ones; the others are summed up."""
+PREFIXES_KEPT_MAX = 10_000
+"""Prefixes that are told apart while they are counted: some 3 MB."""
 GROWTH_VERSIONS_MAX = 20_000
-"""Versions whose time is remembered, of each tenant: some 4 MB. A store with more shows no curve."""
+"""Versions whose time is remembered, of each tenant: some 6 MB. A store with more shows no curve."""
 GROWTH_READ_MAX = 2_000
 """Manifests that one question reads: some 0.2 s of a local store, 0.5 s of an S3 server. The next one goes on."""
 POINTS_MAX = 240
@@ -37,6 +41,10 @@ class Share:
     versions: int = 0
     deleted_versions: int = 0
     logical_bytes: int = 0
+    own_bytes: int = 0
+    """Of manifests and marks."""
+    left_bytes: int = 0
+    """After dedup and delta."""
     stored_bytes: float = 0.0
 
     @property
@@ -44,14 +52,21 @@ class Share:
         """Return logical / stored."""
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
-    def add(self, entry: CatalogEntry, stored_bytes: float) -> None:
+    def count(self, entry: CatalogEntry) -> None:
         """Count a version."""
-        if entry.deleted:
-            self.deleted_versions += 1
-        else:
-            self.versions += 1
+        self.versions += not entry.deleted
+        self.deleted_versions += entry.deleted
         self.logical_bytes += entry.ledger.logical_bytes
-        self.stored_bytes += stored_bytes
+        self.own_bytes += _own(entry)
+        self.left_bytes += _left(entry)
+
+    def add(self, other: Share) -> None:
+        """Add what others were counted to."""
+        self.versions += other.versions
+        self.deleted_versions += other.deleted_versions
+        self.logical_bytes += other.logical_bytes
+        self.own_bytes += other.own_bytes
+        self.left_bytes += other.left_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +98,26 @@ class Growth:
 
 
 @dataclass(slots=True)
-class _Known:
+class _Counted:
+    """One pass over a tenant's versions. `rows` (key, version, logical, own, left), None where there are too many."""
+
     of: Stats
-    entries: list[tuple[CatalogEntry, float]]
-    whole: bool
+    total: Share
+    prefixes: list[Share] = field(default_factory=list)
+    rows: list[tuple[str, int, int, int, int]] | None = field(default_factory=list)
+    whole: bool = True
+
+    @property
+    def versions(self) -> int:
+        """Return how many were looked at."""
+        return self.total.versions + self.total.deleted_versions
+
+    def stored_bytes(self, own_bytes: int, left_bytes: int, versions: int) -> float:
+        """Return what of the stored bytes falls to some versions."""
+        rest = max(0, self.of.ledger.stored_bytes - self.total.own_bytes)
+        if not self.total.left_bytes:  # nothing but zeros and duplicates: all alike
+            return own_bytes + rest * versions / max(1, self.versions)
+        return own_bytes + rest * left_bytes / self.total.left_bytes
 
 
 class Insight:
@@ -95,70 +126,50 @@ class Insight:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._counted: OrderedDict[str, _Counted] = OrderedDict()
         self._times: OrderedDict[str, dict[tuple[str, int], int | None]] = OrderedDict()
 
     def reduction(self, tenant: str) -> Reduction:
         """Return what a tenant's prefixes take. Raises StoreUnavailable, NotFound where nobody sums it up here."""
-        known = self._entries(tenant)
-        total, found = Share(None), dict[str, Share]()
-        for entry, stored_bytes in known.entries:
-            folder, slash, _ = entry.key.partition("/")
-            prefix = folder + slash if slash else ""
-            total.add(entry, stored_bytes)
-            found.setdefault(prefix, Share(prefix)).add(entry, stored_bytes)
-        ordered = sorted(found.values(), key=lambda share: (-share.logical_bytes, share.prefix or ""))
-        shown, rest = ordered[:PREFIXES_MAX], ordered[PREFIXES_MAX:]
-        if rest:
-            others = Share(None)
-            for share in rest:
-                others.versions += share.versions
-                others.deleted_versions += share.deleted_versions
-                others.logical_bytes += share.logical_bytes
-                others.stored_bytes += share.stored_bytes
-            shown = [*shown, others]
-        return Reduction(shown, total, known.whole)
+        counted = self._count(tenant)
+        return Reduction(counted.prefixes, counted.total, counted.whole)
 
     def growth(self, tenant: str) -> Growth:
         """Return how what is there came to be. Raises StoreUnavailable, NotFound."""
-        known = self._entries(tenant)
-        count = len(known.entries)
-        if count > GROWTH_VERSIONS_MAX or not known.whole:
-            return Growth([], count, 0, too_many=True)
-        times = self._committed(tenant, known)
+        counted = self._count(tenant)
+        if counted.rows is None or not counted.whole:
+            return Growth([], counted.versions, 0, too_many=True)
+        times = self._committed(tenant, [(key, version) for key, version, *_ in counted.rows])
         dated = [
-            (when, entry.ledger.logical_bytes, stored)
-            for entry, stored in known.entries
-            if (when := times.get((entry.key, entry.version))) is not None
+            (when, logical_bytes, counted.stored_bytes(own_bytes, left_bytes, 1))
+            for key, version, logical_bytes, own_bytes, left_bytes in counted.rows
+            if (when := times.get((key, version))) is not None
         ]
         dated.sort()
-        return Growth(_points(dated), count, len(dated), too_many=False)
+        return Growth(points_of(dated), counted.versions, len(dated), too_many=False)
 
-    def _entries(self, tenant: str) -> _Known:
-        """Return every version with its share, made anew when the sums are: every STATS_SECONDS at most."""
+    def _count(self, tenant: str) -> _Counted:
+        """Return one pass over a tenant's versions, made anew when its sums are: every STATS_SECONDS at most."""
         stats = self._catalogue.stats(tenant)
         with self._lock:
-            known = self._known.get(tenant)
-            if known is not None and known.of is stats:
-                return known
-        entries = list(islice(self._catalogue.entries(tenant), ENTRIES_MAX + 1))
-        whole = len(entries) <= ENTRIES_MAX and self._catalogue.whole
-        known = _Known(stats, _shared_out(entries[:ENTRIES_MAX], stats.ledger.stored_bytes), whole)
+            counted = self._counted.get(tenant)
+            if counted is not None and counted.of is stats:
+                return counted
+        counted = count_versions(stats, self._catalogue.entries(tenant))
+        counted.whole = counted.whole and self._catalogue.whole
         with self._lock:
-            self._known[tenant] = known
-            self._known.move_to_end(tenant)
-            if len(self._known) > TENANTS_OPEN_MAX:
-                self._known.popitem(last=False)
-        return known
+            self._counted[tenant] = counted
+            self._counted.move_to_end(tenant)
+            if len(self._counted) > TENANTS_OPEN_MAX:
+                self._counted.popitem(last=False)
+        return counted
 
-    def _committed(self, tenant: str, known: _Known) -> dict[tuple[str, int], int | None]:
+    def _committed(self, tenant: str, names: list[tuple[str, int]]) -> dict[tuple[str, int], int | None]:
         """Return when versions were committed: what is known, and some more."""
-        names = [(entry.key, entry.version) for entry, _ in known.entries]
         with self._lock:
             times = self._times.get(tenant, {})
         fresh = [name for name in names if name not in times][:GROWTH_READ_MAX]
-        read = dict(zip(fresh, self._catalogue.created_us(tenant, fresh), strict=True))
-        times = {**times, **read}
+        times = {**times, **dict(zip(fresh, self._catalogue.created_us(tenant, fresh), strict=True))}
         times = {name: times[name] for name in names if name in times}
         with self._lock:
             self._times[tenant] = times
@@ -168,18 +179,41 @@ class Insight:
         return times
 
 
-def _shared_out(entries: list[CatalogEntry], stored_bytes: int) -> list[tuple[CatalogEntry, float]]:
-    """Return each version with its share; the shares add up to `stored_bytes`."""
-    own = [entry.manifest_bytes + entry.marks_bytes for entry in entries]
-    left = [max(0, entry.ledger.unique_bytes - entry.ledger.delta_saved_bytes) for entry in entries]
-    if not sum(left):
-        left = [1] * len(entries)
-    rest, all_left = max(0, stored_bytes - sum(own)), sum(left)
-    return [(entry, mine + rest * part / all_left) for entry, mine, part in zip(entries, own, left, strict=True)]
+def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _Counted:
+    """Return versions summed up by prefix; the shares add up to the stored bytes of `stats`."""
+    counted, by_prefix, others = _Counted(stats, Share(None)), dict[str, Share](), Share(None)
+    remaining = iter(entries)
+    for entry in islice(remaining, ENTRIES_MAX):
+        folder, slash, _ = entry.key.partition("/")
+        prefix = folder + slash if slash else ""
+        share = by_prefix.get(prefix)
+        if share is None:
+            share = Share(prefix) if len(by_prefix) < PREFIXES_KEPT_MAX else others
+            if share is not others:
+                by_prefix[prefix] = share
+        share.count(entry)
+        counted.total.count(entry)
+        if counted.rows is not None:
+            logical_bytes = entry.ledger.logical_bytes
+            counted.rows.append((entry.key, entry.version, logical_bytes, _own(entry), _left(entry)))
+            if len(counted.rows) > GROWTH_VERSIONS_MAX:
+                counted.rows = None
+    counted.whole = next(remaining, None) is None
+    ordered = sorted(by_prefix.values(), key=lambda share: (-share.logical_bytes, share.prefix or ""))
+    for share in ordered[PREFIXES_MAX:]:
+        others.add(share)
+    counted.prefixes = ordered[:PREFIXES_MAX]
+    if others.versions + others.deleted_versions:
+        counted.prefixes.append(others)
+    for share in (*counted.prefixes, counted.total):
+        share.stored_bytes = counted.stored_bytes(
+            share.own_bytes, share.left_bytes, share.versions + share.deleted_versions
+        )
+    return counted
 
 
-def _points(dated: list[tuple[int, int, float]]) -> list[Point]:
-    """Return sums over time, at most POINTS_MAX: the last of each of as many equal stretches."""
+def points_of(dated: list[tuple[int, int, float]]) -> list[Point]:
+    """Return sums over time of (microseconds, logical, stored), at most POINTS_MAX: the last of each equal stretch."""
     if not dated:
         return []
     first_us = dated[0][0]
@@ -191,3 +225,11 @@ def _points(dated: list[tuple[int, int, float]]) -> list[Point]:
         stored += stored_bytes
         points[(when - first_us) // stretch_us] = Point(when, logical, round(stored))
     return list(points.values())
+
+
+def _own(entry: CatalogEntry) -> int:
+    return entry.manifest_bytes + entry.marks_bytes
+
+
+def _left(entry: CatalogEntry) -> int:
+    return max(0, entry.ledger.unique_bytes - entry.ledger.delta_saved_bytes)

@@ -161,7 +161,14 @@ def tenant_json(tenant: str, found: Reduction) -> dict[str, Any]:
         "reduction_ratio": found.total.reduction_ratio,
         "whole": found.whole,
         "prefixes": [
-            {**asdict(share), "stored_bytes": round(share.stored_bytes), "reduction_ratio": share.reduction_ratio}
+            {
+                "prefix": share.prefix,
+                "versions": share.versions,
+                "deleted_versions": share.deleted_versions,
+                "logical_bytes": share.logical_bytes,
+                "stored_bytes": round(share.stored_bytes),
+                "reduction_ratio": share.reduction_ratio,
+            }
             for share in found.prefixes
         ],
     }
