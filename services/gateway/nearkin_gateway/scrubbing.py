@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING
 
 from nearkin import metrics
-from nearkin.api import Store
 from nearkin.errors import NearkinError
 
 if TYPE_CHECKING:
+    from nearkin.api import Store
     from nearkin_janitor.scrub import Step
 
 RETRY_SECONDS = 60.0

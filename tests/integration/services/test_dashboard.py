@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from nearkin.api import open_store
 from nearkin.runners.kafka.asyncapi import document
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.generated import mutated, records_like
@@ -386,6 +387,22 @@ def test_what_was_committed_is_in_the_last_hour(login: Login) -> None:
     assert (told["embedded"], told["stages"], len(told["minutes"])) == (True, [], 60)
     assert sum(minute["committed"] for minute in told["minutes"]) >= 5
     assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= 1_250_000
+
+
+def test_what_is_broken_is_seen_on_the_upkeep_page(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.put("a", records_like(300_000, 5))
+        container = next((tmp_path / "store/containers").rglob("*.nkc"))
+        with container.open("r+b") as file:
+            file.seek(5_000)
+            file.write(bytes(64))
+        assert store.verify().damage
+    with running(embedded(tmp_path / "store")) as found, found.client() as client:
+        told = client.get("/v1/scrub").json()
+        assert told["quarantined_containers"] == 1
+        page = client.get("/ui/upkeep").text
+        assert told["quarantined"][0]["object_name"] in page
+        assert '<dd class="problem">1</dd>' in page
 
 
 def test_both_documents_of_the_interfaces_are_served(gateway: Running) -> None:

@@ -26,6 +26,7 @@ from nearkin_gateway.dashboard.text import page_url
 from nearkin_gateway.keys import blob_url
 from nearkin_gateway.looking import collection_json, dead_json, pipeline_json, tenant_json, tenants_json
 from nearkin_gateway.problems import Problem, from_error
+from nearkin_gateway.scrub_answers import scrub_json
 from nearkin_gateway.sessions import COOKIE, SECURE_COOKIE, check_same_origin, cookie_of, is_secure
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.tokens import SCOPES
@@ -33,7 +34,6 @@ from nearkin_gateway.tokens import SCOPES
 FORM_BYTES_MAX = 8 * 1024
 PAGE_ROWS = 50
 VERSION_ROWS = 50
-SCRUB_PATH = "/v1/scrub"
 router = APIRouter(include_in_schema=False)
 
 _Show = Callable[[Request, Gateway, Visitor], Awaitable[Response]]
@@ -294,14 +294,14 @@ async def pipeline(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
 async def upkeep(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show what garbage collection and scrubbing did."""
     stats = await asyncio.to_thread(gateway.catalogue.stats, visitor.tenant)
-    scrubbed = any(getattr(route, "path", "") == SCRUB_PATH for route in request.app.routes)
+    state, quarantined = await asyncio.to_thread(gateway.catalogue.scrub)
     return page(
         "upkeep.html",
         visitor,
         title="Upkeep",
         stats=stats,
         collection=collection_json(gateway),
-        scrub_path=SCRUB_PATH if scrubbed else None,
+        scrub=scrub_json(state, quarantined, gateway.settings.scrub),
         undelete_seconds=gateway.settings.deletion.undelete_seconds,
     )
 

@@ -2,10 +2,8 @@
 
 import { setUp as setUpActions } from "./actions.js";
 import { keepFresh } from "./live.js";
-import { show } from "./shown.js";
 import { setUp as setUpUploads } from "./upload.js";
 
 setUpActions();
 document.querySelectorAll("[data-upload]").forEach(setUpUploads);
-document.querySelectorAll("[data-shown]").forEach(show);
 if (document.querySelector("[data-live]")) keepFresh();
