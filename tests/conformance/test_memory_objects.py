@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from nearkin.errors import NotFound
+from nearkin.formats.parity import Scheme
 from nearkin.store.objects import AlreadyExists, ObstoreObjects, memory_objects
 from nearkin.store.overlay import Overlay
+from nearkin.store.parity import ParityObjects
 from nearkin.testing.conformance import ObjectStoreContract
 from nearkin.testing.faulty import FaultyObjects
 
@@ -23,6 +25,12 @@ class TestFaultyObjects(ObjectStoreContract):
     @pytest.fixture
     def objects(self) -> FaultyObjects:
         return FaultyObjects(memory_objects(), "")
+
+
+class TestParityObjects(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self) -> ParityObjects:
+        return ParityObjects(memory_objects(), Scheme(4, 2))
 
 
 class TestOverlay(ObjectStoreContract):

@@ -13,8 +13,10 @@ import pytest
 from backports import zstd
 
 from nearkin.formats import container as fmt
+from nearkin.formats.condemned import QUARANTINED, decode_record
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.formats.mark import decode_mark, encode_mark
+from nearkin.formats.parity import mended
 from nearkin.testing import samples
 
 HERE = Path(__file__).parent
@@ -87,3 +89,22 @@ def test_the_frozen_mark_is_still_read_and_still_made() -> None:
     assert decode_mark(frozen, "frozen") == samples.small_mark()
     assert encode_mark(samples.small_mark()) == frozen
     assert digest(frozen) == "4d37168b5c332351d7b81024b50adbc4"
+
+
+def test_the_frozen_parity_still_mends_and_is_still_made() -> None:
+    frozen = (HERE / "parity_v1.bin").read_bytes()
+    data, made = samples.small_parity()
+    assert made == frozen
+    damaged = bytearray(data)
+    damaged[100:4800] = bytes(4700)
+    assert mended(samples.PARITY_OF, bytes(damaged), frozen) == data
+
+
+def test_the_frozen_record_of_what_is_quarantined_is_still_read() -> None:
+    sequence, found = decode_record((HERE / "quarantine_v1.bin").read_bytes(), "frozen", QUARANTINED)
+    made = samples.small_quarantine()
+    assert (sequence, found.keys()) == (7, made.keys())
+    for container, entry in made.items():
+        assert (found[container].at_us, found[container].whole) == (entry.at_us, entry.whole)
+        assert found[container].chunks.tolist() == entry.chunks.tolist()
+        assert found[container].segments.tolist() == entry.segments.tolist()

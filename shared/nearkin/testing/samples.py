@@ -13,9 +13,11 @@ from backports.zstd import CompressionParameter
 
 from nearkin.formats import columns
 from nearkin.formats import container as fmt
+from nearkin.formats.condemned import Condemned
 from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark
+from nearkin.formats.parity import Scheme, encode_parity
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Ledger, Locations
 
@@ -220,3 +222,22 @@ def directory_of(data: bytes) -> bytes:
     """Return the directory's bytes of a container."""
     offset, size, _, _, _ = fmt.FOOTER.unpack(data[-fmt.FOOTER.size :])
     return data[offset : offset + size]
+
+
+PARITY_OF = "manifests/ab/abcdef0123456789abcdef0123456789/0000000000000003.nkm"
+PARITY_SCHEME = Scheme(4, 2)
+
+
+def small_parity() -> tuple[bytes, bytes]:
+    """Return (an object of 10,000 bytes, its parity)."""
+    data = b"".join(number.to_bytes(4, "little") for number in range(2500))
+    return data, encode_parity(PARITY_OF, data, PARITY_SCHEME)
+
+
+def small_quarantine() -> dict[int, Condemned]:
+    """Return what is broken of two containers."""
+    none = np.zeros(0, np.uint32)
+    return {
+        CONTAINER: Condemned(1_764_000_000_123_456, np.array([1, 2, 3, 9], np.uint32), np.array([0], np.uint32)),
+        OLDER: Condemned(1_764_000_000_000_001, none, none, whole=True),
+    }

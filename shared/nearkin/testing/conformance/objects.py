@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nearkin.errors import NotFound
-from nearkin.store.objects import AlreadyExists, ObjectStore
+from nearkin.store.objects import AlreadyExists, ObjectStore, SupportsReplace
 from nearkin.testing.generated import random_bytes
 
 WRITERS = 8
@@ -70,6 +70,39 @@ class ObjectStoreContract:
             with pytest.raises(AlreadyExists, match="a/x"):
                 objects.put_new("a/x", data)
         assert objects.get("a/x") == b"first"
+
+    def test_an_object_is_replaced_whole(self, objects: ObjectStore) -> None:
+        """Where a store can: its own bytes come back in the place of damaged ones, longer or shorter."""
+        if not isinstance(objects, SupportsReplace):
+            pytest.skip("this store replaces nothing")
+        objects.put_new("a/x", b"damaged")
+        for data in (b"what it was", b"short", b"short", memoryview(b"-a view-")[1:-1]):
+            objects.replace("a/x", data)
+            assert objects.get("a/x") == data
+            assert list(objects.names("a")) == [("a/x", len(data))]
+        objects.replace("a/missing", b"it was lost")
+        assert objects.get("a/missing") == b"it was lost"
+        with pytest.raises(AlreadyExists):
+            objects.put_new("a/missing", b"")
+
+    def test_a_reader_sees_the_one_or_the_other_while_an_object_is_replaced(self, objects: ObjectStore) -> None:
+        """And never half of it."""
+        if not isinstance(objects, SupportsReplace):
+            pytest.skip("this store replaces nothing")
+        contents = [random_bytes(300_000, 1), random_bytes(200_000, 2)]
+        objects.put_new("a/x", contents[0])
+        ended = threading.Event()
+
+        def replace_often() -> None:
+            for number in range(12):
+                objects.replace("a/x", contents[number % 2])
+            ended.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(replace_often)
+            while not ended.is_set() and not done.done():
+                assert objects.get("a/x") in contents
+            done.result()
 
     def test_what_is_not_there_is_not_found(self, objects: ObjectStore) -> None:
         """Neither beside other objects nor in an empty store."""

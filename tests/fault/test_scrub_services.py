@@ -1,0 +1,112 @@
+"""The janitor's scrub, over S3: parity puts right what it finds, and what it cannot is quarantined and told."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.config import with_changes
+from nearkin.fingerprints import Fingerprinter
+from nearkin.store import descriptor
+from nearkin.store.opening import with_parity
+from nearkin.store.parity import ParityObjects
+from nearkin.store.quarantine import Quarantine
+from nearkin.store.s3 import S3Objects
+from nearkin.store.scrubbed import ScrubStates
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.servers import S3
+from nearkin.testing.stores import SMALL, objects, settings
+from nearkin_janitor.scrubbing import BackgroundScrub
+
+COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB"}})
+
+
+@pytest.fixture
+def store(versitygw: S3, tmp_path: Path) -> ParityObjects:
+    """Put a store of three versions into a bucket."""
+    with open_store(tmp_path / "store", settings=COVERED) as made:
+        for number in range(3):
+            made.put(f"k{number}", random_bytes(200_000, number))
+    bucket = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}")))
+    for name, data in objects(tmp_path / "store").items():
+        bucket.put_new(name, data)
+    return with_parity(bucket, COVERED)
+
+
+def scrubbing(store: ParityObjects, chosen=COVERED, index: object = None) -> BackgroundScrub:
+    found = descriptor.read(store)
+    fingerprinter = partial(Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits)
+    return BackgroundScrub(store, lambda: chosen, fingerprinter, index)
+
+
+def damage(store: ParityObjects, name: str, at: int) -> bytes:
+    whole = store.get(name)
+    broken = bytearray(whole)
+    broken[at] ^= 1
+    store.replace(name, bytes(broken))
+    return whole
+
+
+def wait_for_a_pass(scrub: BackgroundScrub, store: ParityObjects) -> None:
+    scrub.start()
+    deadline = time.monotonic() + 60
+    states = ScrubStates(store)
+    while states.read().running or not states.read().ended_us:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    scrub.stop()
+
+
+def test_it_puts_right_containers_manifests_and_parity_in_the_bucket(store: ParityObjects) -> None:
+    names = sorted(name for name, _ in store.names("containers"))
+    manifests = sorted(name for name, _ in store.names("manifests"))
+    wholes = {
+        names[0]: damage(store, names[0], 100),
+        manifests[1]: damage(store, manifests[1], 70),
+        f"parity/{names[1]}.nkp": damage(store, f"parity/{names[1]}.nkp", 500),
+        "nearkin.json": damage(store, "nearkin.json", 90),
+    }
+    scrub = scrubbing(store)
+    wait_for_a_pass(scrub, store)
+    assert scrub._scrubber.state.ended_damaged == 4
+    assert {name: store.get(name) for name in wholes} == wholes
+    assert Quarantine(store, time.time).read() == {}
+    again = scrubbing(store, with_changes(COVERED, {"scrub": {"every_days": 1}}))
+    assert again._scrubber.state.ended_damaged == 4  # the state lies in the bucket
+    assert again._scrubber.waits_seconds() > 80_000
+
+
+class Forgetting:
+    """An index that notes what it is told to forget."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[int, object]] = []
+
+    def forget(self, chunks, segments, containers) -> None:
+        self.told.append(dict(chunks))
+
+    def renew(self, summary) -> None: ...
+
+    def collect_many(self, versions) -> None: ...
+
+
+def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_versions(
+    store: ParityObjects, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = sorted(name for name, _ in store.names("containers"))[0]
+    damage(store, name, 100)
+    store.inner.delete(f"parity/{name}.nkp")
+    index = Forgetting()
+    plain = with_parity(store.inner, with_changes(COVERED, {"storage": {"parity": "none"}}))
+    with caplog.at_level(logging.ERROR):
+        wait_for_a_pass(scrubbing(plain, index=index), plain)
+    container = int(name.rpartition("/")[2][:16], 16)
+    assert list(Quarantine(store, time.time).read()) == [container]
+    assert [list(chunks) for chunks in index.told] == [[container]]
+    assert f"{name} is damaged and touches 'k0' version 1" in caplog.text
