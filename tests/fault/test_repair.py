@@ -328,3 +328,29 @@ def test_parity_goes_with_its_object(covered_root):
     assert len([name for name in left if name.startswith("containers/")]) == 1  # of what can be brought back
     of = [name.removeprefix("parity/").removesuffix(".nkp") for name in left if name.startswith("parity/")]
     assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
+
+
+def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(root):
+    raw = CONTENTS["alone", 1][:1000]
+    victim = next(path for path in containers(root) if raw in path.read_bytes())
+    flip(victim, blocks_of(victim)[0] + 3)
+    with open_store(root, settings=CHOSEN) as store:
+        harmed = touched(store)
+        quarantined = {path.name: path.read_bytes() for path in (root / "quarantine").iterdir()}
+        broken_bytes = victim.read_bytes()
+        for key, version in sorted(harmed):
+            store.put("again", CONTENTS[key, version])
+        assert not victim.exists()
+    victim.write_bytes(broken_bytes)
+    for name, data in quarantined.items():
+        (root / "quarantine" / name).write_bytes(data)
+    with open_store(root, settings=CHOSEN, read_only=True) as store:
+        assert broken(store, CONTENTS) == set()
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("more", b"anything")
+        assert store._quarantine.read() == {}
+        assert store.verify().damage == ()
+        store.gc()
+    assert not victim.exists()
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()

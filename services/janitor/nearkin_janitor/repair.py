@@ -72,6 +72,8 @@ class Repairer:
         self._healer = healer
         self.renewed: list[Directory] = []
         """Containers that have another generation now: the index is to be told."""
+        self.sound: set[ContainerId] = set()
+        """Containers in which nothing of their own was broken."""
 
     def repair(
         self, damaged: Iterable[str], copies: Sequence[Copies] = (), given: Mapping[str, Given] | None = None
@@ -131,6 +133,8 @@ class Repairer:
             _log.warning("%s: it is not healed chunk by chunk", err)
             return None
         if healed.data is None:
+            if not healed.lost:
+                self.sound.add(container)
             return None
         self._new_generation(container, generation, healed.data)
         return Repaired(object_name(container), "copies of chunks", healed.found, healed.lost)

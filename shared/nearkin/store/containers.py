@@ -274,6 +274,10 @@ class ContainerStore:
                     name = object_name(container, tried)
                     raise Corrupt(f"{name}: missing, and what is asked for lies in it: run `nearkin verify`") from err
                 known = self._read_directory(container, self.generation(container))
+            except Corrupt:
+                if not self._moved(container, tried):  # who healed it died before this one went
+                    raise
+                known = self._read_directory(container, self.generation(container))
         if self._domain not in (None, known[0].domain):
             # Another tenant's (I9): whoever can name its container must not read through it.
             raise Corrupt(f"{object_name(container, known[1])}: belongs to another tenant")
@@ -320,9 +324,14 @@ class ContainerStore:
         return whole
 
     def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
-        """Return a block as it was written, header and payload, where what is stored is damaged and parity knows."""
+        """Return a block as it was written, header and payload, where what is stored is damaged and parity knows.
+
+        Raises Rewritten where a later generation has its chunks in another one.
+        """
         directory, generation = self._known(container)
         whole = self._mend(object_name(container, generation), why)
+        if whole is None and self._moved(container, generation):
+            return self.record(container, block)
         if whole is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
             return None
         start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
