@@ -171,13 +171,16 @@ def run(flips: int, seed: int, parity: str = "none", root: Path | None = None) -
     kinds: dict[str, list[str]] = {}
     for name in sorted(before):
         kinds.setdefault(kind_of(name), []).append(name)
-    for _ in range(flips):
-        kind = draw.choice(sorted(kinds))
-        name = draw.choice(kinds[kind])
-        at, bit = draw.randrange(len(before[name])), draw.randrange(8)
-        _one(root, before, name, at, bit, bench, result)
-        result.flips += 1
-        result.by_kind[kind] += 1
+    try:
+        for _ in range(flips):
+            kind = draw.choice(sorted(kinds))
+            name = draw.choice(kinds[kind])
+            at, bit = draw.randrange(len(before[name])), draw.randrange(8)
+            _one(root, before, name, at, bit, bench, result)
+            result.flips += 1
+            result.by_kind[kind] += 1
+    except KeyboardInterrupt:  # what was done until then counts
+        pass
     result.seconds = time.perf_counter() - started
     return result
 
