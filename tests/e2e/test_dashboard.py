@@ -81,6 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def browser(need: Callable[[Callable[[], Any]], Any]) -> Iterator[Browser]:
     program = need(chromium)
+    expect.set_options(timeout=SLOW_MS)
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
