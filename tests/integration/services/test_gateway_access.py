@@ -82,7 +82,7 @@ ROUTES = [
     ("GET", "/v1/config", "admin"), ("PATCH", "/v1/config", "admin"), ("GET", "/v1/workers", "admin"),
     ("GET", "/v1/reduction", "read"), ("GET", "/v1/growth", "read"), ("GET", "/v1/tenants", "admin"),
     ("GET", "/v1/pipeline", "admin"), ("GET", "/v1/dead", "admin"), ("POST", "/v1/dead/replay", "admin"),
-    ("GET", "/v1/audit", "admin"), ("GET", "/v1/collection", "admin"),
+    ("GET", "/v1/audit", "admin"), ("GET", "/v1/collection", "admin"), ("GET", "/v1/scrub", "admin"),
 ]  # fmt: skip
 
 
