@@ -21,7 +21,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from nearkin.testing.generated import mutated, records_like
-from nearkin.testing.serve import main as fill
+from nearkin.testing.serve import fill
 from nearkin.testing.servers import MissingTool
 
 ARTEFACTS = Path(__file__).parents[2] / "test-artefacts/dashboard"
@@ -58,9 +58,7 @@ def chromium() -> str:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("browser")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["serve", str(folder / "store")])
-        assert fill() == 0
+    fill(folder / "store")
     command = [sys.executable, "-m", "nearkin.cli", "serve", str(folder / "store"), "--port", "0"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
     environment = {**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
@@ -212,6 +210,25 @@ def test_an_upload_that_breaks_goes_on_where_it_was(opened: Callable[..., Page],
     methods = [method for method, _ in asked]
     assert methods[:3] == ["PATCH", "HEAD", "PATCH"]
     page.unroute_all()
+
+
+def test_an_upload_goes_on_after_the_page_was_left(opened: Callable[..., Page], tmp_path: Path) -> None:
+    page = opened(breaks=True)
+    page.goto("/ui/blobs")
+    source = tmp_path / "left.bin"
+    source.write_bytes(DUMP)
+    page.route("**/v1/uploads/*", lambda route: route.abort("connectionreset"))
+    page.locator("#upload-files").set_input_files(source)
+    expect(page.locator("#uploads")).to_contain_text("interrupted; going on")
+    page.unroute_all()
+    page.goto("/")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.method) if "/v1/uploads" in request.url else None)
+    page.goto("/ui/blobs")
+    page.locator("#upload-files").set_input_files(source)
+    expect(page.locator("#uploads")).to_contain_text("version 1 is committed")
+    assert asked[:2] == ["HEAD", "PATCH"]
+    assert "POST" not in asked
 
 
 def test_the_keyboard_alone_is_enough(opened: Callable[..., Page], served: Served) -> None:

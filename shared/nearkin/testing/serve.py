@@ -24,15 +24,13 @@ DUMP_BYTES = 3_000_000
 IMAGE_MEBIBYTES = 4
 
 
-def main() -> int:
-    """Fill the store where it is empty; return the exit code."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else STORE
+def fill(folder: Path) -> None:
+    """Fill the store in a folder where it is empty."""
     with open_store(folder) as store:
         if not store.stats().versions:
             print(f"filling {folder} with {3 * VERSIONS} versions of three keys", flush=True)
             for key, data, metadata in demo_blobs():
                 store.put(key, data, metadata=metadata)
-    return 0
 
 
 def demo_blobs() -> Iterator[tuple[str, bytes, dict[str, str]]]:
@@ -59,4 +57,4 @@ def _archive(version: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    fill(Path(sys.argv[1]) if len(sys.argv) > 1 else STORE)
