@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import nearkin
 from nearkin.runners.embedded import _shares
 from nearkin.testing.generated import random_bytes, text_like
 from nearkin_delta import ChunkCounts, DeltaStage
+from nearkin_delta.builder import ContainerBuilder
 
 
 def edited(data: bytes, seed: int) -> bytes:
@@ -67,3 +69,21 @@ def test_shares_of_one_blob_are_those_of_the_general_way() -> None:
     assert [blob for blob, _ in split] == [7, 8]
     assert share == [sum(columns) for columns in zip(*(part for _, part in split), strict=True)]
     assert _shares(counts(np.zeros(count)))[0][0] == 0
+
+
+def test_what_a_put_needed_is_gone_when_it_ends(tmp_path: Path) -> None:
+    data = text_like(3_000_000, 1)
+    with nearkin.open_store(tmp_path / "s") as store:
+        store.put("k", data)
+        gc.collect()
+        gc.disable()
+        try:
+            store.put("k", edited(data, 1))
+            with pytest.raises(nearkin.BadInput):
+                store.put("k", edited(data, 2), sha256=bytes(32))
+            left = [
+                type(kept).__name__ for kept in gc.get_objects() if isinstance(kept, (ContainerBuilder, DeltaStage))
+            ]
+        finally:
+            gc.enable()
+    assert left == []

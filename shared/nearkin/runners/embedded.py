@@ -180,6 +180,7 @@ class EmbeddedWriter:
         self._reducer.stop()
         self._committer.stop()
         self._encoding.shutdown()
+        self._in_flight.end()
 
     def abort(self) -> None:
         """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
@@ -188,6 +189,7 @@ class EmbeddedWriter:
         self._committer.cancel()
         self._encoding.shutdown()
         self._in_flight.abandon()
+        self._in_flight.end()
 
     def _fill(self) -> None:
         """Hand the arena on and start the next."""

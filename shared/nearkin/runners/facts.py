@@ -37,6 +37,10 @@ class InFlight:
         with self._lock:
             self._sealed.pop(container, None)
 
+    def end(self) -> None:
+        """Let go of the open container, whose builder keeps its blocks here: a circle of some 100 MB."""
+        self.open = None
+
     def abandon(self) -> None:
         """Forget the blocks of containers that may never be durable: a later writer may be given the same id.
 
