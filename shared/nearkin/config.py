@@ -165,6 +165,7 @@ class BlockSettings:
     """Of decoded bytes: what one read of a chunk may cost. A chunk more must stay below 32 MiB."""
     delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 256 * KIB
     level: Annotated[int, Between(1, 22)] = 3
+    """Of zstd. At 3, the default, raw blocks that compress badly are written at 2: docs/decisions/0023."""
     far_matches: bool = False
     """Look for repeats in the whole of a raw block, and at level 9 deeper in all: docs/decisions/0019."""
 
