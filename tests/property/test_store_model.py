@@ -1,10 +1,12 @@
 """The store beside a dictionary: whatever is done to it in whatever order, every version answers with its bytes.
 
-A deleted one answers nothing, until it is undeleted; two tenants share the store and never see each other's.
+A deleted one answers nothing, until it is undeleted; two tenants share the store and never see each other's. Two
+writers take turns. A flipped bit breaks the versions that need it, by name, until its container is put back.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from io import BytesIO
@@ -17,12 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.config import BASE_POLICIES, CHUNKERS, FEATURES, with_changes
-from nearkin.errors import BadInput, NotFound
+from nearkin.config import BASE_POLICIES, CHUNKERS, FEATURES, RetentionPolicy, with_changes
+from nearkin.errors import BadInput, NotFound, StoreLocked
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
 
-STORE_FOLDERS_OF_TRUTH = ("containers", "manifests", "gc", "nearkin.json")
 WEEK = 604_800
 KEYS = ("a", "b", "ключ/🔑")
 MAKERS = (random_bytes, text_like, records_like, lambda count, seed: bytes(count))
@@ -30,8 +31,7 @@ SIZES = st.sampled_from([0, 1, 100, 8191, 8192, 30_000, 65_537, 200_000, 921_600
 
 
 def stored_bytes(root: Path) -> int:
-    there = [path for path in root.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in there if path.relative_to(root).parts[0] in STORE_FOLDERS_OF_TRUTH)
+    return sum(map(len, objects(root).values()))
 
 
 class StoreBesideADictionary(RuleBasedStateMachine):
@@ -158,6 +158,18 @@ class StoreBesideADictionary(RuleBasedStateMachine):
             with pytest.raises(NotFound):
                 self.store.get(name, number)
 
+    @rule(key=st.sampled_from(KEYS), keep=st.integers(1, 3), dry_run=st.booleans())
+    def forget(self, key, keep, dry_run):
+        going = {(name, number) for name, number, _ in self.live(key)[:-keep] if name == key}
+        decided = self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
+        assert {(decision.info.key, decision.info.version) for decision in decided if not decision.kept} == going
+        if not dry_run:
+            for entry in sorted(going):  # each by a call of its own
+                self.calls += 1
+                self.until[self.calls] = self.now + WEEK
+                self.deleted[entry] = self.calls
+            self.now += 1
+
     @rule(key=st.sampled_from(KEYS), which=st.one_of(st.none(), st.integers(1, 8)))
     def undelete(self, key, which):
         hidden = {entry: call for entry, call in self.deleted.items() if entry[0] == key and which in (None, entry[1])}
@@ -187,7 +199,48 @@ class StoreBesideADictionary(RuleBasedStateMachine):
                 assert store.delete("a", self.others) == 1
         self.open()
 
+    @rule(key=st.sampled_from(KEYS), content=contents)
+    def another_writer(self, key, content):
+        """One is refused while the other writes, and finds all of it when it is let in."""
+        self.put(key, content, as_file=False)
+        with open_store(self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now) as other:
+            for call in (lambda: other.put(key, content), other.gc, other.rebuild_index):
+                with pytest.raises(StoreLocked):
+                    call()
+            self.store.close()
+            assert other.get(key).read() == content
+            version = other.put(key, content[::-1]).info.version
+            self.model[key].append(content[::-1])
+            assert version == len(self.model[key])
+            with pytest.raises(StoreLocked):
+                self.store.put(key, content)
+        assert self.store.get(key).read() == content[::-1]
+
     # --- what operators do, and what happens to them
+
+    @rule(which=st.integers(0, 50), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+    def a_bit_flips(self, which, at, bit):
+        """`verify` names it, no wrong byte is given out, and with the container put back all is well."""
+        found = containers(self.folder / "s")
+        if not found:
+            return
+        path = found[which % len(found)]
+        self.store.close()
+        before = objects(self.folder / "s")
+        flip(path, int(at * path.stat().st_size), bit)
+        self.open()
+        newest = {(key, number): content for key, number, content in self.live()}
+        damage = self.store.verify().damage
+        assert damage, "every bit is some checksum's"
+        named = {version for found in damage for version in found.versions}
+        assert broken(self.store, newest) <= named
+        self.store.close()
+        path.write_bytes(before[str(path.relative_to(self.folder / "s"))])
+        self.open()
+        assert broken(self.store, newest) == set()
+        self.store.verify()  # lets it out of quarantine
+        assert self.store.verify().damage == ()
+        self.store.rebuild_index()  # which had let go of it
 
     @rule(
         algorithm=st.sampled_from(FEATURES),
@@ -283,7 +336,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
 TestStoreBesideADictionary = StoreBesideADictionary.TestCase
 TestStoreBesideADictionary.settings = runs(
-    max_examples=20,
+    max_examples=200 if "SOAK" in os.environ else int(os.environ.get("MODEL_EXAMPLES", "20")),
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
