@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +85,23 @@ def test_without_a_token_and_for_programs(tmp_path: Path) -> None:
         told = json.loads(line)
         assert told["token"] is None
         assert httpx.put(f"{told['url']}/v1/blobs/a", content=b"a").status_code == 201
+
+
+def test_a_store_that_is_served_already_is_refused_in_one_line(tmp_path: Path) -> None:
+    with serving(tmp_path, str(tmp_path / "store"), "--port", "0"):
+        done = run(tmp_path, str(tmp_path / "store"), "--port", "0")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search("^nearkin: store .* is being written by process", done.stderr, re.MULTILINE)
+
+
+def test_a_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(tmp_path, str(tmp_path / "store"), "--port", str(port))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f'nearkin: gateway.port "{port}" on 127.0.0.1: cannot be listened on' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Lifespan
 
+from nearkin.errors import NearkinError
 from nearkin_gateway import admin, blobs, deleting, looking, uploads
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.handing_over import sweep_for_ever
@@ -32,7 +33,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, "nearkin-gateway"))
-        await gateway.ingest.open()
+        try:
+            await gateway.ingest.open()
+        except NearkinError as err:
+            gateway.failure = err
+            raise
         sweeper = asyncio.create_task(sweep_for_ever(gateway))
         try:
             yield

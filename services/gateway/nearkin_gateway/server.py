@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nearkin.config import Settings
 from nearkin.errors import ConfigError
@@ -65,12 +66,32 @@ class Server(uvicorn.Server):
             self._ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
+class Plain:
+    """Wraps the application: a start that fails for a reason we know is told in its own words, not as a traceback."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app, self._gateway = app, gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass all on."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def told(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and self._gateway.failure is not None:
+                message = {**message, "message": "not started"}
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+
 def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None = None) -> Server:
     """Return the server; `run` runs it until SIGTERM or SIGINT."""
     bounds = settings.gateway
     return Server(
         uvicorn.Config(
-            served(create_app(gateway)),
+            Plain(served(create_app(gateway)), gateway),
             host=bounds.host,
             port=bounds.port,
             loop="uvloop",
@@ -95,9 +116,18 @@ def serve(settings: Settings, config_file: Path | None = None, ready: Callable[[
     monitor = Monitor(settings.monitor)
     monitor.start()
     try:
-        server = make_server(settings, make_gateway(settings, config_file), ready)
+        gateway = make_gateway(settings, config_file)
+        server = make_server(settings, gateway, ready)
         monitor.connected(_checks(settings))
-        server.run()
+        try:
+            server.run()
+        except SystemExit as end:  # uvicorn's, for a start that failed
+            if gateway.failure is not None:
+                raise gateway.failure from end
+            host, port = settings.gateway.host, settings.gateway.port
+            raise ConfigError(
+                f'gateway.port "{port}" on {host}: cannot be listened on: another program does, or {host} is not here'
+            ) from end
     finally:
         monitor.stop()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.requests import Request
 
 from nearkin.config import GatewaySettings, Settings
+from nearkin.errors import NearkinError
 from nearkin.store.deletion import Deletions
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
@@ -59,6 +60,8 @@ class Gateway:
     collecting: Collecting | None = None
     """Its rounds of garbage collection, where it does them itself."""
     stopping: bool = False
+    failure: NearkinError | None = None
+    """Why it could not begin."""
     origins: set[bytes] = field(default_factory=set)
     """Idempotency keys whose upload is running here."""
     resuming: set[str] = field(default_factory=set)
