@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import Permanent
+from nearkin.errors import Corrupt, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import container as fmt
 from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable
@@ -91,10 +91,7 @@ class Healer:
         """
         directory = self._containers.directory(container)
         chunks, name = directory.chunks, object_name(container)
-        records = {
-            number: self._containers.record(container, number)
-            for number in np.flatnonzero(directory.blocks.raw).tolist()
-        }
+        records = {number: self._record(container, number) for number in np.flatnonzero(directory.blocks.raw).tolist()}
         broken = [number for number, record in records.items() if not _is_sound(record, f"{name} block {number}")]
         rows = np.flatnonzero(chunks.there & np.isin(chunks.blocks, np.array(broken, np.uint32)))
         wanted = frozenset(chunks.names[row].tobytes() for row in rows.tolist())
@@ -102,6 +99,12 @@ class Healer:
         if not found:
             return Healed(None, 0, len(rows))
         return self._anew(directory, records, broken, found)
+
+    def _record(self, container: ContainerId, number: int) -> bytes:
+        try:
+            return self._containers.record(container, number)
+        except Corrupt:  # the device cannot read it: nothing of it is there to be kept
+            return b""
 
     def _found(self, domain: bytes, wanted: frozenset[Name], copies: Iterable[Copies]) -> dict[Name, U8]:
         found: dict[Name, U8] = {}
@@ -147,6 +150,8 @@ class Healer:
                 was = b""  # kept once
             count += int(np.count_nonzero(there))
             lost_count += int(np.count_nonzero(~there))
+        if len(new.blocks) > fmt.BLOCKS_MAX:  # one that was written anew some ten thousand times
+            raise Corrupt(f"{object_name(directory.container)}: no numbers of blocks are left, so it is not healed")
         positions = fmt.positions_in_blocks(new.numbers, new.encoded)
         table = ChunkTable(
             chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
