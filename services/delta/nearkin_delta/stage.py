@@ -36,6 +36,7 @@ from nearkin_delta.blocks import BlockCloser, Keeper
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.gaps import Alignment, Mark
+from nearkin_delta.trials import Trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class DeltaStage:
         self._alignment = Alignment()
         self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper)
         self._found_near: Chosen | None = None
+        self._trials = Trials()
         self.builder = self._new_builder((1, 2))
 
     def _new_builder(self, ratio: tuple[int, int]) -> ContainerBuilder:
@@ -148,7 +150,10 @@ class DeltaStage:
         below = self._settings.delta.max_depth if self._tries else None
         if facts.neighbours is not None and facts.contents is None:
             self._found_near = None
-            return Reads(contents=facts.neighbours.chunks, depth_below=below)
+            blobs = batch.fresh.batch.blobs
+            alone = (self.stream, int(blobs[0])) if (blobs == blobs[0]).all() else None
+            tried = facts.neighbours.chunks if self._trials.wanted(alone) else Locations.empty()
+            return Reads(contents=tried, depth_below=below)
         if self._similar and facts.similar is None:
             paired = _with_bases(batch, facts)
             return Reads(similar=paired.bases.take(self._asked(paired, facts)), depth_below=below)
@@ -159,8 +164,13 @@ class DeltaStage:
         if facts.neighbours is None or facts.contents is None:
             return None
         if self._found_near is None:
-            bounds = np.append(np.uint32(0), np.cumsum(facts.neighbours.fresh, dtype=np.uint32))
-            self._found_near = try_bases(_targets(batch), bounds, facts.contents, facts.neighbours.bounds)
+            targets, fresh = _targets(batch), facts.neighbours.fresh
+            bounds = np.append(np.uint32(0), np.cumsum(fresh, dtype=np.uint32))
+            tried = len(facts.contents.lengths) == len(facts.neighbours.chunks)
+            their_bounds = facts.neighbours.bounds if tried else np.zeros(len(bounds), np.uint32)
+            self._found_near = try_bases(targets, bounds, facts.contents, their_bounds)
+            if tried:
+                self._trials.heard(len(targets), int(np.count_nonzero(self._found_near.found)))
         return self._found_near
 
     def _asked(self, batch: PairedBatch, facts: Facts) -> Bools:
