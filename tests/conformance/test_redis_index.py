@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import redis
 
 from nearkin.config import RedisSettings
-from nearkin.index.redis import RedisIndex
+from nearkin.index.redis import RedisIndex, catalog
+from nearkin.records import ContainerId
 from nearkin.testing import samples
 from nearkin.testing.conformance import IndexContract
+from nearkin.testing.conformance.collection import CollectionContract
+from nearkin.testing.conformance.index import claims
 from nearkin.testing.redis_server import redis_server
 
 
@@ -36,3 +41,52 @@ class TestRedisIndex(IndexContract):
             container, ordinal = struct.unpack("<QI", key)
             (found[container, ordinal],) = struct.unpack("<I", value)
         return found
+
+
+class TestRedisCollection(CollectionContract):
+    @pytest.fixture
+    def index(self, url: str) -> Iterator[RedisIndex]:
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+        index = RedisIndex(RedisSettings(url=url), samples.DOMAIN)
+        self.fill(index)
+        yield index
+        index.close()
+
+    def spare_marks_bytes(self, index: RedisIndex) -> int:
+        _, versions = index._home(index.epochs.current, "default")
+        listed = {catalog.member_start(entry.key, entry.version) for entry in index.catalog("default")}
+        noted = index.server.one(("HGETALL", f"{versions}:marks"))
+        pairs = noted.items() if isinstance(noted, dict) else zip(noted[::2], noted[1::2], strict=True)
+        return sum(int(told.split()[1]) for start, told in pairs if start not in listed)
+
+
+def test_of_a_hundred_thousand_entries_exactly_the_unwanted_go_while_others_come(url: str) -> None:
+    """Buckets are parted while they are read: what is put meanwhile stays, what was to go goes."""
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    index = RedisIndex(RedisSettings(url=url, partitions=2), samples.DOMAIN)
+    filled = [
+        claims(
+            ContainerId(100 + number),
+            [f"{number} {i}" for i in range(4000)],
+            [f"s{number}", f"t{number}"],
+            [[number * 4000 + i + 1, 1 << 40 | number * 4000 + i] for i in range(4000)],
+        )
+        for number in range(10)
+    ]
+    for one in filled[:5]:
+        index.publish(one)
+    going = {one.directory.container: np.arange(0, 4000, 2, dtype=np.uint32) for one in filled[:3]}
+    other = threading.Thread(target=lambda: [index.publish(one) for one in filled[5:]])
+    other.start()
+    index.forget(going, {}, ())
+    other.join()
+    for number, one in enumerate(filled):
+        _, found = index.locate_chunks(one.directory.chunks.names)
+        gone = np.zeros(4000, np.bool_)
+        gone[::2] = number < 3
+        assert np.array_equal(found, ~gone)
+    sizes = [index.server.one(("HGET", index.epochs.current.partition("c", p), "")) for p in range(2)]
+    assert sum(int(size.split()[2]) for size in sizes) == 34_000
+    index.close()

@@ -36,7 +36,7 @@ from nearkin.testing.redis_server import RedisServer
 
 RIGHTS = (
     "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire "
-    "+hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +lrange +rpush"
+    "+hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +zrem +lrange +rpush"
 )
 """As docs/decisions/0007-redis-index.md lists them."""
 

@@ -1,80 +1,24 @@
-"""What an index lets go of: entries by their container, versions with their counts, and again changes nothing."""
+"""What an LMDB index lets go of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from nearkin.index.catalog import summarise
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.index.protocols import Collected, Marked, SupportsCollection
 from nearkin.testing import samples
-from nearkin.testing.conformance.index import (
-    FIRST,
-    SECOND,
-    SKETCH,
-    chunk_names,
-    first_claims,
-    ids,
-    manifest,
-    rows,
-    second_claims,
-)
+from nearkin.testing.conformance.collection import CollectionContract
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[LmdbIndex]:
-    found = LmdbIndex(tmp_path, samples.DOMAIN, 1 << 26)
-    found.publish(first_claims())
-    found.publish(second_claims())
-    yield found
-    found.close()
+class TestLmdbCollection(CollectionContract):
+    @pytest.fixture
+    def index(self, tmp_path: Path) -> Iterator[LmdbIndex]:
+        found = LmdbIndex(tmp_path, samples.DOMAIN, 1 << 26)
+        self.fill(found)
+        yield found
+        found.close()
 
-
-def test_it_can_be_collected_from(index: LmdbIndex) -> None:
-    assert isinstance(index, SupportsCollection)
-
-
-def test_what_is_forgotten_is_a_miss_and_the_rest_is_found(index: LmdbIndex) -> None:
-    for _ in range(2):
-        index.forget({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
-        assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [(FIRST, 0), None, (FIRST, 2)]
-        assert rows(index.locate_segments(ids("s1", "s2"))) == [None, (FIRST, 1)]
-        assert rows(index.locate_rank(SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
-        assert len(index.container_ids()) == 2
-
-
-def test_a_container_that_is_gone_is_counted_no_more(index: LmdbIndex) -> None:
-    index.forget({FIRST: None}, {}, [FIRST])
-    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
-    assert index.container_ids().tolist() == [SECOND]
-
-
-def test_published_again_only_what_may_be_found_is(index: LmdbIndex) -> None:
-    index.forget({FIRST: None}, {}, [FIRST])
-    index.publish(replace(first_claims(), only=np.array([2], np.uint32), super_features={}))
-    assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]
-
-
-def test_a_container_written_anew_is_told_as_it_is_now(index: LmdbIndex) -> None:
-    index.renew(replace(summarise(first_claims()), container_bytes=77))
-    assert next(summary.container_bytes for summary in index.containers()) == 77
-
-
-def test_a_collected_version_is_listed_and_counted_no_more_and_its_mark_stays(index: LmdbIndex) -> None:
-    one, two = manifest("k", 1, [(FIRST, 0), (FIRST, 1)]), manifest("k", 2, [(FIRST, 1)])
-    index.commit_many([(one, 100), (two, 100)])
-    index.mark_many([Marked("default", "k", 2, 1, 90)])
-    assert index.spare_marks_bytes() == 0
-    for _ in range(2):
-        index.collect_many([Collected("default", "k", 2, two, 2, 60), Collected("default", "x", 1, None)])
-        assert index.versions_of("default", "k") == [1]
-        assert sorted(value[0] for value in index.entries()["counts"].values()) == [1, 1]
-        assert index.spare_marks_bytes() == 60
-    index.collect_many([Collected("default", "k", 2, None), Collected("default", "k", 1, one)])
-    assert (index.versions_of("default", "k"), index.entries()["counts"]) == ([], {})
-    assert index.spare_marks_bytes() == 0
+    def spare_marks_bytes(self, index: LmdbIndex) -> int:
+        return index.spare_marks_bytes()

@@ -106,13 +106,22 @@ class ContainerTable:
         locations.ordinals[found] = (numbers - held["first"])[found]
         return locations, found
 
+    def numbers(self, containers: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Return (first number, span) of the containers that have numbers: the last where one was given some twice."""
+        with self._lock:
+            records = self._records[: self._count]
+        wanted = records[np.isin(records["container"], np.array(containers, np.uint64))]
+        columns = (wanted[name].tolist() for name in ("container", "first", "span"))
+        return {container: (first, span) for container, first, span in zip(*columns, strict=True)}
+
     def containers(self, domain: bytes | None) -> U64:
         """Return the ids of a domain's containers, or of all, in stream order."""
         with self._lock:
             records = self._records[: self._count]
         if domain is not None:
             records = records[(records["domain"] == _domain(domain)).all(axis=1)]
-        return np.sort(records["container"]).astype(np.uint64)
+        # Each once: one that came back has numbers anew. With return_index, or np.unique imports numpy.ma.
+        return np.unique(records["container"], return_index=True)[0].astype(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ A publish is three: a container's numbers, its entries, its summary. A commit is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -22,12 +22,13 @@ from nearkin.config import RedisSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
-from nearkin.index.protocols import ContainerSummary, Marked
+from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.redis import catalog, rows
+from nearkin.index.redis.collecting import drop_containers, forget_entries
 from nearkin.index.redis.epoch import EPOCH_TRIES_MAX, VERSIONS_LETTER, Epoch, EpochGone, Epochs
 from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, U16, Keys, Table
 from nearkin.index.redis.server import Command, Server
-from nearkin.records import U8, U64, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
 
 KEYS_A_SCRIPT = 512
 """A script holds up everyone else: some 2 ms for so many keys."""
@@ -182,6 +183,58 @@ class RedisIndex:
             start = catalog.member_start(mark.key, mark.version)
             calls.append(Server.call("mark", [partition, _marks_of(versions)], start, mark.sequence, mark.marks_bytes))
         if None in self.server.run(calls):
+            raise EpochGone
+
+    # --- letting go --------------------------------------------------------------------------------------------------
+
+    def forget(
+        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+    ) -> None:
+        """Let go of entries by the container they name, of all domains; reads the whole index."""
+        self._in_epoch(partial(self._forgotten, chunks=chunks, segments=segments, containers=containers))
+
+    def _forgotten(
+        self,
+        epoch: Epoch,
+        chunks: Mapping[int, U32 | None],
+        segments: Mapping[int, U32 | None],
+        containers: Collection[int],
+    ) -> None:
+        self.epochs.cover_all(epoch)
+        forget_entries(self.server, epoch, chunks, segments)
+        drop_containers(self.server, self.epochs.key, epoch, containers)
+
+    def renew(self, summary: ContainerSummary) -> None:
+        """Replace what `containers` tells of a container: it was written anew."""
+        self._in_epoch(partial(self._renewed, summary=summary))
+
+    def _renewed(self, epoch: Epoch, summary: ContainerSummary) -> None:
+        name, packed = summary.container.to_bytes(8, "little"), catalog.pack_summary(summary)
+        keys = [self.epochs.key, epoch.meta("containers")]
+        if self.server.one(Server.call("anew", keys, epoch.name, name, packed)) is None:
+            raise EpochGone
+
+    def collect_many(self, versions: Sequence[Collected]) -> None:
+        """Take versions out of the catalog and count their segments no more; VERSIONS_A_COMMIT share round trips."""
+        for at in range(0, len(versions), VERSIONS_A_COMMIT):
+            self._in_epoch(partial(self._collected, versions=versions[at : at + VERSIONS_A_COMMIT]))
+
+    def _collected(self, epoch: Epoch, versions: Sequence[Collected]) -> None:
+        starts = [catalog.member_start(version.key, version.version) for version in versions]
+        homes = [self._home(epoch, version.tenant) for version in versions]
+        asked = [Server.call("committed", home, start) for home, start in zip(homes, starts, strict=True)]
+        known = self.server.run(asked)  # 1
+        counts: list[Command] = []
+        for version, start, there in zip(versions, starts, known, strict=True):
+            if there and version.manifest is not None:
+                counts += _counts(epoch, version.manifest, start, "uncount")
+        if None in known or None in self.server.run(counts):  # 2
+            raise EpochGone
+        going = [
+            Server.call("collect", [*home, _marks_of(home[1])], start, version.sequence, version.marks_bytes)
+            for version, home, start in zip(versions, homes, starts, strict=True)
+        ]
+        if None in self.server.run(going):  # 3
             raise EpochGone
 
     def _home(self, epoch: Epoch, tenant: str) -> list[str]:
@@ -373,17 +426,21 @@ def _inserts(epoch: Epoch, table: Table, keys: Keys, numbers: U64) -> list[Comma
     return _calls(epoch, "insert", table, rows.with_numbers(keys, numbers), keys.partitions)[1]
 
 
-def _counts(epoch: Epoch, manifest: Manifest, start: bytes) -> list[Command]:
-    """Return the calls that count a version's segments; each carries a mark that says whether it was done before."""
+def _counts(epoch: Epoch, manifest: Manifest, start: bytes, script: str = "count") -> list[Command]:
+    """Return the calls that count a version's segments, or count them no more ("uncount").
+
+    Each carries a mark that says whether it was done before.
+    """
     # with return_index, or np.unique imports numpy.ma: 15 ms of a worker's start
     pairs = np.stack([manifest.segments.containers, manifest.segments.ordinals.astype(np.uint64)], axis=1)
     distinct, _ = np.unique(pairs, axis=0, return_index=True)
     keys = rows.count_keys(Locations(distinct[:, 0].copy(), distinct[:, 1].astype(np.uint32)))
     version = blake2b(catalog.tenant_tag(manifest.tenant).encode() + start, digest_size=12).hexdigest()
-    calls = _calls(epoch, "count", COUNTS, keys.rows, keys.partitions, COUNTED_SECONDS)[1]
+    calls = _calls(epoch, script, COUNTS, keys.rows, keys.partitions, COUNTED_SECONDS)[1]
     marked: list[Command] = []
+    mark = "" if script == "count" else "-"
     for number, (command, sha, _, key, *arguments) in enumerate(calls):
-        marked.append((command, sha, 2, key, f"{key}:{version}:{number:x}", *arguments))
+        marked.append((command, sha, 2, key, f"{key}:{version}:{number:x}{mark}", *arguments))
     return marked
 
 

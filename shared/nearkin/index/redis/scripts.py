@@ -186,6 +186,54 @@ return save()
 )
 """KEYS table, mark; ARGV keys, as above, seconds: add 1 to each key's count unless the mark says that it was done."""
 
+REMOVE = (
+    _TABLE
+    + _STORE
+    + """
+local rows = ARGV[1]
+want(rows, width)
+for i = 1, #wanted do
+  local at, n = (i - 1) * width, wanted[i]
+  local bucket = held[n]
+  local found = place(bucket, sub(rows, at + 1, at + key_bytes))
+  if found and sub(bucket, found, found + width - 1) == sub(rows, at + 1, at + width) then
+    store(n, sub(bucket, 1, found - 1) .. sub(bucket, found + width))
+    entries = entries - 1
+  end
+end
+return save()
+"""
+)
+"""KEYS table; ARGV entries, as above: take out those that are there just so; how many, below 0; or nil."""
+
+UNCOUNT = (
+    _TABLE
+    + _STORE
+    + """
+if not redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[5]) then return 0 end
+local keys = ARGV[1]
+want(keys, key_bytes)
+for i = 1, #wanted do
+  local at, n = (i - 1) * key_bytes, wanted[i]
+  local bucket = held[n]
+  local found = place(bucket, sub(keys, at + 1, at + key_bytes))
+  if found then
+    local a, b, c, d = byte(bucket, found + key_bytes, found + width - 1)
+    local count = a + b * 256 + c * 65536 + d * 16777216
+    local rest = sub(bucket, found + width)
+    if count > 1 then
+      store(n, sub(bucket, 1, found + key_bytes - 1) .. struct.pack('<I4', count - 1) .. rest)
+    else
+      store(n, sub(bucket, 1, found - 1) .. rest)
+      entries = entries - 1
+    end
+  end
+end
+return save()
+"""
+)
+"""KEYS table, mark; ARGV keys, as above, seconds: take 1 from each key's count unless the mark says it was done."""
+
 _EPOCH = """
 local epoch = redis.call('GET', KEYS[1])
 local version, name, partitions, run, whole = string.match(epoch or '', '^(%d+) (%S+) (%d+) (%S+) (%d)$')
@@ -237,6 +285,27 @@ return 1
 )
 """KEYS epoch, containers; ARGV name, container id, summary: keep the summary, a sign that all entries are there."""
 
+ANEW = (
+    _EPOCH
+    + """
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+if name ~= ARGV[1] then return false end
+if known and #known > 8 then redis.call('HSET', KEYS[2], ARGV[2], string.sub(known, 1, 8) .. ARGV[3]) end
+return 1
+"""
+)
+"""KEYS epoch, containers; ARGV name, container id, summary: replace the summary of a container that is there."""
+
+GONE = (
+    _EPOCH
+    + """
+if name ~= ARGV[1] then return false end
+redis.call('HDEL', KEYS[2], ARGV[2])
+return 1
+"""
+)
+"""KEYS epoch, containers; ARGV name, container id: it is no more. Its numbers are never given again."""
+
 WHOLE = (
     _EPOCH
     + """
@@ -267,6 +336,19 @@ if held and tonumber(string.match(held, '^%d+')) >= tonumber(ARGV[2]) then retur
 return redis.call('HSET', KEYS[2], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
 """
 """KEYS partition, marks; ARGV start of a member, highest mark, bytes of all: kept unless a higher one is; or nil."""
+
+COLLECT = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+if ARGV[3] == '0' then
+  redis.call('HDEL', KEYS[3], ARGV[1])
+else
+  redis.call('HSET', KEYS[3], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
+end
+local found = redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255', 'LIMIT', 0, 1)
+if #found == 0 then return 0 end
+return redis.call('ZREM', KEYS[2], found[1])
+"""
+"""KEYS partition, versions, marks; ARGV start of a member, highest mark, bytes of those left: take it out; or nil."""
 
 TAKE = """
 if redis.call('GET', KEYS[1]) then return false end
@@ -299,14 +381,19 @@ SOURCES = {
     "find": _filled(FIND),
     "insert": _filled(INSERT),
     "count": _filled(COUNT),
+    "remove": _filled(REMOVE),
+    "uncount": _filled(UNCOUNT),
     "begin": BEGIN,
     "check": CHECK,
     "assign": ASSIGN,
     "finish": FINISH,
+    "anew": ANEW,
+    "gone": GONE,
     "whole": WHOLE,
     "committed": COMMITTED,
     "commit": COMMIT,
     "mark": MARK,
+    "collect": COLLECT,
     "take": TAKE,
     "renew": RENEW,
     "release": RELEASE,
