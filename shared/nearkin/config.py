@@ -413,16 +413,17 @@ class GcSettings:
     __pydantic_config__ = _FORBID
 
     grace_seconds: Annotated[int, Between(0, 315_360_000)] = 86_400
-    """How long it stays condemned before it goes: longer than a message may be on its way or a restore may take."""
+    """How long it stays condemned before it goes: longer than a restore may take, and twice as long as a blob may be on
+    its way through the services; one that took longer is looked at again, and failed if it needs what has gone."""
     compact_below: Annotated[float, Share(0.95)] = 0.9
     """A container is written anew where less than this share of its bytes is needed; 0 never does. At 0.9 a store was
     1.09 times a fresh one after 30 days of changes in stretches, at 0.5 1.24 times (docs/decisions/0015)."""
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400
-    """How often an embedded gateway does a round by itself, since nobody else may write its store; 0: never."""
+    """How often a round is done by an embedded gateway, or by the janitors of a fleet together; 0: never."""
     services_ended: bool = False
-    """The services behind Kafka, which have written this store, never will again: else nothing of it is freed."""
+    """The services behind Kafka, which have written this store, never will again: else their janitor alone collects."""
 
 
 @dataclass(frozen=True)

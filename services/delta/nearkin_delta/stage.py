@@ -124,6 +124,11 @@ class DeltaStage:
             container, self._domain, chosen.block, chosen.delta, self._kind, self._depth_bound, self._closer, ratio
         )
 
+    def begin(self) -> None:
+        """Give the container that is open an id of now, if nothing is in it: its age is told from that."""
+        if self.builder.empty:
+            self.builder = self._new_builder(self.builder.ratio)
+
     @property
     def _here(self) -> Mark:
         return Mark(self.builder.container, self.builder.chunks, self.builder.segments)

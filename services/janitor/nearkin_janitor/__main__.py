@@ -1,4 +1,4 @@
-"""`python -m nearkin_janitor`: makes the index in Redis again when it was lost, and scrubs the object store."""
+"""`python -m nearkin_janitor`: makes a lost index in Redis again, scrubs the object store, collects garbage."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.protocols import Index
 from nearkin.index.redis import rebuild_in_background
 from nearkin.local_index import super_features_of
+from nearkin.recoding import BlockRecoder
 from nearkin.runners.kafka.lag import LagWatch
 from nearkin.runners.kafka.worker import Context, command
+from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import ObjectStore
 from nearkin_janitor.rebuild import rebuild_index
+from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.scrubbing import BackgroundScrub
+from nearkin_janitor.service import Rounds
 from nearkin_janitor.tenants import Tenants
 
 
 def start(context: Context) -> Callable[[], None]:
-    """Watch the index and the groups' lag; return what ends that.
+    """Watch the index and the groups' lag, collect garbage; return what ends that.
 
-    One janitor of the fleet rebuilds at a time (a lease in Redis).
+    One janitor of the fleet rebuilds or collects at a time (a lease in Redis).
     """
     manifests = ManifestStore(context.objects)
 
@@ -31,7 +36,8 @@ def start(context: Context) -> Callable[[], None]:
         settings = context.settings
         containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
         tenants = Tenants(fingerprinter, [settings.tenant], manifests)
-        return rebuild_index(containers, manifests, index, tenants, super_features_of)
+        condemned = CondemnedStore(context.objects).read()
+        return rebuild_index(containers, manifests, index, tenants, super_features_of, condemned=condemned)
 
     stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
     stop_looking = LagWatch(context.settings).start()
@@ -39,7 +45,18 @@ def start(context: Context) -> Callable[[], None]:
     scrub = BackgroundScrub(context.objects, context.current, fingerprinter, context.index)
     scrub.start()
 
+    def containers(objects: ObjectStore) -> ContainerStore:
+        return ContainerStore(objects, domain_of(context.settings.tenant), int(context.settings.base.cache_bytes))
+
+    def rewriter(found: ContainerStore) -> Rewriter:
+        settings = context.current()
+        tenants = Tenants(fingerprinter, [settings.tenant], manifests)
+        return Rewriter(found, tenants, fingerprinter(settings.tenant), BlockRecoder(settings))
+
+    rounds = Rounds(context.index, context.objects, lambda: context.current().gc, containers, rewriter).start()
+
     def stop() -> None:
+        rounds.stop()
         scrub.stop()
         stop_looking()
         stop_rebuilding()

@@ -51,6 +51,8 @@ class Refused(Permanent):
 LATER_ROUNDS_MAX = 8
 """A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
 _UNBOUNDED = 1 << 62
+YOUNG_GRACES = 2
+"""Beside services, a container is no garbage for so many graces."""
 COLLECTED_AT_ONCE = 256
 """Versions leave the index so many a transaction."""
 WHO = "gc"
@@ -78,7 +80,9 @@ class Collector:
         rewriter: Rewriter,
         *,
         clock: Callable[[], float] = time.time,
+        online: bool = False,
     ) -> None:
+        """`online`: services write meanwhile, as docs/decisions/0015 says that several writers must."""
         self._containers = containers.of(None)
         self._rewriter = rewriter
         self._compact_below = settings.compact_below
@@ -88,6 +92,7 @@ class Collector:
         self._condemned = condemned
         self._grace_us = settings.grace_seconds * 1_000_000
         self._clock = clock
+        self._online = online
 
     def run(self, index: SupportsCollection) -> GcReport:
         """Do a round. Raises Corrupt (what a version needs cannot be read: nothing is condemned), StoreUnavailable."""
@@ -118,18 +123,18 @@ class Collector:
         started, sums = time.perf_counter(), _Sums()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
-        reach = Reach(self._containers, self._manifests, [version.manifest for version in roots.kept])
-        if reach.by_services is not None and not self._services_ended:
+        young = self._young(generations)
+        reach = Reach(self._containers, self._manifests, [version.manifest for version in roots.kept], young)
+        if reach.by_services is not None and not (self._services_ended or self._online):
             raise Refused(
-                f"{reach.by_services} came through services, whose index cannot forget what is freed: nothing was "
-                "changed; if none will ever write this store again, set gc.services_ended"
+                f"{reach.by_services} came through services: nothing was changed. Their janitor collects beside them; "
+                "if none will ever write this store again, set gc.services_ended"
             )
         ids = self._replaced(generations, index, sums)  # 1
         kept = self._collect(roots, index, sums)  # 2
         if len(kept) > len(roots.kept):  # some were brought back meanwhile
-            reach = Reach(self._containers, self._manifests, [version.manifest for version in kept])  # 3
-        if index is not None:
-            failpoint("gc.marked")
+            reach = Reach(self._containers, self._manifests, [version.manifest for version in kept], young)  # 3
+        failpoint("gc.marked")
         before = self._condemned.read()
         record = {container: entry for container, entry in before.items() if container in ids}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
@@ -144,7 +149,7 @@ class Collector:
         record = self._condemn(plan, ids, record, before, index, sums)  # 6
         if dry_run:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
-            sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable), ids, record)
+            sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable, young), ids, record)
         due_us = min((entry.at_us + self._grace_us for entry in record.values()), default=None)
         return GcReport(
             dry_run=dry_run,
@@ -158,6 +163,11 @@ class Collector:
             held=sums.held,
             seconds=time.perf_counter() - started,
         )
+
+    def _young(self, containers: Collection[int]) -> list[int]:
+        """Return those whose versions may still be on their way: all of them is needed. Ids begin with their time."""
+        since_ms = (self._now_us() - YOUNG_GRACES * self._grace_us) // 1000
+        return [container for container in containers if container >> 20 >= since_ms] if self._online else []
 
     def _now_us(self) -> int:
         return int(self._clock() * 1e6)

@@ -37,8 +37,10 @@ class GivingUp:
 class Reach:
     """What the roots name in recipes, before any base: chunks and segments of each container."""
 
-    def __init__(self, containers: ContainerStore, manifests: ManifestStore, names: Iterable[str]) -> None:
-        """Read the manifests named, and the recipes of their segments.
+    def __init__(
+        self, containers: ContainerStore, manifests: ManifestStore, names: Iterable[str], young: Iterable[int] = ()
+    ) -> None:
+        """Read the manifests named, and the recipes of their segments. Of the containers `young` all is named.
 
         Raises Corrupt where one cannot be read: what it needs is not known, so nothing may be freed.
         """
@@ -57,6 +59,11 @@ class Reach:
                 self.by_services = name
             for container, rows in grouped(segments.containers):
                 reached(self.segments, container, segments.ordinals[rows])
+        for container in young:
+            whole = self.readable(container)
+            if whole is not None:
+                reached(self.segments, container, np.flatnonzero(np.diff(whole.segments.bounds)).astype(np.uint32))
+                reached(self.chunks, container, np.flatnonzero(whole.chunks.there).astype(np.uint32))
         for container, wanted in self.segments.items():
             directory = self.directory(container)
             if len(wanted) > len(directory.segments):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import numpy as np
+
 from nearkin.claims import SealedContainer
 from nearkin.formats import container as fmt
 from nearkin.formats.container import Directory
 from nearkin.index.pending import PendingIndex
-from nearkin.records import U8, ContainerId
-from nearkin.stage import Facts, Found, FoundBases, Reads
+from nearkin.records import U8, ContainerId, Locations
+from nearkin.stage import Contents, Facts, Found, FoundBases, Reads
 from nearkin.store.chunks import ChunkReader
+from nearkin.store.collected import Collected
 from nearkin.store.containers import ContainerSource, ContainerStore
 from nearkin.store.neighbours import Neighbourhood
 from nearkin_delta.builder import ContainerBuilder
@@ -96,8 +99,10 @@ class InFlight:
 class EmbeddedFacts:
     """Answers stages from the pending index and the containers in reach."""
 
-    def __init__(self, index: PendingIndex, source: ContainerSource) -> None:
+    def __init__(self, index: PendingIndex, source: ContainerSource, collected: Collected | None = None) -> None:
+        """`collected`: what a janitor may be about to remove, where it works beside; none of it is a base."""
         self._index = index
+        self._collected = collected
         self._reader = ChunkReader(source)
         self._neighbourhood = Neighbourhood(source)
 
@@ -113,7 +118,17 @@ class EmbeddedFacts:
         if reads.gaps is not None:
             facts = replace(facts, neighbours=self._neighbourhood.between(reads.gaps))
         if reads.contents is not None:
-            facts = replace(facts, contents=self._reader.contents(reads.contents, reads.depth_below))
+            facts = replace(facts, contents=self._contents(reads.contents, reads.depth_below))
         if reads.similar is not None:
-            facts = replace(facts, similar=self._reader.contents(reads.similar, reads.depth_below))
+            facts = replace(facts, similar=self._contents(reads.similar, reads.depth_below))
         return facts
+
+    def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
+        found = self._reader.contents(locations, depth_below)
+        if self._collected is None:
+            return found
+        condemned = self._collected.condemned(found.locations)
+        if not condemned.any():
+            return found
+        lengths = np.where(condemned, np.uint32(0), found.lengths).astype(np.uint32)
+        return replace(found, lengths=lengths, available=found.available & ~condemned)

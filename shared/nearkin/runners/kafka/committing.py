@@ -19,7 +19,7 @@ import numpy as np
 
 from nearkin import metrics
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, NotFound, Retryable
+from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
 from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.message import End, Envelope, Placed
@@ -180,6 +180,7 @@ class CommitHandler:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
         segments, known, ledger = _gathered(blob, end)
         manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
+        self._confirm(manifest, end)
         self._lanes[manifest.tenant].index.commit(manifest, manifest_bytes)  # 2
         stored = Ledger(stored_bytes=manifest_bytes)
         self._tell(  # 3
@@ -195,6 +196,20 @@ class CommitHandler:
                 "ledger": ledger_json(ledger + stored, manifest.seconds),
             },
         )
+
+    def _confirm(self, manifest: Manifest, end: End) -> None:
+        """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.
+
+        Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
+        later at the soonest, unless a manifest that is durable by then names it.
+        """
+        collected = self._lanes[manifest.tenant].collected
+        if time.time_ns() // 1000 - end.began_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
+            return
+        problem = collected.dangling(manifest.segments)
+        if problem is not None:
+            self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
+            raise Permanent(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
 
     def _committed(
         self, end: End, segments: Locations, known: np.ndarray[Any, np.dtype[np.bool_]], ledger: Ledger

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from nearkin.claims import SealedContainer
+from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import Settings
 from nearkin.errors import Corrupt, Retryable
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
@@ -227,6 +227,8 @@ class PlaceHandler:
         wrong = np.flatnonzero(np.any(found != batch.names[rows], axis=1))
         if len(wrong):
             raise Corrupt(f"{parts[0][0].named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
+        lane.collected.refresh()
+        opened.stage.begin()
         lane.in_flight.open = opened.stage.builder.container, opened.stage.builder
         opened.stage.stream = parts[0][1].envelope.blob
         outcome = run_stage(opened.stage, paired, lane.facts)
@@ -315,8 +317,10 @@ class PlaceHandler:
         held: Sequence[_Held] = job.held
         if job.container is not None:
             container = job.container
+            _in_time(job.lane, container)
             patiently(lambda: _put(job.lane, container))  # 1
-            patiently(lambda: job.lane.index.publish(container.claims))  # 2
+            _in_time(job.lane, container)
+            patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
             job.lane.pending.published(container.container)
             job.lane.in_flight.durable(container.container)
             held = _with_shares(container, held)
@@ -342,6 +346,31 @@ def _put(lane: Lane, container: SealedContainer) -> None:
     except AlreadyExists as err:
         if lane.containers.raw(container.container) != container.data:
             raise Retryable(f"container {container.container:016x}: another writer has this id; starting over") from err
+
+
+def _in_time(lane: Lane, container: SealedContainer) -> None:
+    """Refuse a container that was opened too long ago: what it leans on may have been collected since."""
+    age_seconds = time.time() - (container.container >> 20) / 1000
+    if age_seconds > lane.collected.grace_seconds / 2:
+        raise Retryable(
+            f"container {container.container:016x}: {age_seconds:.0f} s old, and what it leans on may be collected "
+            f"after {lane.collected.grace_seconds:.0f} s (gc.grace_seconds): starting over"
+        )
+
+
+def _claims(lane: Lane, container: SealedContainer) -> ContainerClaims:
+    """Return what may be found of a container: no segment that names what is condemned or gone.
+
+    A message that waited for more than a grace brings such: its own blob's committer will see, no other must be told.
+    """
+    claims, recipes = container.claims, container.claims.directory.segments
+    lost = lane.collected.lost(recipes.chunks, lane.in_flight)
+    if not lost.any():
+        return claims
+    of_row = np.repeat(np.arange(len(recipes)), np.diff(recipes.bounds))
+    segment_ids = claims.segment_ids.copy()
+    segment_ids[of_row[lost]] = 0
+    return replace(claims, segment_ids=segment_ids)
 
 
 def _ledger(outcome: DeltaOutcome, rows: slice) -> Ledger:

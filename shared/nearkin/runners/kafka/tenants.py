@@ -11,6 +11,8 @@ from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.runners.facts import EmbeddedFacts, InFlight
 from nearkin.runners.kafka.handling import TENANTS_MAX, BoundedCache
+from nearkin.store.collected import Collected, RecordWatch
+from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.objects import ObjectStore
 
@@ -25,6 +27,7 @@ class Lane:
     in_flight: InFlight
     containers: ContainerStore
     facts: EmbeddedFacts
+    collected: Collected
 
 
 Lanes = BoundedCache[str, Lane]
@@ -34,6 +37,7 @@ def lanes(
     settings: Settings, objects: ObjectStore, secret: bytes, fingerprint_bits: int, index_of: Callable[[bytes], Index]
 ) -> Lanes:
     """Return the lanes of all tenants, each made when it is first asked for."""
+    watch = RecordWatch(CondemnedStore(objects), settings.gc.grace_seconds)
 
     def make(tenant: str) -> Lane:
         fingerprinter = Fingerprinter(secret, tenant, fingerprint_bits)
@@ -41,6 +45,9 @@ def lanes(
         pending = PendingIndex(index, fingerprinter.domain)
         containers = ContainerStore(objects, fingerprinter.domain, int(settings.base.cache_bytes))
         in_flight = InFlight(containers)
-        return Lane(fingerprinter, index, pending, in_flight, containers, EmbeddedFacts(pending, in_flight))
+        domain, few_bytes = fingerprinter.domain, 1 << 20
+        collected = Collected(watch, containers, lambda: ContainerStore(objects, domain, few_bytes))
+        facts = EmbeddedFacts(pending, in_flight, collected)
+        return Lane(fingerprinter, index, pending, in_flight, containers, facts, collected)
 
     return BoundedCache(make, TENANTS_MAX)

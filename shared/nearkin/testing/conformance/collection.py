@@ -48,9 +48,11 @@ class CollectionContract:
         raise NotImplementedError
 
     def test_it_can_be_collected_from(self, index: CollectionIndex) -> None:
+        """A janitor asks for it."""
         assert isinstance(index, SupportsCollection)
 
     def test_what_is_forgotten_is_a_miss_and_the_rest_is_found(self, index: CollectionIndex) -> None:
+        """Again changes nothing."""
         for _ in range(2):
             index.forget({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
             assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [(FIRST, 0), None, (FIRST, 2)]
@@ -59,20 +61,24 @@ class CollectionContract:
             assert len(index.container_ids()) == 2
 
     def test_a_container_that_is_gone_is_counted_no_more(self, index: CollectionIndex) -> None:
+        """All of it, its segments too."""
         index.forget({FIRST: None}, {}, [FIRST])
         assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
         assert index.container_ids().tolist() == [SECOND]
 
     def test_published_again_only_what_may_be_found_is(self, index: CollectionIndex) -> None:
+        """A rebuild leaves out what is condemned."""
         index.forget({FIRST: None}, {}, [FIRST])
         index.publish(replace(first_claims(), only=np.array([2], np.uint32), super_features={}))
         assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]
 
     def test_a_container_written_anew_is_told_as_it_is_now(self, index: CollectionIndex) -> None:
+        """It keeps its id."""
         index.renew(replace(summarise(first_claims()), container_bytes=77))
         assert next(summary.container_bytes for summary in index.containers()) == 77
 
     def test_a_collected_version_is_listed_and_counted_no_more_and_its_mark_stays(self, index: CollectionIndex) -> None:
+        """The mark keeps the number taken."""
         one, two = manifest("k", 1, [(FIRST, 0), (FIRST, 1)]), manifest("k", 2, [(FIRST, 1)])
         index.commit_many([(one, 100), (two, 100)])
         index.mark_many([Marked("default", "k", 2, 1, 90)])

@@ -1,0 +1,136 @@
+"""What a writer must not lean on. Invariant: what was condemned when a container was opened is no base of it.
+
+    janitor    forgets, records -> a grace -> sweeps what no manifest and no container leans on
+    writer     record, no older than REFRESH_SECONDS -> bases chosen -> container durable within half a grace
+
+So whatever a sweep takes was condemned before any container was opened that the sweep has not listed.
+docs/decisions/0015-garbage-collection.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from nearkin.errors import Corrupt, NotFound
+from nearkin.formats.condemned import Condemned
+from nearkin.records import ZERO, Bools, ContainerId, Locations
+from nearkin.store.chunks import grouped
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.containers import ContainerSource, ContainerStore
+
+REFRESH_SECONDS = 5.0
+"""A record may be so old when a base is chosen; a quarter of the grace where that is less."""
+
+
+class RecordWatch:
+    """The record of what is condemned, read again now and then; shared by threads and tenants."""
+
+    def __init__(self, condemned: CondemnedStore, grace_seconds: float) -> None:
+        self._condemned = condemned
+        self.grace_seconds = grace_seconds
+        self._lock = threading.Lock()
+        self._record: dict[int, Condemned] = {}
+        self._read_at = -1e9
+        self.changes = 0
+        """How often the record was another than before, or was not looked at for so long that it may have been."""
+
+    def record(self, *, now: bool = False) -> dict[int, Condemned]:
+        """Return what is condemned, as it is or was a moment ago. Raises StoreUnavailable."""
+        with self._lock:
+            at = time.monotonic()
+            if now or at - self._read_at > min(REFRESH_SECONDS, self.grace_seconds / 4):
+                record = self._condemned.read()
+                if at - self._read_at > self.grace_seconds / 2 or _stamp(record) != _stamp(self._record):
+                    self.changes += 1
+                self._record, self._read_at = record, at
+            return self._record
+
+
+def _stamp(record: dict[int, Condemned]) -> list[tuple[int, int, int, int]]:
+    return [(c, entry.at_us, len(entry.chunks), len(entry.segments)) for c, entry in sorted(record.items())]
+
+
+class Collected:
+    """One tenant's view: what is condemned or gone. Lets go of all that was read whenever the record changes."""
+
+    def __init__(self, watch: RecordWatch, containers: ContainerStore, fresh: Callable[[], ContainerStore]) -> None:
+        """`fresh` returns the same containers with nothing of them read yet."""
+        self._watch = watch
+        self._fresh = fresh
+        self._containers = containers
+        self._seen = watch.changes
+
+    @property
+    def grace_seconds(self) -> float:
+        """Return how long something stays condemned before it goes."""
+        return self._watch.grace_seconds
+
+    def refresh(self) -> None:
+        """Look at the record; what was read before it changed may have gone since."""
+        self._watch.record()
+        if self._seen != self._watch.changes:
+            self._seen = self._watch.changes
+            self._containers.forget_read()
+
+    def condemned(self, chunks: Locations) -> Bools:
+        """Return which chunks are condemned."""
+        return _condemned(self._watch.record(), chunks)
+
+    def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
+        """Return which chunks are condemned, or gone from what `source` has read since the record last changed."""
+        self.refresh()
+        found = self.condemned(chunks)
+        for container, rows in grouped(chunks.containers):
+            if container == ZERO:
+                continue
+            ordinals = chunks.ordinals[rows]
+            try:
+                there = source.directory(ContainerId(container)).chunks.there
+            except (Corrupt, NotFound):
+                found[rows] = True
+                continue
+            beyond = ordinals >= len(there)
+            found[rows] |= beyond | ~there[np.where(beyond, 0, ordinals)]
+        return found
+
+    def dangling(self, segments: Locations) -> str | None:
+        """Return why segments may not be relied on by now, None where they may. Raises StoreUnavailable.
+
+        Looks at the record and the containers themselves, as they are now.
+        """
+        record, containers = self._watch.record(now=True), self._fresh()
+        try:
+            for container, rows in grouped(segments.containers):
+                recipes, ordinals = containers.directory(ContainerId(container)).segments, segments.ordinals[rows]
+                counts = np.diff(recipes.bounds)
+                if int(ordinals.max()) >= len(counts) or not counts[ordinals].all():
+                    return f"a segment of container {container:016x} was collected"
+                wanted = np.zeros(len(counts), np.bool_)
+                wanted[ordinals] = True
+                if container in record and wanted[record[container].segments].any():
+                    return f"a segment of container {container:016x} is condemned"
+                chunks = recipes.chunks.take(np.repeat(wanted, counts))
+                for other, named in grouped(chunks.containers):
+                    if other == ZERO:
+                        continue
+                    there, wanted_there = containers.directory(ContainerId(other)).chunks.there, chunks.ordinals[named]
+                    if int(wanted_there.max()) >= len(there) or not there[wanted_there].all():
+                        return f"a chunk of container {other:016x} was collected"
+                if _condemned(record, chunks).any():
+                    return f"a chunk that a segment of container {container:016x} names is condemned"
+        except (Corrupt, NotFound) as err:
+            return str(err)
+        return None
+
+
+def _condemned(record: dict[int, Condemned], chunks: Locations) -> Bools:
+    found = np.zeros(len(chunks), np.bool_)
+    for container, rows in grouped(chunks.containers) if record else ():
+        entry = record.get(container)
+        if entry is not None:
+            found[rows] = entry.whole | np.isin(chunks.ordinals[rows], entry.chunks)
+    return found

@@ -1,0 +1,120 @@
+"""Garbage collection beside ingest and restore: workers, Kafka, Redis, and a janitor that does a round every second."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin.fingerprints import Fingerprinter, domain_of
+from nearkin.index.redis import RedisIndex
+from nearkin.restore import Blob
+from nearkin.store.containers import ContainerStore
+from nearkin.store.deletion import Deletions
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.opening import open_store_of
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.pipeline import Pipeline, Uploader, uploading
+
+KEEP = 2
+GRACE_SECONDS = 4
+DAYS = 8
+QUIET_SECONDS_MAX = 60.0
+
+
+@pytest.fixture
+def pipeline(kafka: object, redis: object, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[Pipeline]:
+    config = {
+        "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},  # type: ignore[attr-defined]
+        "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")},  # type: ignore[attr-defined]
+        "object_store": {"url": str(tmp_path / "objects")},
+        "gc": {"grace_seconds": GRACE_SECONDS, "interval_seconds": 1},
+    }
+    with Pipeline(tmp_path / "pipeline", config) as made:
+        yield made
+        codes = made.stop()
+        assert set(codes.values()) == {0}, made.logs()
+
+
+class Reader(threading.Thread):
+    """Restores versions that are there, again and again, with caches that live on."""
+
+    def __init__(self, pipeline: Pipeline, live: dict[tuple[str, int], bytes]) -> None:
+        super().__init__()
+        objects, found = open_store_of(pipeline.settings)
+        self.namer = Fingerprinter(bytes.fromhex(found.secret), "default")
+        self.manifests = ManifestStore(objects)
+        self.containers = ContainerStore(objects, self.namer.domain, 16 << 20)
+        self.live = live
+        self.over = threading.Event()
+        self.restored, self.wrong = 0, list[str]()
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            for (key, version), content in list(self.live.items()):
+                try:
+                    right = self.read(key, version) == content
+                except Exception as err:
+                    right = False
+                    if (key, version) in self.live:
+                        self.wrong.append(f"{key} {version}: {err!r}")
+                if not right and (key, version) in self.live:
+                    self.wrong.append(f"{key} {version}")
+                self.restored += right
+
+    def read(self, key: str, version: int) -> bytes:
+        manifest = self.manifests.get("default", key, version)
+        return Blob(manifest.info, manifest, self.containers, self.namer, 0, manifest.size_bytes).read()
+
+
+def test_a_janitor_frees_what_is_deleted_while_versions_come_and_are_read(pipeline: Pipeline) -> None:
+    live: dict[tuple[str, int], bytes] = {}
+    index = RedisIndex(pipeline.settings.redis, domain_of("default"))
+    with uploading(pipeline.settings) as uploader:
+        reader = Reader(pipeline, live)
+        deletions = Deletions(reader.manifests, index.mark_many)
+        reader.start()
+        put = put_days(uploader, deletions, live)
+        again = uploader.wait(uploader.put("again", [live["a", DAYS]]))
+        assert again["ledger"]["unique_bytes"] == 0
+        deletions.delete("default", "again", undelete_seconds=0)
+        objects = reader.containers
+        deadline = time.monotonic() + QUIET_SECONDS_MAX
+        while (stored := sum(size for _, size in objects.ids())) > put * 0.6 and time.monotonic() < deadline:
+            time.sleep(0.5)
+        reader.over.set()
+        reader.join()
+        assert stored <= put * 0.6, pipeline.logs()
+        assert reader.wrong == [], pipeline.logs()
+        assert reader.restored > 10
+        assert index.versions_of("default", "a")[-KEEP:] == [DAYS - 1, DAYS]
+        # What is left is deduplicated against as ever, and what has gone is stored anew.
+        event = uploader.wait(uploader.put("a", [live["a", DAYS]]))
+        assert (event["state"], event["ledger"]["unique_bytes"]) == ("committed", 0)
+        fresh = Reader(pipeline, live)
+        for (key, version), content in live.items():
+            assert fresh.read(key, version) == content
+    index.close()
+
+
+def put_days(uploader: Uploader, deletions: Deletions, live: dict[tuple[str, int], bytes]) -> int:
+    """Put versions of two keys, of which the last ones are kept; return the bytes of all that was ever new."""
+    draw, stored = random.Random(1), 0
+    contents = {"a": text_like(300_000, 1), "b": text_like(200_000, 2)}
+    for day in range(1, DAYS + 1):
+        for key, before in list(contents.items()):
+            contents[key] = mutated(before, draw.randrange(1 << 30), edits=40)
+            content = contents[key] + random_bytes(100_000, draw.randrange(1 << 30))
+            event = uploader.wait(uploader.put(key, [content]))
+            assert (event["state"], event["version"]) == ("committed", day), event
+            live[key, day] = content
+            stored += event["ledger"]["stored_bytes"]
+            if day > KEEP:
+                del live[key, day - KEEP]
+                deletions.delete("default", key, day - KEEP, undelete_seconds=0)
+        time.sleep(0.2)
+    return stored

@@ -1,0 +1,112 @@
+"""What a writer beside a janitor leans on: nothing condemned, nothing gone, nothing read before the record changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.fingerprints import domain_of
+from nearkin.index.pending import PendingIndex
+from nearkin.records import Locations
+from nearkin.runners.facts import EmbeddedFacts, InFlight
+from nearkin.stage import Facts, Reads
+from nearkin.store.collected import Collected, RecordWatch
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.containers import ContainerStore
+from nearkin.store.objects import LocalObjects
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, settings
+
+CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 3600}})
+
+
+class World:
+    """A store of which one of two blobs is condemned, and what a worker sees of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.now = 1_764_000_000.0
+        self.store = open_store(root, settings=CHOSEN, clock=lambda: self.now)
+        self.objects = LocalObjects(root)
+        self.containers = ContainerStore(self.objects, domain_of("default"), 1 << 20)
+        self.watch = RecordWatch(CondemnedStore(self.objects), 0.0)
+        self.collected = Collected(self.watch, self.containers, lambda: self.fresh())
+        for key in ("kept", "gone"):
+            self.store.put(key, random_bytes(60_000, len(key) * 7 + ord(key[0])))
+        self.segments = {key: self.store._manifests.get("default", key, 1).segments for key in ("kept", "gone")}
+        self.chunks = {key: self.chunks_of(segments) for key, segments in self.segments.items()}
+
+    def fresh(self) -> ContainerStore:
+        return ContainerStore(self.objects, domain_of("default"), 1 << 20)
+
+    def chunks_of(self, segments: Locations) -> Locations:
+        recipes = self.containers.directory(segments.containers[0]).segments
+        return recipes.chunks.take(slice(int(recipes.bounds[0]), int(recipes.bounds[1])))
+
+    def round(self) -> None:
+        self.now += 3601
+        self.store.gc()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "s")
+    yield made
+    made.store.close()
+
+
+def delete(store: Store) -> None:
+    store.delete("gone")
+
+
+def test_what_is_condemned_is_no_base_and_what_is_not_is(world: World) -> None:
+    source = InFlight(world.containers)
+    facts = EmbeddedFacts(PendingIndex(world.store._index.readable(), b""), source, world.collected)
+    asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
+    before = facts.answer(Reads(similar=asked), Facts()).similar
+    assert before is not None
+    assert before.available.all()
+    delete(world.store)
+    world.round()
+    after = facts.answer(Reads(similar=asked), Facts()).similar
+    assert after is not None
+    gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
+    assert np.array_equal(after.available, ~gone)
+    assert not after.lengths[gone].any()
+
+
+def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> None:
+    container = world.chunks["gone"].containers[0]
+    world.collected.refresh()
+    world.containers.directory(container)
+    delete(world.store)
+    world.round()
+    world.round()  # gone
+    world.containers.directory(container)  # still known here
+    world.collected.refresh()
+    with pytest.raises(Exception, match="missing"):
+        world.containers.directory(container)
+
+
+def test_chunks_are_lost_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:
+    asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
+    gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
+    assert not world.collected.lost(asked, world.containers).any()
+    delete(world.store)
+    for _ in range(2):
+        world.round()
+        assert np.array_equal(world.collected.lost(asked, world.containers), gone)
+
+
+def test_segments_dangle_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:
+    assert world.collected.dangling(world.segments["gone"]) is None
+    delete(world.store)
+    world.round()
+    assert "is condemned" in (world.collected.dangling(world.segments["gone"]) or "")
+    world.round()
+    assert "missing" in (world.collected.dangling(world.segments["gone"]) or "")
+    assert world.collected.dangling(world.segments["kept"]) is None
