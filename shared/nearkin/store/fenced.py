@@ -15,6 +15,11 @@ class FencedObjects:
         self._objects = objects
         self._check = check
 
+    @property
+    def far(self) -> bool:
+        """Return whether each read costs a trip."""
+        return self._objects.far
+
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object. Raises what the check raises, AlreadyExists, StoreUnavailable."""
         self._check()
