@@ -5,12 +5,18 @@ Alerts and dashboard (deploy/helm/nearkin) are written over these names; tests/h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram, Info
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from nearkin import tally
 
 if TYPE_CHECKING:
-    from nearkin.records import Ledger
+    from nearkin.records import GcReport, Ledger
 
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BLOB_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
@@ -35,6 +41,7 @@ CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
 # --- the index and the fleet: the janitor ----------------------------------------------------------------------------
 
 INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index in Redis holds what the store does, 0 until rebuilt.")
+REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
 REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
 LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
 OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])
@@ -47,6 +54,15 @@ SCRUB_OBJECTS = Counter("nearkin_scrub_objects", "Containers, manifests and mark
 SCRUB_DAMAGED = Counter("nearkin_scrub_damaged", "Objects that it found damaged.")
 SCRUB_REPAIRED = Counter("nearkin_scrub_repaired", "Of these, those that it put right.")
 SCRUB_ENDED = Gauge("nearkin_scrub_ended_timestamp_seconds", "When the last pass over all that is stored ended.")
+
+# --- garbage collection: the janitor, or an embedded gateway ---------------------------------------------------------
+
+GC_ROUNDS = Counter("nearkin_gc_rounds", "Rounds of garbage collection, by how they ended.", ["outcome"])
+GC_FREED_BYTES = Counter("nearkin_gc_freed_bytes", "Bytes that rounds removed, less what they wrote.")
+GC_CONTAINERS = Counter("nearkin_gc_containers", "Containers that rounds removed or wrote anew.", ["how"])
+GC_SECONDS = Histogram("nearkin_gc_round_seconds", "A round of garbage collection.", buckets=BLOB_BUCKETS)
+GC_CONDEMNED = Gauge("nearkin_gc_condemned_containers", "Containers that the last round left for a later one.")
+GC_ENDED = Gauge("nearkin_gc_ended_timestamp_seconds", "When the last round ended well.")
 
 # --- the gateway -----------------------------------------------------------------------------------------------------
 
@@ -88,3 +104,42 @@ def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None
         ("raw", ledger.raw_chunks),
     ):
         CHUNKS.labels(kind).inc(chunks)
+
+
+def count_collected(report: GcReport | None) -> None:
+    """Count a round of garbage collection; None: one that failed."""
+    GC_ROUNDS.labels("failed" if report is None else "done").inc()
+    if report is None:
+        return
+    GC_FREED_BYTES.inc(max(0, report.freed_bytes))  # negative where a round only condemns, by what it noted down
+    GC_CONTAINERS.labels("removed").inc(report.containers_deleted)
+    GC_CONTAINERS.labels("rewritten").inc(report.containers_rewritten)
+    GC_SECONDS.observe(report.seconds)
+    GC_CONDEMNED.set(report.condemned_containers)
+    GC_ENDED.set_to_current_time()
+
+
+class Engine(Collector):
+    """Shows what the engine has counted without us (nearkin.tally)."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield it as it is now."""
+        for count in tally.COUNTS:
+            counted = CounterMetricFamily(count.name, count.text, labels=count.labels)
+            for labels, value in count.values().items():
+                counted.add_metric(labels, value)
+            yield counted
+        for spread in tally.SPREADS:
+            spreads = HistogramMetricFamily(spread.name, spread.text, labels=spread.labels)
+            ends = [*(f"{bound:g}" for bound in spread.bounds), "+Inf"]
+            for labels, (counts, total) in spread.values().items():
+                spreads.add_metric(labels, list(zip(ends, accumulate(counts), strict=True)), total)
+            yield spreads
+        for level in tally.LEVELS:
+            levels = GaugeMetricFamily(level.name, level.text, labels=level.labels)
+            for labels, size in level.values().items():
+                levels.add_metric(labels, size)
+            yield levels
+
+
+REGISTRY.register(Engine())

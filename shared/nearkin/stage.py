@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
+from nearkin import tally
 from nearkin.records import U8, U32, U64, Bools, Locations
 
 ROUNDS_MAX = 4
@@ -151,12 +152,13 @@ class FactSource(Protocol):
 
 def run_stage(stage: Stage[BatchT_contra, ResultT_co], batch: BatchT_contra, source: FactSource) -> ResultT_co:
     """Run one stage over one batch."""
-    facts = Facts()
-    for _ in range(ROUNDS_MAX):
-        wanted = stage.reads(batch, facts)
-        if wanted is None:
-            return stage.decide(batch, facts)
-        facts = source.answer(wanted, facts)
-    if stage.reads(batch, facts) is not None:
-        raise RuntimeError(f"stage {stage.name} still asks after {ROUNDS_MAX} rounds")
-    return stage.decide(batch, facts)
+    with tally.STAGE_SECONDS.time(stage.name):
+        facts = Facts()
+        for _ in range(ROUNDS_MAX):
+            wanted = stage.reads(batch, facts)
+            if wanted is None:
+                return stage.decide(batch, facts)
+            facts = source.answer(wanted, facts)
+        if stage.reads(batch, facts) is not None:
+            raise RuntimeError(f"stage {stage.name} still asks after {ROUNDS_MAX} rounds")
+        return stage.decide(batch, facts)

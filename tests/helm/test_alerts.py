@@ -12,7 +12,7 @@ import promql_parser
 import pytest
 from prometheus_client import REGISTRY
 
-from nearkin import metrics
+from nearkin import metrics, tally
 
 ROOT = Path(__file__).parents[2]
 GIVEN_LABELS = {"namespace", "job", "pod", "component", "le"}
@@ -30,6 +30,12 @@ def series() -> dict[str, set[str]]:
         "process_resident_memory_bytes": set(),
         "process_cpu_seconds_total": set(),
     }
+    for count in tally.COUNTS:
+        found[f"{count.name}_total"] = set(count.labels)
+    for spread in tally.SPREADS:
+        found |= {spread.name + suffix: set(spread.labels) for suffix in ("_bucket", "_sum", "_count")}
+    for level in tally.LEVELS:
+        found[level.name] = set(level.labels)
     for collector in vars(metrics).values():
         if hasattr(collector, "_labelnames"):
             labels = set(collector._labelnames)

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, cast
 
-from nearkin import metrics
+from nearkin import metrics, tally
 from nearkin.api import Item, Store, open_store
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
@@ -95,9 +95,15 @@ class EmbeddedIngest:
         self._outcomes = outcomes
         self._settings = settings
         self._queue: Queue[_Job | None] = Queue(settings().gateway.uploads_max + 1)
+        UPLOADS.watch(self, "writer")
         self._scrubbing = Scrubbing(store)
         self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
         self._collected: dict[str, object] | None = None
+
+    @property
+    def queued(self) -> int:
+        """Return about how many bodies wait for the writer."""
+        return self._queue.qsize()
 
     def accepts(self, tenant: str) -> bool:
         """Return whether it is the store's tenant: one folder has one writer, and a writer one tenant."""
@@ -192,9 +198,11 @@ class EmbeddedIngest:
             report = self._store.gc()
         except NearkinError as err:  # damage, or a full disk: the next round tries again
             self._collected = {"ended": _now(), "failure": str(err)}
+            metrics.count_collected(None)
             _log.error("garbage was not collected: %s", err)
         else:
             self._collected = {"ended": _now(), "failure": None, **gc_json(report)}
+            metrics.count_collected(report)
             _log.info("a round of garbage collection freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
 
     def _put(self, jobs: list[_Job]) -> None:
@@ -218,6 +226,11 @@ class EmbeddedIngest:
             job.loop.call_soon_threadsafe(_tell, job.done, None, failure)
         for job in jobs:
             job.source.close()
+
+
+UPLOADS: tally.Levels[EmbeddedIngest] = tally.level(
+    "nearkin_uploads_waiting", "Bodies that wait for the writer.", "queue", lambda ingest: ingest.queued
+)
 
 
 class EmbeddedUpload:

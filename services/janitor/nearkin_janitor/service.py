@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from nearkin import metrics
 from nearkin.config import GcSettings
 from nearkin.errors import NearkinError
 from nearkin.index.protocols import Collected, ContainerSummary
@@ -115,7 +116,12 @@ class Rounds:
         with self._lease:
             if not self._is_due(settings):  # another did it meanwhile
                 return None
-            report = self._round(settings)
+            try:
+                report = self._round(settings)
+            except Exception:
+                metrics.count_collected(None)
+                raise
+            metrics.count_collected(report)
             told = {"at": self._clock(), **{name: value for name, value in asdict(report).items() if name != "due"}}
             self._lease.check()
             self._index.server.run([("SET", self._told, json.dumps(told)), ("DEL", self._asked)])

@@ -15,6 +15,7 @@ from typing import Any
 
 import lmdb
 
+from nearkin import tally
 from nearkin.errors import IndexUnfinished, StoreUnavailable
 
 READERS_MAX = 512
@@ -24,7 +25,7 @@ _OPEN: dict[tuple[int, int], Environment] = {}
 """By device and inode of the data file; as many as stores are open, each holding two file descriptors."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Environment:
     """An open environment and its named databases; `writable` where the file could be opened so."""
 
@@ -48,9 +49,22 @@ class Environment:
             for name in missing:
                 self.databases[name] = self.env.open_db(name.encode(), create=False)
 
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes of the pages in use; 0 once closed."""
+        with _LOCK:
+            if not self.users:
+                return 0
+            return int((self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"])
+
     def is_at(self, folder: Path) -> bool:
         """Return whether this is still the file that lies in the folder: a rebuild puts another one there."""
         return _file(folder) == self.file
+
+
+INDEX_BYTES: tally.Levels[Environment] = tally.level(
+    "nearkin_index_bytes", "Bytes of the pages in use of an index in files.", "index", lambda env: env.used_bytes
+)
 
 
 def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: bool) -> Environment:
@@ -115,7 +129,9 @@ def _opened(folder: Path, map_bytes: int, *, writable: bool) -> Environment:
     except BaseException:
         env.close()
         raise
-    return Environment(env, {}, can_write, (status.st_dev, status.st_ino))
+    made = Environment(env, {}, can_write, (status.st_dev, status.st_ino))
+    INDEX_BYTES.watch(made, "lmdb")
+    return made
 
 
 def _fill_up(env: Any, folder: Path) -> None:

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from nearkin import tally
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
 from nearkin.limits import SEGMENT_BYTES_MAX
@@ -73,7 +74,8 @@ class Cutter:
             assert carried <= CARRY_BYTES_MAX <= first.start, carried
             arena[first.start - carried : first.start] = self._carry
             runs[0] = BlobRun(first.blob, first.start - carried, first.stop, first.final)
-        chunked = self._stage.decide(FrameRuns(arena[: runs[-1].stop], tuple(runs)), Facts())
+        with tally.STAGE_SECONDS.time("chunker"):
+            chunked = self._stage.decide(FrameRuns(arena[: runs[-1].stop], tuple(runs)), Facts())
         last = runs[-1]
         left = 0 if last.final else last.stop - max(chunked.consumed, last.start)
         self._carry = arena[last.stop - left : last.stop].copy()

@@ -22,6 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from nearkin import tally
 from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.errors import Retryable
@@ -33,6 +34,7 @@ from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system
 from nearkin.records import Bools, FreshBatch, Ledger, Locations, PutResult, SegmentBatch
+from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight
 from nearkin.runners.workers import Worker
@@ -217,6 +219,7 @@ class EmbeddedWriter:
         builder = self._delta.builder
         self._in_flight.open = builder.container, builder
         fresh = run_stage(self._dedup, item, self._facts)
+        count_fresh(fresh)
         if all_known(fresh):
             outcome = self._delta.fold(fresh, self._resemblance.sketch.name)
         else:
@@ -254,6 +257,10 @@ class EmbeddedWriter:
     # --- the commit thread -------------------------------------------------------------------------------------------
 
     def _commit(self, item: SealedContainer | _Commit) -> None:
+        with tally.STAGE_SECONDS.time("commit"):
+            self._made_durable(item)
+
+    def _made_durable(self, item: SealedContainer | _Commit) -> None:
         """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
         if isinstance(item, SealedContainer):
             failpoint("put.sealed")
@@ -263,6 +270,7 @@ class EmbeddedWriter:
             failpoint("put.published")
             self._pending.published(item.container)
             self._in_flight.durable(item.container)
+            count_sealed(item.claims.directory)
             summary = summarise(item.claims)
             self._stored += Ledger(
                 block_bytes=summary.raw_block_bytes + summary.delta_block_bytes,

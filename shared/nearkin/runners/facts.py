@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
+from nearkin import tally
 from nearkin.claims import SealedContainer
 from nearkin.formats import container as fmt
 from nearkin.formats.container import Directory
@@ -18,6 +20,8 @@ from nearkin.store.collected import Collected
 from nearkin.store.containers import ContainerSource, ContainerStore
 from nearkin.store.neighbours import Neighbourhood
 from nearkin_delta.builder import ContainerBuilder
+
+Answer = TypeVar("Answer", Found, FoundBases)
 
 
 class InFlight:
@@ -109,12 +113,15 @@ class EmbeddedFacts:
     def answer(self, reads: Reads, facts: Facts) -> Facts:
         """Return `facts` with the answers added."""
         if reads.segment_ids is not None:
-            facts = replace(facts, segments=Found(*self._index.locate_segments(reads.segment_ids)))
+            facts = replace(
+                facts, segments=_counted("segments", Found(*self._index.locate_segments(reads.segment_ids)))
+            )
         if reads.names is not None:
-            facts = replace(facts, chunks=Found(*self._index.locate_chunks(reads.names)))
+            facts = replace(facts, chunks=_counted("chunks", Found(*self._index.locate_chunks(reads.names))))
         if reads.super_features is not None and reads.sketch is not None:
             locations, ranks, found = self._index.locate_bases(reads.sketch, reads.super_features)
-            facts = replace(facts, bases=FoundBases(reads.super_features, locations, ranks, found))
+            bases = FoundBases(reads.super_features, locations, ranks, found)
+            facts = replace(facts, bases=_counted("features", bases))
         if reads.gaps is not None:
             facts = replace(facts, neighbours=self._neighbourhood.between(reads.gaps))
         if reads.contents is not None:
@@ -132,3 +139,11 @@ class EmbeddedFacts:
             return found
         lengths = np.where(condemned, np.uint32(0), found.lengths).astype(np.uint32)
         return replace(found, lengths=lengths, available=found.available & ~condemned)
+
+
+def _counted(table: str, answer: Answer) -> Answer:
+    """Return an answer of the index, after counting it: a row of super-features is one question."""
+    there = int(np.count_nonzero(answer.found))
+    tally.LOOKUPS.add(there, table, "yes")
+    tally.LOOKUPS.add(len(answer.found) - there, table, "no")
+    return answer

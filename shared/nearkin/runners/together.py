@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from nearkin import tally
 from nearkin.stage import ROUNDS_MAX, BatchT_contra, Facts, FactSource, Found, FoundBases, Reads, ResultT_co, Stage
 
 
@@ -18,6 +19,13 @@ def run_stage_many(
     stage: Stage[BatchT_contra, ResultT_co], batches: Sequence[BatchT_contra], source: FactSource
 ) -> list[ResultT_co]:
     """Run a stage over batches. For stages that ask the index alone, and change nothing a later batch could ask for."""
+    with tally.STAGE_SECONDS.time(stage.name):
+        return _decided(stage, batches, source)
+
+
+def _decided(
+    stage: Stage[BatchT_contra, ResultT_co], batches: Sequence[BatchT_contra], source: FactSource
+) -> list[ResultT_co]:
     facts = [Facts()] * len(batches)
     for _ in range(ROUNDS_MAX + 1):
         wanted = [stage.reads(batch, known) for batch, known in zip(batches, facts, strict=True)]

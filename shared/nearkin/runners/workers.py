@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from nearkin import tally
 
 Item = TypeVar("Item")
 
@@ -32,6 +34,7 @@ class Worker(Generic[Item]):
             self._room.put(None)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"nearkin-{name}", daemon=True)
+        QUEUED.watch(self, name)
         self._thread.start()
 
     def put(self, item: Item) -> None:
@@ -39,6 +42,11 @@ class Worker(Generic[Item]):
         self.check()
         self._room.get()
         self._items.put(item)
+
+    @property
+    def waiting(self) -> int:
+        """Return about how many items wait."""
+        return self._items.qsize()
 
     def check(self) -> None:
         """Raise what an item failed with, if one did."""
@@ -84,6 +92,11 @@ class Worker(Generic[Item]):
                 self._failure = err
             finally:
                 item = None
+
+
+QUEUED: tally.Levels[Worker[Any]] = tally.level(
+    "nearkin_queue_items", "What waits between two threads.", "queue", lambda worker: worker.waiting
+)
 
 
 def _stopped(_item: object) -> None:

@@ -11,8 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+from nearkin import tally
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import container as fmt
 from nearkin.formats.container import Directory
@@ -41,14 +42,18 @@ class ByteBoundedCache(Generic[Key, Value]):
     botocore releases, 136 MB a round in 128 MiB: every block was decoded again in every round.)
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, name: str) -> None:
+        """`name`: what it is counted as."""
         self._bytes_max = bytes_max
+        self._name = name
         self._used_bytes = 0
         self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._lock = threading.Lock()
         self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
         self.hits = 0
         self.misses = 0
+        CACHE_BYTES.watch(self, name)
+        CACHE_ENTRIES.watch(self, name)
 
     def get(self, key: Key) -> Value | None:
         """Return the value and make it the newest, or None."""
@@ -56,10 +61,21 @@ class ByteBoundedCache(Generic[Key, Value]):
             entry = self._entries.get(key)
             if entry is None:
                 self.misses += 1
-                return None
-            self.hits += 1
-            self._entries.move_to_end(key)
-            return entry[0]
+            else:
+                self.hits += 1
+                self._entries.move_to_end(key)
+        tally.CACHE_LOOKUPS.add(1, self._name, "no" if entry is None else "yes")
+        return None if entry is None else entry[0]
+
+    @property
+    def used_bytes(self) -> int:
+        """Return how much it holds."""
+        return self._used_bytes
+
+    @property
+    def entries(self) -> int:
+        """Return how many values it holds."""
+        return len(self._entries)
 
     def put(self, key: Key, value: Value, value_bytes: int) -> None:
         """Keep a value, dropping others until all fit."""
@@ -85,6 +101,14 @@ class ByteBoundedCache(Generic[Key, Value]):
         with self._lock:
             self._entries.clear()
             self._used_bytes = 0
+
+
+CACHE_BYTES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
+    "nearkin_cache_bytes", "Bytes that a cache holds.", "cache", lambda cache: cache.used_bytes
+)
+CACHE_ENTRIES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
+    "nearkin_cache_entries", "Values that a cache holds.", "cache", lambda cache: cache.entries
+)
 
 
 class ContainerSource(Protocol):
@@ -158,15 +182,15 @@ class ContainerStore:
         self._objects = objects
         self._domain: bytes | None = domain
         self._directories: ByteBoundedCache[ContainerId, tuple[Directory, int]] = ByteBoundedCache(
-            DIRECTORY_CACHE_BYTES
+            DIRECTORY_CACHE_BYTES, "directories"
         )
         """With the generation that each is of."""
-        self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes)
+        self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes, "blocks")
         self.buffers = Buffers()
         self.costs = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
         """Of containers that were written anew, as far as known: some 100 bytes each."""
-        self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(MENDED_BYTES)
+        self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(MENDED_BYTES, "mended")
 
     @property
     def far(self) -> bool:
@@ -183,9 +207,9 @@ class ContainerStore:
         """Return a store of the same containers as another object store has them, with caches of its own."""
         other = copy.copy(self)
         other._objects = objects
-        other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES)
-        other.blocks = ByteBoundedCache(block_cache_bytes)
-        other._mended = ByteBoundedCache(MENDED_BYTES)
+        other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES, "directories")
+        other.blocks = ByteBoundedCache(block_cache_bytes, "blocks")
+        other._mended = ByteBoundedCache(MENDED_BYTES, "mended")
         other._generations = dict(self._generations)
         return other
 

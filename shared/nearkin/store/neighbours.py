@@ -44,7 +44,7 @@ class Neighbourhood:
 
     def __init__(self, source: ContainerSource) -> None:
         self._source = source
-        self._brought: ByteBoundedCache[ContainerId, U32] = ByteBoundedCache(ROWS_CACHE_BYTES)
+        self._brought: ByteBoundedCache[ContainerId, U32] = ByteBoundedCache(ROWS_CACHE_BYTES, "recipes")
 
     def between(self, gaps: Gaps) -> Neighbours:
         """Return for each gap the stored chunks that lay there: 2 n + 4 at most where n chunks are fresh."""

@@ -25,6 +25,7 @@ from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
 from nearkin.testing.samples import noise
 from nearkin.testing.servers import Redis
 
+FRESH = 'nearkin_dedup_chunks_total{level="fresh"}'
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
 
 
@@ -79,6 +80,17 @@ def test_workers_tell_when_redis_is_away_and_what_they_did(
         assert metric("delta", 'nearkin_bytes_total{after="in"}') == 2 * len(data)
         assert metric("delta", 'nearkin_bytes_total{after="dedup"}') == len(data)
         assert len(data) < metric("delta", 'nearkin_bytes_total{after="stored"}') < len(data) + 20_000
+        assert metric("dedup", 'nearkin_dedup_bytes_total{level="fresh"}') == len(data)
+        assert metric("dedup", 'nearkin_dedup_bytes_total{level="segment"}') == len(data)
+        stored = metric("delta", 'nearkin_base_chunks_total{policy="none"}')
+        assert stored == metric("delta", "nearkin_chunk_depth_count") == metric("dedup", FRESH)
+        for service in ("dedup", "resemblance", "delta"):
+            assert metric(service, f'nearkin_stage_seconds_count{{stage="{service}"}}') > 0
+        assert metric("dedup", 'nearkin_index_lookups_total{found="yes",table="segments"}') > 0
+        assert metric("resemblance", 'nearkin_index_lookups_total{found="no",table="features"}') > 0
+        assert metric("delta", 'nearkin_queue_items{queue="delta-commit"}') == 0
+        assert metric("delta", 'nearkin_cache_bytes{cache="blocks"}') >= 0
+        assert metric("janitor", "nearkin_redis_bytes") > 100_000
         for stage in WAITS:  # by these names NearkinStuck compares what waits with what is taken
             service = "delta" if stage == "committer" else stage
             assert metric(service, f'nearkin_records_total{{stage="{stage}"}}') > 0

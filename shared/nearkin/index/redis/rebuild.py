@@ -142,6 +142,7 @@ class Rebuilder:
         index = self._index
         needed = index.check()
         metrics.INDEX_WHOLE.set(not needed)
+        metrics.REDIS_BYTES.set(index.server.memory_bytes())
         if not needed:
             return False
         holder = index.server.one(Server.call("take", self._keys, secrets.token_hex(8), self._lease_ms))

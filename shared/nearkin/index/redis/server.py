@@ -93,15 +93,26 @@ class Server:
 
     def _check_policy(self) -> None:
         """Refuse a server that may evict: an index that forgets at random answers wrong only by luck."""
-        nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
-        found = self._client.info("memory", **nodes)
-        for node in [found] if "maxmemory_policy" in found else found.values():
+        for node in self._memory():
             policy = node["maxmemory_policy"]
             if policy != "noeviction":
                 raise ConfigError(
                     f'{self.name}: maxmemory-policy "{policy}" drops entries at will: '
                     "run CONFIG SET maxmemory-policy noeviction, and put it into redis.conf"
                 )
+
+    def _memory(self) -> Sequence[dict[str, Any]]:
+        """Return what each primary says of its memory."""
+        nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
+        found = self._client.info("memory", **nodes)
+        return [found] if "maxmemory_policy" in found else list(found.values())
+
+    def memory_bytes(self) -> int:
+        """Return the bytes in use on all primaries. Raises StoreUnavailable."""
+        try:
+            return sum(int(node["used_memory"]) for node in self._memory())
+        except (RedisError, OSError) as err:
+            raise self._translated(err) from err
 
     @staticmethod
     def call(script: str, keys: Sequence[str], *arguments: Any) -> Command:

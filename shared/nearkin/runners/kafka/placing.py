@@ -21,6 +21,7 @@ from nearkin.errors import Corrupt, Retryable
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
+from nearkin.runners.counted import count_sealed
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
@@ -323,6 +324,7 @@ class PlaceHandler:
             patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
             job.lane.pending.published(container.container)
             job.lane.in_flight.durable(container.container)
+            count_sealed(container.claims.directory)
             held = _with_shares(container, held)
         for one in held:
             envelope = one.message.envelope

@@ -20,6 +20,7 @@ from nearkin.errors import Retryable
 from nearkin.formats.message import Envelope, Fresh, Kind, Opened, encode, encode_paired
 from nearkin.formats.message_batches import JoinedSegments, read_fresh, read_segments
 from nearkin.records import FreshBatch
+from nearkin.runners.counted import count_fresh
 from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
@@ -158,6 +159,7 @@ def dedup_work(settings: Settings, lanes: Lanes) -> Work:
         counts = np.diff(joined.segment_starts)
         stage = DedupStage(np.repeat(np.arange(len(messages), dtype=np.uint32), counts))
         found = run_stage(stage, joined.batch, lanes[tenant].facts)
+        count_fresh(found)
         results: list[Told | None] = [None] * len(messages)
         for run in runs_of(joined, found, settings.features.super_features):
             envelope = messages[run.start].envelope
