@@ -264,13 +264,14 @@ def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(first, tmp
 
     with open_store(tmp_path / "s", settings=CHOSEN) as store:
         store.put("k", b"earlier")
-        real, late = ContainerStore.ids, [b"late" * 1000]
+        real, late = ContainerStore.generations, [b"late" * 1000]
 
-        def ids(self):
-            yield from list(real(self))
+        def generations(self):
+            found = real(self)
             if late:
                 store.put("late", late.pop())
+            return found
 
-        monkeypatch.setattr(store._containers, "ids", ids.__get__(store._containers))
+        monkeypatch.setattr(store._containers, "generations", generations.__get__(store._containers))
         assert store.verify().damage == ()
         assert store.get("late").read() == b"late" * 1000

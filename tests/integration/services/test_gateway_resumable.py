@@ -111,7 +111,7 @@ def test_an_upload_goes_on_after_the_gateway_was_started_anew(tmp_path: Path) ->
 def test_what_came_before_the_line_broke_is_kept(gateway: Running, client: httpx.Client) -> None:
     data = os.urandom(PART_BYTES + 500_000)
     url = begin(client, "broken", len(data))
-    head = f"PATCH {url} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nUpload-Offset: 0\r\n"
+    head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nUpload-Offset: 0\r\n"
     head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         connection.sendall(head.encode() + data[: PART_BYTES + 100_000])
@@ -227,7 +227,7 @@ def test_an_upload_that_never_was_is_404(client: httpx.Client, number: str) -> N
 
 def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: Running, client: httpx.Client) -> None:
     url = begin(client, "slow", 1_000_000)
-    head = f"PATCH {url} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\nUpload-Offset: 0\r\n"
+    head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\nUpload-Offset: 0\r\n"
     head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
     answer = gateway.raw(head.encode() + b"x" * 100, timeout=10)
     assert answer.startswith(b"HTTP/1.1 408")
