@@ -47,6 +47,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+LOG_FORMATS = ("text", "json")
 NULL_VALUES = ("reject", "skip")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "quarantine", "scrub"),
@@ -515,6 +516,16 @@ class MonitorSettings:
 
 
 @dataclass(frozen=True)
+class LogSettings:
+    """What services write on stderr."""
+
+    __pydantic_config__ = _FORBID
+
+    format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
+    """json: an object a line; of work on a blob with `blob`, `tenant` and the caller's `trace`."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Every setting of a store and its runners."""
 
@@ -552,6 +563,7 @@ class Settings:
     dashboard: DashboardSettings = DashboardSettings()
     auth: AuthSettings = AuthSettings()
     monitor: MonitorSettings = MonitorSettings()
+    logs: LogSettings = LogSettings()
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""

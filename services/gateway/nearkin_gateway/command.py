@@ -11,20 +11,20 @@ import click
 
 from nearkin.config import load
 from nearkin.errors import BadInput, NearkinError
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+from nearkin.runners import logs
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
 def main(config: Path | None) -> None:
     """Run a Nearkin gateway. Settings come from FILE and from NEARKIN_* variables."""
-    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops by it, then raises it again: a stop is no failure
     try:
         from nearkin_gateway.server import serve
 
-        serve(load(config)[0], config)
+        settings = load(config)[0]
+        logs.start(settings, logging.INFO)
+        serve(settings, config)
     except NearkinError as err:
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)

@@ -17,6 +17,7 @@ import click
 
 from nearkin.config import Settings, load
 from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable
+from nearkin.runners import logs
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
@@ -44,16 +45,13 @@ STOP_SECONDS = 60.0
 @click.option("--verbose", is_flag=True, help="Tell more.")
 def main(config_file: Path | None, worker: str, verbose: bool) -> None:
     """Store what comes in on `ingest.topics`, until SIGTERM."""
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: stop.set())
     try:
-        run(load(config_file)[0], config_file, worker, stop)
+        settings = load(config_file)[0]
+        logs.start(settings, logging.INFO if verbose else logging.WARNING)
+        run(settings, config_file, worker, stop)
     except NearkinError as err:
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,10 +19,13 @@ from blake3 import blake3
 from starlette.requests import ClientDisconnect
 
 from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.runners import logs
 from nearkin_gateway.ingest import FAILED, Ending, Intent, Upload
 from nearkin_gateway.outcomes import new_id
 from nearkin_gateway.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
+
+_log = logging.getLogger("nearkin.gateway")
 
 HASHED_APART_BYTES = 256 * 1024
 """Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
@@ -95,6 +99,7 @@ async def take(
     """
     blob = new_id()
     intent = Intent(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace)
+    logs.bind(blob, tenant, trace)
     upload = await gateway.ingest.begin(intent)
     try:
         ending = await _stream(pieces, upload, with_sha256 or sha256 is not None)
@@ -103,6 +108,7 @@ async def take(
         await _abort(upload, err)
         raise
     await upload.finish(ending)
+    _log.info("blob %s: %d bytes taken", blob.hex(), ending.size_bytes)
     return blob, ending
 
 

@@ -119,7 +119,7 @@ def install(app: FastAPI) -> None:
                 logging.WARNING if isinstance(err, Retryable | Problem) else logging.ERROR,
                 "%s %s: %s",
                 request.method,
-                request.scope["path"],
+                getattr(request.scope.get("route"), "path", "(no route)"),  # a path holds the caller's key
                 err,
                 exc_info=err if problem.name == "internal" else None,
             )

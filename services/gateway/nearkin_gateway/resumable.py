@@ -166,7 +166,7 @@ class Resumable:
             return False
         staged = self._load(number)
         if staged.meta.expires_us < time.time_ns() // 1000:
-            _log.info("upload %s of %r: expired", number, staged.meta.key)
+            _log.info("upload %s: expired", number)
             self.remove(number)
             return False
         if staged.done is not None:

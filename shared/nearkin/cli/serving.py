@@ -53,12 +53,13 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
         from nearkin.cli.arguments import store_folder
 
         settings = with_changes(settings, {"store": str(store_folder(settings.store))})
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops by it, then raises it again: a stop is no failure
     with services_extra("serve"):
+        from nearkin.runners import logs
         from nearkin_gateway.server import check_address
         from nearkin_gateway.server import serve as serve_gateway
 
+    logs.start(settings, logging.INFO)
     check_address(settings)
     with ExitStack() as held:
         text = None

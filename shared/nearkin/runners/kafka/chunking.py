@@ -27,6 +27,7 @@ from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import BoundedCache, RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
 from nearkin.runners.kafka.merging import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
+from nearkin.runners.logs import about
 from nearkin.stage import Facts
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 
@@ -230,7 +231,8 @@ class ChunkHandler:
             blob.frames.popleft()
 
     def _fail(self, part: _Partition, blob: _Open, failure: str, traceparent: bytes | None) -> None:
-        _log.warning("blob %s (%r): %s", blob.envelope.blob.hex(), blob.envelope.key, failure)
+        with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
+            _log.warning("blob %s: %s", blob.envelope.blob.hex(), failure)
         self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent)
         part.open.pop(blob.envelope.blob, None)
 

@@ -29,6 +29,7 @@ from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lanes
+from nearkin.runners.logs import about
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
 
@@ -182,6 +183,7 @@ class CommitHandler:
         manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
         self._confirm(manifest, end)
         self._lanes[manifest.tenant].index.commit(manifest, manifest_bytes)  # 2
+        _log.info("blob %s: committed as version %d", blob.envelope.blob.hex(), manifest.version)
         stored = Ledger(stored_bytes=manifest_bytes)
         self._tell(  # 3
             end.envelope,
@@ -251,7 +253,7 @@ class CommitHandler:
             try:
                 found = self._manifests.get(end.envelope.tenant, end.envelope.key, version)
             except (NotFound, Corrupt) as err:
-                _log.warning("key %r version %d: %s", end.envelope.key, version, err)
+                _log.warning("blob %s: an earlier version, %d: %s", end.envelope.blob.hex(), version, err)
                 continue
             if found.origin == end.origin:
                 return found, self._manifests.size_bytes(found)
@@ -261,7 +263,8 @@ class CommitHandler:
 
     def _tell_failed(self, blob: _Open, failure: str, traceparent: bytes | None) -> None:
         metrics.BLOBS.labels("failed").inc()
-        _log.warning("blob %s (%r): failed: %s", blob.envelope.blob.hex(), blob.envelope.key, failure)
+        with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
+            _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
         origin = blob.end.origin if blob.end is not None else blob.envelope.blob
         began_us = blob.end.began_us if blob.end is not None else 0
         self._tell(blob.envelope, origin, began_us, traceparent, {"state": "failed", "failure": failure})

@@ -17,6 +17,7 @@ from nearkin.formats.message_batches import read_paired
 from nearkin.runners.kafka.clients import Headers, Outbox
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.loop import Record, patiently
+from nearkin.runners.logs import about
 
 _log = logging.getLogger("nearkin.worker")
 
@@ -128,16 +129,17 @@ class RecordGuard:
 
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
         """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""
-        try:
-            self._tried(work)
-        except Retryable:
-            raise
-        except Exception as err:
-            _log.debug("%s", record.named, exc_info=err)
-            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
-            self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
-            return False
-        return True
+        with about(envelope.blob, envelope.tenant, trace_of(record)):
+            try:
+                self._tried(work)
+            except Retryable:
+                raise
+            except Exception as err:
+                _log.debug("%s", record.named, exc_info=err)
+                send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+                self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
+                return False
+            return True
 
     @staticmethod
     def _tried(work: Callable[[], None]) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import click
 from nearkin.config import Settings, load
 from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.index.redis import RedisIndex
+from nearkin.runners import logs
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
@@ -87,15 +87,11 @@ def command(
     )
     @click.option("--verbose", is_flag=True, help="Tell more.")
     def run(config_file: Path | None, worker: str, verbose: bool) -> None:
-        logging.basicConfig(
-            level=logging.INFO if verbose else logging.WARNING,
-            format="%(asctime)s %(levelname)s %(name)s %(message)s",
-            stream=sys.stderr,
-        )
         try:
             settings = load(config_file)[0]
         except ConfigError as err:
             raise click.UsageError(str(err)) from err
+        logs.start(settings, logging.INFO if verbose else logging.WARNING)
         code = run_worker(service, parts, settings, config_file, worker, background)
         logging.shutdown()
         # All is committed and closed. But librdkafka's threads may still answer a question that nobody waits for, into

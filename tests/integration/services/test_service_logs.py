@@ -1,0 +1,50 @@
+"""A gateway's own lines, as JSON: which upload they are about, and neither its token, its name nor its bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from nearkin_gateway import tokens
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_an_upload_is_told_with_its_blob_tenant_and_trace_and_without_secrets(tmp_path: Path) -> None:
+    text, _ = tokens.create(tmp_path / "tokens.json", "default", ["read", "write"])
+    (tmp_path / "nearkin.toml").write_text(
+        f'[logs]\nformat = "json"\n[auth]\ntokens_file = "{tmp_path}/tokens.json"\n'
+        '[redis]\npassword = "hidden-password"\n[gateway]\ningest = "embedded"\nport = 0\n[monitor]\nport = 0\n'
+    )
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "nearkin.cli", "serve", str(tmp_path / "store"), "--config"]
+    with log.open("w") as err, (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen([*command, str(tmp_path / "nearkin.toml")], stdout=out, stderr=err)
+    try:
+        deadline = time.monotonic() + 30
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", (tmp_path / "out").read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with httpx.Client(base_url=found[0], headers={"authorization": f"Bearer {text}"}, timeout=30) as client:
+            trace = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+            stored = client.put("/v1/blobs/secret-name", content=b"the contents " * 1000, headers=trace)
+            assert stored.status_code == 201
+            client.get("/v1/blobs/secret-name", headers={"authorization": f"Bearer {text}x"})
+    finally:
+        process.terminate()
+        process.wait(20)
+    written = log.read_text()
+    told = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+    (about,) = (line for line in told if "blob" in line)
+    assert (about["tenant"], about["trace"], len(about["blob"])) == ("default", TRACE, 32)
+    assert "13000 bytes taken" in about["event"]
+    assert {"event", "level", "logger", "timestamp"} <= set(told[0])
+    for hidden in (text, text[12:], "the contents", "secret-name", "hidden-password"):
+        assert hidden not in written
