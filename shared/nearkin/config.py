@@ -43,6 +43,7 @@ FEATURES = ("finesse", "ntransform", "odess", "none")
 BASE_POLICIES = ("first-fit", "locality", "locality+first-fit")
 DELTA_CODECS = ("xdelta3", "patch", "none")
 INDEXES = ("lmdb",)
+MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
@@ -413,6 +414,9 @@ class GcSettings:
 
     __pydantic_config__ = _FORBID
 
+    mode: Annotated[str, OneOf(GC_MODES)] = MARK_SWEEP
+    """When a round marks, which alone condemns and frees: always, or where `hybrid` (counts of what changed),
+    `refcount` or `expiry` nominate something, something condemned is due, or a week has passed. Services only mark."""
     grace_seconds: Annotated[int, Between(0, 315_360_000)] = 86_400
     """How long it stays condemned before it goes: longer than a restore may take, and twice as long as a blob may be on
     its way through the services; one that took longer is looked at again, and failed if it needs what has gone."""

@@ -5,10 +5,11 @@ a round (nearkin_janitor.Collector) -> what retention.policies do not keep is de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from nearkin.config import Settings
+from nearkin.config import MARK_SWEEP, Settings
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
@@ -20,7 +21,7 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
-from nearkin_janitor import Collector, Rewriter, Tenants
+from nearkin_janitor import Collector, Ledger, Rewriter, Tenants
 
 WHO, REASON = "retention", "retention.policies"
 
@@ -43,7 +44,9 @@ class LocalGc:
         index = self.index.writable()
         failpoint("gc.begun")
         try:
-            return self._with_retention(self._collector().run(index), dry_run=False)
+            with self._ledger() as ledger:
+                report = self._collector(ledger).run(index)
+            return self._with_retention(report, dry_run=False)
         finally:
             self.containers.forget_read()  # no later put may lean on what has gone
 
@@ -51,12 +54,24 @@ class LocalGc:
         """Return what `run` would do, and what holds the rest; takes no lock."""
         return self._with_retention(self._collector().preview(deleted_too=deleted_too), dry_run=True)
 
-    def _collector(self) -> Collector:
+    @contextmanager
+    def _ledger(self) -> Iterator[Ledger | None]:
+        if self.settings.gc.mode == MARK_SWEEP:
+            yield None
+            return
+        ledger = Ledger(self.index.gc_folder, int(self.settings.index.map_bytes), self.settings.gc.mode)
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+
+    def _collector(self, ledger: Ledger | None = None) -> Collector:
         tenant = self.settings.tenant
         tenants = Tenants(self.fingerprinter, [tenant], self.manifests)
         recoder = BlockRecoder(self.settings)
         rewriter = Rewriter(self.containers, tenants, self.fingerprinter(tenant), recoder)
-        return Collector(self.containers, self.manifests, self.condemned, self.settings.gc, rewriter, clock=self.clock)
+        chosen, clock = self.settings.gc, self.clock
+        return Collector(self.containers, self.manifests, self.condemned, chosen, rewriter, clock=clock, ledger=ledger)
 
     def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:
         """Delete what the settings' policies do not keep, of all tenants; marks take bytes, which the report counts."""

@@ -79,6 +79,11 @@ class LocalIndex:
             self._writing = False
 
     @property
+    def gc_folder(self) -> Path:
+        """Return where a collector may keep counts that are made again with the index."""
+        return self._folder / "gc"
+
+    @property
     def bytes_on_disk(self) -> int:
         """Return what the index takes; LMDB's file is sparse."""
         return sum(entry.stat().st_blocks * 512 for entry in self._folder.rglob("*") if entry.is_file())

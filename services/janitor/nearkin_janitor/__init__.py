@@ -3,6 +3,7 @@
 from nearkin_janitor.choosing import Choice
 from nearkin_janitor.collect import Collector
 from nearkin_janitor.heal import Healer
+from nearkin_janitor.ledger import Ledger
 from nearkin_janitor.rebuild import claims_of, rebuild_index
 from nearkin_janitor.repair import Repairer
 from nearkin_janitor.rewrite import Rewriter
@@ -15,6 +16,7 @@ __all__ = [
     "Choice",
     "Collector",
     "Healer",
+    "Ledger",
     "Repairer",
     "Rewriter",
     "Scrubber",

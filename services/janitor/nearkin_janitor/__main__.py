@@ -15,6 +15,7 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
+from nearkin_janitor.collect import require_marking
 from nearkin_janitor.rebuild import rebuild_index
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.scrubbing import BackgroundScrub
@@ -27,6 +28,7 @@ def start(context: Context) -> Callable[[], None]:
 
     One janitor of the fleet rebuilds or collects at a time (a lease in Redis).
     """
+    require_marking(context.settings.gc)
     manifests = ManifestStore(context.objects)
 
     def fingerprinter(tenant: str) -> Fingerprinter:

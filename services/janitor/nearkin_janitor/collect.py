@@ -20,10 +20,11 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from nearkin.config import GcSettings
-from nearkin.errors import NotFound, Permanent
+from nearkin.config import MARK_SWEEP, GcSettings
+from nearkin.errors import ConfigError, Corrupt, NotFound, Permanent
 from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned
+from nearkin.formats.container import Directory
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.catalog import summarise_directory
@@ -37,6 +38,7 @@ from nearkin.store.overlay import Overlay
 from nearkin_janitor.families import families_of
 from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.holding import bytes_of_chunks, held_by
+from nearkin_janitor.ledger import Ledger
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.plan import Drop, Plan, dropped_beside, record_of, to_condemn, to_rebase, to_sweep
 from nearkin_janitor.reach import GivingUp, Reach
@@ -81,8 +83,15 @@ class Collector:
         *,
         clock: Callable[[], float] = time.time,
         online: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`online`: services write meanwhile, as docs/decisions/0015 says that several writers must."""
+        """`online`: services write meanwhile, as docs/decisions/0015 says that several writers must.
+
+        `ledger`: what says when marking has something to look at; without, a round always marks. Raises ConfigError.
+        """
+        if online:
+            require_marking(settings)
+        self._ledger = ledger
         self._containers = containers.of(None)
         self._rewriter = rewriter
         self._compact_below = settings.compact_below
@@ -109,7 +118,7 @@ class Collector:
             imagined = copy.copy(self)
             imagined._containers, imagined._rewriter = containers, self._rewriter.over(containers)
             imagined._manifests, imagined._condemned = ManifestStore(objects), CondemnedStore(objects)
-            imagined._bytes_per_second = _UNBOUNDED
+            imagined._bytes_per_second, imagined._ledger = _UNBOUNDED, None
             told = imagined._round(NoIndex(), deleted_too=deleted_too, dry_run=True)
             imagined._grace_us = later_bytes = 0
             for _ in range(LATER_ROUNDS_MAX):
@@ -123,6 +132,12 @@ class Collector:
         started, sums = time.perf_counter(), _Sums()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
+        if not self._to_mark(generations, roots):
+            ids = self._replaced(generations, index, sums)  # 1
+            self._collect(roots, index, sums)  # 2
+            record = self._condemned.read()
+            sums.later_bytes = self._later_bytes(record, ids)
+            return self._report(sums, record, started)
         young = self._young(generations)
         reach = Reach(self._containers, self._manifests, [version.manifest for version in roots.kept], young)
         if reach.by_services is not None and not (self._services_ended or self._online):
@@ -150,6 +165,29 @@ class Collector:
         if dry_run:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
             sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable, young), ids, record)
+        if self._ledger is not None:
+            self._ledger.confirmed(self._now_us())
+        return self._report(sums, record, started, dry_run=dry_run)
+
+    def _to_mark(self, generations: Collection[ContainerId], roots: Roots) -> bool:
+        """Return whether marking may find something to condemn or to free."""
+        if self._ledger is None:
+            return True
+        names = [version.manifest for version in roots.kept]
+        told = self._ledger.bring_up(names, generations, self._manifests.read, self._readable, self._now_us())
+        listed, record = self._condemned.listed(), self._condemned.read()
+        as_marked = len(listed) == bool(record) and record.keys() <= set(generations)  # else a crash, or damage
+        return told.marking or not as_marked or any(map(self._is_due, record.values()))
+
+    def _readable(self, container: int) -> Directory | None:
+        try:
+            return self._containers.directory(ContainerId(container))
+        except (Corrupt, NotFound):
+            return None
+
+    def _report(
+        self, sums: _Sums, record: Mapping[int, Condemned], started: float, *, dry_run: bool = False
+    ) -> GcReport:
         due_us = min((entry.at_us + self._grace_us for entry in record.values()), default=None)
         return GcReport(
             dry_run=dry_run,
@@ -371,13 +409,27 @@ class Collector:
         if not _same_record(found, before) or len(old) != bool(before):  # the latter after a crash, or damage
             sums.freed_bytes += sum(old.values()) - record_bytes(found)
             self._condemned.replace(found)
-        sums.later_bytes = record_bytes(found)
-        for container, entry in found.items():
-            sums.later_bytes += ids[container]
+        sums.later_bytes = self._later_bytes(found, ids)
+        return found
+
+    def _later_bytes(self, record: dict[int, Condemned], ids: Mapping[int, int]) -> int:
+        """Return what a record and what it names take."""
+        later_bytes = record_bytes(record)
+        for container, entry in record.items():
+            later_bytes += ids[container]
             if not entry.whole:
                 shares = bytes_of_chunks(self._containers.directory(ContainerId(container)))
-                sums.later_bytes -= ids[container] - int(shares[entry.chunks].sum())
-        return found
+                later_bytes -= ids[container] - int(shares[entry.chunks].sum())
+        return later_bytes
+
+
+def require_marking(settings: GcSettings) -> None:
+    """Raise ConfigError where rounds beside services are to do what only a store of one process can."""
+    if settings.mode != MARK_SWEEP:
+        raise ConfigError(
+            f"gc.mode = {settings.mode!r}: beside services a round always marks, their index keeps no such counts; "
+            f"set gc.mode to {MARK_SWEEP!r}"
+        )
 
 
 class NoIndex:

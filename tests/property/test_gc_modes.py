@@ -1,0 +1,331 @@
+"""Garbage collection in four modes: counts and times nominate, marking confirms, and all leave the same behind.
+
+The same history is done in a store of each mode. Whatever marking alone leaves there in the end, the others leave.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as runs
+from hypothesis import strategies as st
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.config import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT, with_changes
+from nearkin.errors import ConfigError, Corrupt, StoreUnavailable
+from nearkin.formats.container import decode_container
+from nearkin.formats.manifest import Manifest
+from nearkin.records import Ledger as Bytes
+from nearkin.records import Locations
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.manifests import object_name
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import SMALL, containers, manifests, objects, settings
+from nearkin_janitor import Ledger
+from nearkin_janitor.collect import require_marking
+
+DAY = 86_400
+WEEK = 7 * DAY
+
+
+class Clock:
+    now = 1_764_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(root: Path, mode: str, clock: Clock) -> Store:
+    changes = {"deletion": {"undelete_seconds": DAY}, "gc": {"mode": mode, "grace_seconds": DAY, "compact_below": 0.8}}
+    return open_store(root, settings=settings(SMALL, changes), clock=clock)
+
+
+def left(root: Path) -> Counter[bytes]:
+    """Return the names of all chunks that lie in containers."""
+    found: Counter[bytes] = Counter()
+    for path in containers(root):
+        chunks = decode_container(path.read_bytes(), path.name).chunks
+        found.update(name.tobytes() for name, there in zip(chunks.names, chunks.there, strict=True) if there)
+    return found
+
+
+def marked(store: Store) -> bool:
+    """Do a round; return whether it read manifests to mark."""
+    from nearkin_janitor import collect
+
+    looked = []
+    real = collect.Reach
+
+    class Looking(real):
+        def __init__(self, *args: object) -> None:
+            looked.append(True)
+            super().__init__(*args)
+
+    collect.Reach = Looking
+    try:
+        store.gc()
+    finally:
+        collect.Reach = real
+    return bool(looked)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.sampled_from("ab"), st.integers(0, 9)),
+        st.tuples(st.just("change"), st.sampled_from("ab"), st.integers(0, 9)),
+        st.tuples(st.just("delete"), st.sampled_from("ab"), st.integers(1, 5)),
+        st.tuples(st.just("undelete"), st.sampled_from("ab"), st.integers(1, 5)),
+        st.tuples(st.just("gc"), st.just(""), st.integers(0, 3)),
+        st.tuples(st.just("reopen"), st.just(""), st.just(0)),
+    ),
+    max_size=30 if "LONG" in os.environ else 8,
+)
+
+
+@runs(max_examples=40 if "LONG" in os.environ else 3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(STEPS)
+@example([("put", "a", 1), ("gc", "", 1), ("change", "a", 2), ("delete", "a", 1), ("gc", "", 2), ("gc", "", 2)])
+@example([("put", "a", 1), ("put", "a", 2), ("gc", "", 0), ("put", "a", 1), ("delete", "a", 2), ("gc", "", 2)])
+@example([("put", "a", 1), ("put", "b", 1), ("gc", "", 1), ("delete", "a", 1), ("gc", "", 2), ("delete", "b", 1)])
+def test_after_any_history_every_mode_leaves_what_marking_leaves(steps) -> None:
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        opened(Path(folder, "new"), MARK_SWEEP, clock).close()
+        for mode in GC_MODES:  # of one secret: the same chunk has the same name in each
+            shutil.copytree(Path(folder, "new"), Path(folder, mode))
+        stores = {mode: opened(Path(folder, mode), mode, clock) for mode in GC_MODES}
+        stack.callback(lambda: [store.close() for store in stores.values()])
+        live: dict[tuple[str, int], bytes] = {}
+        deleted: dict[tuple[str, int], tuple[bytes, float]] = {}
+        count = Counter[str]()
+        for step, key, number in steps:
+            clock.now += 1
+            name = key, number
+            match step:
+                case "put" | "change":
+                    content = text_like(100_000, number) + random_bytes(100_000, number // 3)
+                    if step == "change" and (key, count[key]) in live:
+                        content = mutated(live[key, count[key]], number, 5)
+                    count[key] += 1
+                    live[key, count[key]] = content
+                    for store in stores.values():
+                        assert store.put(key, content).info.version == count[key]
+                case "delete" if name in live:
+                    deleted[name] = live.pop(name), clock.now + DAY
+                    for store in stores.values():
+                        store.delete(key, number)
+                case "undelete" if name in deleted and clock.now < deleted[name][1]:
+                    live[name] = deleted.pop(name)[0]
+                    for store in stores.values():
+                        store.undelete(key, number)
+                case "gc":
+                    clock.now += number * DAY
+                    for store in stores.values():
+                        store.gc()
+                case "reopen":
+                    for mode in GC_MODES:
+                        stores[mode].close()
+                        stores[mode] = opened(Path(folder, mode), mode, clock)
+        for _ in range(5):  # a week each: marking looks at least so often, and times are over
+            clock.now += WEEK
+            for store in stores.values():
+                store.gc()
+        expected = left(Path(folder, MARK_SWEEP))
+        for mode, store in stores.items():
+            assert left(Path(folder, mode)) == expected, mode
+            assert len(manifests(Path(folder, mode))) == len(live), mode
+            assert store.verify().damage == (), mode
+            assert all(store.get(*version).read() == content for version, content in live.items()), mode
+
+
+def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
+    rows = np.array(sorted(held), np.uint64)
+    segments = Locations(rows // 4 + 1, (rows % 4).astype(np.uint32))
+    known = np.zeros(len(rows), np.bool_)
+    return Manifest("default", key, version, 0, 0, bytes(32), None, 0.0, Bytes(), segments, known)
+
+
+@runs(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.tuples(st.sampled_from("ab"), st.integers(1, 6)), st.frozensets(st.integers(0, 9)), max_size=8
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([HYBRID, REFCOUNT]),
+)
+def test_the_ledger_holds_what_living_versions_hold_whatever_came_and_went(rounds, mode) -> None:
+    said: dict[tuple[str, int], frozenset[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        before: set[tuple[int, int]] = set()
+        for day, living in enumerate(rounds):
+            for name, held in living.items():
+                said.setdefault(name, held)  # a version never changes
+            kept = {object_name("default", *name): manifest_of(*name, said[name]) for name in living}
+            ledger = Ledger(Path(folder), 1 << 24, mode)
+            try:
+                told = ledger.bring_up(kept, (), kept.__getitem__, lambda _: None, day)
+                again = ledger.bring_up(kept, (), kept.__getitem__, lambda _: None, day)
+                needed = {(row // 4 + 1, row % 4) for name in living for row in said[name]}
+                assert ledger.needed() == needed
+                assert told.nominated >= len(before - needed)
+                assert (again.nominated, again.touched) == (told.nominated, 0)
+                ledger.confirmed(day)
+            finally:
+                ledger.close()
+            before = needed
+
+
+def test_a_manifest_that_cannot_be_read_leaves_the_ledger_as_it_was_and_marking_says_so(tmp_path: Path) -> None:
+    held = {("a", 1): frozenset({0, 1}), ("a", 2): frozenset({1, 2}), ("b", 1): frozenset({7})}
+    kept = {object_name("default", *name): manifest_of(*name, segments) for name, segments in held.items()}
+    broken = object_name("default", "a", 2)
+
+    def read(name: str) -> Manifest:
+        if name == broken:
+            raise Corrupt(name)
+        return kept[name]
+
+    ledger = Ledger(tmp_path / "gc", 1 << 24, HYBRID)
+    try:
+        ledger.confirmed(0)
+        assert ledger.bring_up(kept, (), read, lambda _: None, 1).marking
+        assert ledger.needed() == set()
+        ledger.bring_up(kept, (), kept.__getitem__, lambda _: None, 1)
+        assert len(ledger.needed()) == 4
+    finally:
+        ledger.close()
+
+
+def test_what_was_nominated_stays_so_until_a_round_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with opened(tmp_path / "s", HYBRID, clock) as store:
+        for number in (1, 2):
+            store.put("a", random_bytes(600_000, number))
+        assert marked(store)
+        assert not marked(store)
+        store.delete("a", 1)
+        clock.now += DAY + 2
+
+        def died(*_: object) -> None:
+            raise StoreUnavailable("the round dies here")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(CondemnedStore, "replace", died)
+            with pytest.raises(StoreUnavailable):
+                store.gc()
+        assert marked(store)
+        clock.now += DAY + 2
+        store.gc()
+        assert not marked(store)
+        assert store.get("a").read() == random_bytes(600_000, 2)
+        assert sum(map(len, objects(tmp_path / "s").values())) < 700_000
+
+
+def test_hybrid_marks_when_something_came_to_nothing_and_else_once_a_week(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path / "s", HYBRID, clock) as store:
+        content = random_bytes(600_000, 1)
+        store.put("a", content)
+        assert marked(store)  # the first one always does
+        for day in range(5):
+            clock.now += DAY
+            store.put("a", mutated(content, day, 3))
+            assert not marked(store)
+        clock.now += 3 * DAY
+        assert marked(store)  # a week later
+        store.delete("a", 2)
+        clock.now += DAY + 2
+        assert marked(store)
+        clock.now += DAY + 2
+        before = len(objects(tmp_path / "s"))
+        assert marked(store)  # what that condemned is due
+        assert len(objects(tmp_path / "s")) <= before
+        assert store.verify().damage == ()
+
+
+def test_a_version_whose_segments_others_hold_goes_without_marking(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path / "s", HYBRID, clock) as store:
+        content = random_bytes(600_000, 1)
+        for _ in range(3):
+            store.put("a", content)
+        assert marked(store)
+        store.delete("a", 2)
+        clock.now += DAY + 2
+        assert not marked(store)
+        assert len(manifests(tmp_path / "s")) == 2
+        assert store.get("a", 3).read() == store.get("a", 1).read() == content
+
+
+def test_what_a_put_that_died_left_is_nominated(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path / "s", HYBRID, clock) as store:
+        store.put("a", random_bytes(600_000, 1))
+        assert marked(store)
+        store.put("b", random_bytes(600_000, 2))
+    max(manifests(tmp_path / "s"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    with opened(tmp_path / "s", HYBRID, clock) as store:
+        assert marked(store)
+
+
+@pytest.mark.parametrize(("mode", "share"), [(HYBRID, 0.2), (REFCOUNT, 1.0), (EXPIRY, 1.0)])
+def test_a_put_that_changes_a_little_touches_a_little_of_the_hybrid_ledger(
+    mode: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    real = Ledger.bring_up
+    monkeypatch.setattr(Ledger, "bring_up", lambda self, *rest: told.append(real(self, *rest)) or told[-1])
+    clock, draw = Clock(), random.Random(1)
+    content = random_bytes(24_000_000, 1)
+    with opened(tmp_path / "s", mode, clock) as store:
+        store.put("a", content)
+        store.gc()
+        whole = told[-1].touched
+        at = draw.randrange(len(content) - 100)
+        store.put("a", content[:at] + b"changed" + content[at + 7 :])
+        store.gc()
+    assert whole > 15
+    if mode == HYBRID:
+        assert 0 < told[-1].touched <= share * whole + 4
+    else:
+        assert told[-1].touched >= 0.8 * share * whole
+
+
+def test_a_ledger_that_was_deleted_or_kept_in_another_mode_is_made_again(tmp_path: Path) -> None:
+    clock = Clock()
+    versions = {number: random_bytes(300_000, number) for number in range(1, 5)}
+    for mode in (HYBRID, REFCOUNT, HYBRID, EXPIRY, MARK_SWEEP, HYBRID):
+        with opened(tmp_path / "s", mode, clock) as store:
+            if not store.stats().ledger.chunks:
+                for content in versions.values():
+                    store.put("a", content)
+            assert marked(store)
+            store.rebuild_index()  # the ledger goes with the index
+            assert marked(store)
+            clock.now += DAY
+    with opened(tmp_path / "s", HYBRID, clock) as store:
+        assert all(store.get("a", number).read() == content for number, content in versions.items())
+
+
+def test_an_unknown_mode_is_told_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"gc\.mode.*expiry, hybrid, mark-sweep or refcount"):
+        with_changes(settings(), {"gc": {"mode": "guess"}})
+
+
+def test_beside_services_any_mode_but_marking_is_refused_by_name() -> None:
+    require_marking(settings().gc)
+    for mode in (HYBRID, REFCOUNT, EXPIRY):
+        with pytest.raises(ConfigError, match=r"gc\.mode.*mark-sweep"):
+            require_marking(settings({"gc": {"mode": mode}}).gc)
