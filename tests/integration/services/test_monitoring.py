@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from nearkin import metrics
@@ -128,13 +128,27 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
         parts = (metrics.LAG.labels(name, frames, part)._value.get() for part in "01")
         return (*parts, metrics.OLD_LAG.labels(name)._value.get())
 
+    def oldest_minutes() -> float:
+        return float(metrics.LAG_SECONDS.labels(name)._value.get()) / 60
+
+    def answered() -> bool:
+        try:
+            lag()
+        except KafkaException:  # a coordinator that has just been made
+            return False
+        return True
+
+    until(answered)
     assert lag() == (0, 5, 3)
+    assert 40 <= oldest_minutes() < 42.5
     reader = consumer(settings, name, "test")
     reader.commit(offsets=[TopicPartition(frames, 1, 2)], asynchronous=False)
     assert lag() == (0, 3, 1)
+    assert 31 <= oldest_minutes() < 33
     reader.commit(offsets=[TopicPartition(frames, 1, 5)], asynchronous=False)
     reader.close()
     assert lag() == (0, 0, 0)
+    assert oldest_minutes() == 0
 
 
 def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,10 @@ _log = logging.getLogger("nearkin.lag")
 
 LOOK_SECONDS = 15.0
 STOP_SECONDS = 35.0
+AGE_ROUNDS = 8
+"""Questions to find how old the oldest waiting record is: between 1 s and a week each halves what is left of the
+exponent, so that eight tell it within 5 %."""
+AGE_MS_MIN = 1000
 Place = tuple[str, int]
 """Topic and partition."""
 WAITS: Mapping[str, str] = {
@@ -48,6 +53,8 @@ class GroupLag:
     old: int
     """Of the records that wait, those older than half of kafka.retention_hours."""
     taken: int
+    oldest_seconds: float = 0.0
+    """Age of the oldest record that waits: 5 % too much at most, a second at least; 0 for none, or where `ages` is off."""
 
 
 class LagReader:
@@ -57,9 +64,12 @@ class LagReader:
     while a coordinator moves (SIGSEGV and SIGABRT, librdkafka 2.16; its issue 3663, confluent-kafka-python's 1982).
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, ages: bool = False) -> None:
+        """`ages`: find `oldest_seconds` too, by AGE_ROUNDS more questions for a group that is behind."""
+        self._ages = ages
         self._watched = [(name, topics, consumer(settings, name, "nearkin-lag")) for name, topics in watched(settings)]
-        self._old_ms = int(retention_ms(settings)) // 2
+        self._retention_ms = int(retention_ms(settings))
+        self._old_ms = self._retention_ms // 2
 
     def read(self, stop: threading.Event | None = None) -> Iterator[GroupLag]:
         """Yield each group as it is asked, until `stop`. Raises KafkaException, TimeoutError."""
@@ -82,24 +92,42 @@ class LagReader:
         before_ms = time.time_ns() // 1_000_000 - self._old_ms
         times = [TopicPartition(part.topic, part.partition, before_ms) for part in parts]
         young = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
-        behind, old, taken = {}, 0, 0
+        behind, begins, old, taken = {}, {}, 0, 0
         for part in parts:
             place = part.topic, part.partition
             begin, end = asking.get_watermark_offsets(part, timeout=ADMIN_SECONDS_MAX)
             # Nothing committed, or what was is no longer there: the group will begin at what is left.
             following = max(begin, committed.get(place, -1))
             behind[place] = end - following
+            begins[place] = following
             taken += following
             # A negative offset: nothing younger is there.
             old += max(0, (young[place] if young[place] >= 0 else end) - following)
-        return GroupLag(name, behind, old, taken)
+        waiting = [TopicPartition(*place, begins[place]) for place, records in behind.items() if records]
+        return GroupLag(name, behind, old, taken, self._oldest_seconds(asking, waiting) if self._ages else 0.0)
+
+    def _oldest_seconds(self, asking: Consumer, waiting: Sequence[TopicPartition]) -> float:
+        """Return the age of the oldest of the records at these offsets. Kafka is asked by time: none is read."""
+        now_ms = time.time_ns() // 1_000_000
+        young_ms, old_ms = AGE_MS_MIN, max(AGE_MS_MIN, self._retention_ms)
+        for _ in range(AGE_ROUNDS if waiting else 0):
+            middle_ms = round(math.sqrt(young_ms * old_ms))
+            times = [TopicPartition(part.topic, part.partition, now_ms - middle_ms) for part in waiting]
+            since = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
+            # A negative offset: nothing is as young as that.
+            older = [part for part in waiting if not 0 <= since[part.topic, part.partition] <= part.offset]
+            if older:
+                waiting, young_ms = older, middle_ms
+            else:
+                old_ms = middle_ms
+        return old_ms / 1000 if waiting else 0.0
 
 
 class LagWatch:
     """Looks every LOOK_SECONDS, on a thread of its own."""
 
     def __init__(self, settings: Settings) -> None:
-        self._reader = LagReader(settings)
+        self._reader = LagReader(settings, ages=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nearkin-lag", daemon=True)
 
@@ -129,6 +157,7 @@ class LagWatch:
             for place, records in found.behind.items():
                 metrics.LAG.labels(found.group, *map(str, place)).set(records)
             metrics.OLD_LAG.labels(found.group).set(found.old)
+            metrics.LAG_SECONDS.labels(found.group).set(found.oldest_seconds)
         if not self._stop.is_set():
             metrics.LAG_SEEN.set(time.time())
 
