@@ -54,7 +54,7 @@ class GroupLag:
     """Of the records that wait, those older than half of kafka.retention_hours."""
     taken: int
     oldest_seconds: float = 0.0
-    """Age of the oldest record that waits: 5 % too much at most, a second at least; 0 for none, or where `ages` is off."""
+    """Age of the oldest record that waits: 5 % too much at most, a second at least; 0 for none, or without `ages`."""
 
 
 class LagReader:
