@@ -142,6 +142,8 @@ class BaseSettings:
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
     """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
     cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 160 * MIB
+    try_all: bool = False
+    """Try old neighbours also in blobs where few of them turn out to be bases: docs/decisions/0023."""
 
 
 @dataclass(frozen=True)
@@ -589,6 +591,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     # As few bytes as it can, for what is written once and seldom read: docs/decisions/0019.
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
+        "base": {"try_all": True},
         "delta": {"max_depth": 32},
         "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
         "container": {"target_bytes": 24 * MIB},

@@ -44,3 +44,7 @@ def test_each_blob_is_judged_by_itself_and_several_at_once_always_tried() -> Non
 
 def test_a_small_blob_is_always_tried() -> None:
     assert all(fed(Trials(), "a", 100, found=0, tried=CHUNKS_MIN // 100 - 1))
+
+
+def test_with_a_share_of_nothing_all_are_tried() -> None:
+    assert all(fed(Trials(0), "a", 50, found=0))

@@ -36,7 +36,7 @@ from nearkin_delta.blocks import BlockCloser, Keeper
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.gaps import Alignment, Mark
-from nearkin_delta.trials import Trials
+from nearkin_delta.trials import FEW, Trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class DeltaStage:
         self._alignment = Alignment()
         self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper)
         self._found_near: Chosen | None = None
-        self._trials = Trials()
+        self._trials = Trials(0 if settings.base.try_all else FEW)
         self.builder = self._new_builder((1, 2))
 
     def _new_builder(self, ratio: tuple[int, int]) -> ContainerBuilder:

@@ -22,7 +22,9 @@ EVERY = 4
 class Trials:
     """Whether the next batch's neighbours are tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, few: float = FEW) -> None:
+        """`few`: below which share of finds batches are left out; 0: none ever."""
+        self._few = few
         self._blob: Hashable = None
         self._tried = self._found = self._skipped = 0
 
@@ -31,7 +33,7 @@ class Trials:
         if blob is None or blob != self._blob:
             self._blob = blob
             self._tried = self._found = self._skipped = 0
-        if self._tried < CHUNKS_MIN or self._found >= FEW * self._tried or self._skipped >= EVERY - 1:
+        if self._tried < CHUNKS_MIN or self._found >= self._few * self._tried or self._skipped >= EVERY - 1:
             self._skipped = 0
             return True
         self._skipped += 1
