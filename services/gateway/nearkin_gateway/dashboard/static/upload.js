@@ -29,10 +29,13 @@ export function setUp(form) {
     for (const file of chosen) waiting.push(new Upload(file, prefix.value + file.name, form.querySelector("#uploads")));
     next();
   };
-  files.addEventListener("change", () => {
-    begin([...files.files]);
+  const taken = () => {
+    const chosen = [...files.files];
     files.value = "";
-  });
+    if (chosen.length) begin(chosen);
+  };
+  files.addEventListener("change", taken);
+  taken(); // chosen before this script had come
   form.addEventListener("submit", (event) => event.preventDefault());
   for (const kind of ["dragenter", "dragover"]) {
     form.addEventListener(kind, (event) => {
