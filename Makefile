@@ -32,13 +32,15 @@ test: setup ## run every test
 	@$(BIN)/python -m nearkin.testing.programs
 	@$(BIN)/python -m pytest -n 4 --dist loadfile
 
-soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 kills, 20,000 flipped bits (an hour; prints seeds)
+soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 kills, 90 of services, 20,000 flipped bits (two hours; prints seeds)
 	@$(BIN)/python -m nearkin.testing.planted
 	@$(BIN)/python -m nearkin.testing.soak --disk
-	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_races.py
+	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_races.py tests/fault/test_rounds_beside_puts.py
 	@$(BIN)/python -m nearkin.testing.soak --kills 2000
+	@$(BIN)/python -m nearkin.testing.deaths --kills 90
 	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000
 	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000 --parity rs-8-2
+	@$(BIN)/python -m nearkin.testing.bitflips --flips 5000 --parity rs-8-2 --encrypted
 
 fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps what is at fault in fuzz-faults/
 	@$(BIN)/python -m nearkin.testing.fuzz --inputs 200000 --regressions tests/fuzz --keep fuzz-faults

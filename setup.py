@@ -3,6 +3,7 @@
 The xdelta3 C library comes from the `xdelta3` build requirement, found without importing it (its binding is broken).
 """
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,5 +51,6 @@ setup(
             "cdivision": True,
             "freethreading_compatible": True,
         },
-    )
+    ),
+    options={"build_ext": {"parallel": os.cpu_count() or 1}},
 )

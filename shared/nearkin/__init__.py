@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from nearkin.client import connect, connect_async
     from nearkin.client.aio import AsyncRemoteStore
     from nearkin.client.remote import RemoteStore
-    from nearkin.config import Settings, load
+    from nearkin.config import Settings
+    from nearkin.config_layers import load
     from nearkin.errors import (
         BadInput,
         ConfigError,
@@ -60,7 +61,7 @@ _HOME = {
     "Store": "api",
     "open_store": "api",
     "Settings": "config",
-    "load": "config",
+    "load": "config_layers",
     "connect": "client",
     "connect_async": "client",
     "RemoteStore": "client.remote",

@@ -7,26 +7,30 @@ root/index/         lock          tmp/            rebuildable, transient
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from nearkin.config import RetentionPolicy, Settings, load
+from nearkin.config import RetentionPolicy, Settings
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.local_index import LocalIndex
+from nearkin.interrupts import interrupts_wait
+from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.records import (
     Damage,
     Deletion,
     Explanation,
     GcReport,
+    GcState,
     PutResult,
     RebuildReport,
     Repaired,
@@ -42,10 +46,15 @@ from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions, user_and_host
+from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.keyring import Keyring
+from nearkin.store.lock import NAMES as LOCKS
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
-from nearkin.store.objects import AlreadyExists, LocalObjects, sync_folder
-from nearkin.store.opening import with_parity
+from nearkin.store.objects import AlreadyExists, LocalObjects, check_tenant, sync_folder
+from nearkin.store.opening import as_set
+from nearkin.store.parity import ParityObjects
+from nearkin.store.pauses import Pauses
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubStates
 from nearkin.store.shown import shown, units
@@ -53,12 +62,16 @@ from nearkin.store.shown import shown, units
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
     from nearkin.local_repair import LocalRepair
+    from nearkin.runners.cutting import Arenas
+    from nearkin.runners.embedded import EmbeddedWriter
     from nearkin_janitor import Choice, Scrubber, Unsound
     from nearkin_janitor.scrub import Step
 
 __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 
 FORGET_REASON = "forget"
+CLOSE_SECONDS = 30.0
+"""So long the closing of a store waits for a put in another thread."""
 _log = logging.getLogger("nearkin")
 
 
@@ -98,13 +111,13 @@ def open_store(
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err
     objects = LocalObjects(root)
-    covered = with_parity(objects, chosen)
+    covered = as_set(objects, chosen)
     if not exists:
         try:
-            return Store(root, objects, descriptor.create(covered, fingerprint_bits), chosen, clock)
+            return Store(root, objects, covered, descriptor.create(covered, fingerprint_bits), chosen, clock)
         except AlreadyExists:
             pass  # another process made the store meanwhile: it is the one to open
-    return Store(root, objects, descriptor.read(covered), chosen, clock)
+    return Store(root, objects, covered, descriptor.read(covered), chosen, clock)
 
 
 def _folder(path: str | Path) -> tuple[Path, bool]:
@@ -121,7 +134,7 @@ def _folder(path: str | Path) -> tuple[Path, bool]:
         raise StoreUnavailable(f"store {path}: {err.strerror}") from err
     except (ValueError, RuntimeError, TypeError) as err:  # a user without a home; no path at all
         raise BadInput(f"store {path!r}: {err}") from err
-    if descriptor.NAME not in others and others - {"lock", "lock.holder", "tmp"}:
+    if descriptor.NAME not in others and others - {*LOCKS, "tmp", "keys", "parity"}:
         raise BadInput(
             f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
         )
@@ -135,6 +148,7 @@ class Store:
         self,
         root: Path,
         objects: LocalObjects,
+        covered: ParityObjects,
         found: descriptor.Descriptor,
         settings: Settings,
         clock: Callable[[], float] = time.time,
@@ -143,26 +157,35 @@ class Store:
         self._clock = clock
         self.settings = settings
         self._objects = objects
-        self._covered = with_parity(objects, settings)
+        self._covered = covered
         self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
         self._fingerprinters = partial(
             Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits
         )
         self._fingerprinter = self._fingerprinters(settings.tenant)
         domain = self._fingerprinter.domain
-        cache_bytes = max(int(settings.base.cache_bytes), int(settings.restore.cache_bytes))
-        self._containers = ContainerStore(self._covered, domain, cache_bytes)
+        self._cache_bytes = max(int(settings.base.cache_bytes), int(settings.restore.cache_bytes))
+        self._containers = ContainerStore(self._covered, domain, self._cache_bytes)
         self._manifests = ManifestStore(self._covered)
-        self._index = LocalIndex(root, objects, settings, self._fingerprinters, self._containers, self._manifests)
-        self._condemned = CondemnedStore(objects)
-        self._quarantine = Quarantine(objects, clock)
+        self._index = LocalIndex(
+            root, objects, covered, settings, self._fingerprinters, self._containers, self._manifests
+        )
+        self._condemned = CondemnedStore(covered)
+        self._quarantine = Quarantine(covered, clock)
+        self.pauses = Pauses(covered, clock)
         self._deletions = Deletions(
             self._manifests,
             lambda marks: self._index.noting().mark_many(marks),
             clock=clock,
             guard=guard_of(settings.retention, clock),
+            restate=self._index.restate_collected,
         )
         self._putting = False
+        self._put_by = 0
+        """The thread that began the put at work."""
+        self._writer: EmbeddedWriter | None = None
+        """Of that put."""
+        self._arenas: Arenas | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -173,8 +196,26 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Release the lock and the index."""
-        self._index.close()
+        """Release the lock, the index, and what was read: some 200 MB that would wait for the garbage collector.
+
+        A step of a round, or a put, in another thread ends first; the round then goes on, and takes the lock for its
+        steps alone. A put_many of this thread that was left in the middle ends here: what it has not committed it never
+        will, for without the lock another process could collect what it leans on.
+        """
+        crossing, left = self._index.crossing, self._writer
+        if left is not None and self._put_by == threading.get_ident():
+            left.abort()
+            wanted = crossing.beside()
+        else:
+            wanted = crossing.alone(CLOSE_SECONDS, "the closing of the store") if left else crossing.beside()
+        try:
+            with wanted:
+                self._index.close()
+        except StoreLocked as err:  # a step, or a put, that takes long: the process is to end all the same
+            _log.warning("%s; closed", err)
+            self._index.close()
+        self._arenas = None
+        self._containers.forget_read()
 
     # --- put ---------------------------------------------------------------------------------------------------------
 
@@ -214,26 +255,46 @@ class Store:
     ) -> Iterator[PutResult]:
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of another put; let that end first")
-        self._putting = self._index.putting = True
+        check_tenant(self._covered, self.settings.tenant)
+        self._index.crossing.enter()  # left by whichever thread ends this
         try:
+            self._putting, self._put_by = True, threading.get_ident()
+            self._containers.blocks.bound(int(self.settings.base.cache_bytes))  # a put has much else in memory
             yield from self._put_in_groups(items, progress)
         finally:
-            self._putting = self._index.putting = False
+            self._containers.blocks.bound(self._cache_bytes)
+            self._putting, self._writer = False, None
+            self._index.put_ends()
+            self._index.crossing.leave()
 
     def _put_in_groups(
         self, items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]], progress: Progress | None
     ) -> Iterator[PutResult]:
-        from nearkin.runners.embedded import EmbeddedWriter
+        with interrupts_wait():
+            from nearkin.runners.cutting import Arenas
+            from nearkin.runners.embedded import EmbeddedWriter
 
-        index = self._index.writable()
+        if self._arenas is None:
+            self._arenas = Arenas(int(self.settings.runner.batch_bytes))
+        index = self._index.put_begins()
+        if isinstance(self._covered, EncryptedObjects):
+            tenant = self.settings.tenant
+            self._covered.keyring.check_not_lost(tenant, lambda: next(index.catalog(tenant), None) is not None)
         listed = [container for container, _ in self._containers.ids()]
         self._index.forget_missing(listed)
-        self._index.behind = True  # until all is in the index, whatever ends this in between
         failpoint("put.begun")
         last = max(listed, default=0)
         writer = EmbeddedWriter(
-            self.settings, self._fingerprinter, self._containers, self._manifests, index, last, self._clock
+            self.settings,
+            self._fingerprinter,
+            self._containers,
+            self._manifests,
+            index,
+            last,
+            self._clock,
+            self._arenas,
         )
+        self._writer = writer
         with writer:
             waiting = []
             for key, source, metadata, sha256 in items:
@@ -280,7 +341,8 @@ class Store:
         """
         check_prefix(prefix)
         tenant = self.settings.tenant
-        names = self._index.readable().manifest_names(tenant, prefix)
+        check_tenant(self._covered, tenant)
+        names = self._index.read(lambda index: index.manifest_names(tenant, prefix))
         found = []
         for unit in units(names, all_versions=all_versions):
             entry = shown(self._manifests, tenant, unit, all_versions=all_versions)
@@ -295,7 +357,7 @@ class Store:
 
         Deleted versions are among them.
         """
-        return self._index.readable().catalog(tenant, prefix)
+        return self._index.read(lambda index: index.catalog(tenant, prefix))
 
     # --- delete ------------------------------------------------------------------------------------------------------
 
@@ -331,7 +393,8 @@ class Store:
         """
         check_prefix(prefix)
         tenant = self.settings.tenant
-        marked = {entry.key: None for entry in self._index.readable().catalog(tenant, prefix) if entry.sequence}
+        check_tenant(self._covered, tenant)
+        marked = {entry.key: None for entry in self.catalog(tenant, prefix) if entry.sequence}
         return list(self._deletions.listed(tenant, marked, broken or _warn))
 
     def forget(
@@ -389,15 +452,20 @@ class Store:
         """Return sums over the store, all tenants of it, from the index and the object store's listing."""
         from nearkin.sums import stats
 
-        return stats(
-            self._index.readable(),
-            self._containers,
-            self._descriptor_bytes,
-            sum(self._condemned.listed().values()),
-            self._index.bytes_on_disk,
-            parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
-            quarantine_bytes=sum(self._quarantine.listed().values())
-            + sum(ScrubStates(self._objects).listed().values()),
+        quarantine_bytes = sum(self._quarantine.listed().values()) + sum(ScrubStates(self._covered).listed().values())
+        condemned_bytes = sum(self._condemned.listed().values())
+        covered = self._covered
+        return self._index.read(
+            lambda index: stats(
+                index,
+                self._containers,
+                self._descriptor_bytes,
+                condemned_bytes,
+                self._index.bytes_on_disk,
+                parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
+                quarantine_bytes=quarantine_bytes + sum(self.pauses.listed().values()),
+                encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjects) else None,
+            )
         )
 
     def verify(
@@ -436,6 +504,8 @@ class Store:
             self._condemned,
             self._quarantine,
             self._covered,
+            self._index.lists,
+            lambda: (self._index.to_check() or (None, False))[1],
         )
         index, whole = self._index.to_check() or (None, False)
         report = verifier.run(choice, progress, index, index_whole=whole)
@@ -465,7 +535,8 @@ class Store:
         Returns what was repaired, and what is damaged still with the versions it touches. Raises StoreLocked,
         StoreUnavailable.
         """
-        return self._repairs().attend(step.damaged, self._verified)
+        with self._index.crossing.beside():
+            return self._repairs().attend(step.damaged, self._verified)
 
     def repair(self, files: Sequence[str | Path] = ()) -> RepairReport:
         """Verify all, and put right what can be put right; what is left stays in quarantine.
@@ -475,7 +546,8 @@ class Store:
         """
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        return self._repairs().run([Path(file) for file in files])
+        with self._index.crossing.beside():
+            return self._repairs().run([Path(file) for file in files])
 
     def _heal(self) -> None:
         """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
@@ -499,18 +571,31 @@ class Store:
             self.verify,
         )
 
-    def gc(self, *, dry_run: bool = False, deleted_too: bool = False) -> GcReport:
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        deleted_too: bool = False,
+        wait_seconds: float = 0.0,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> GcReport:
         """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
 
         `deleted_too`, of a dry run alone: as if no deleted version could be brought back any more.
 
+        Puts, deletions and restores go on meanwhile, in this process and others: each effect of the round is a turn of
+        0.1 s or so, for which puts wait. It waits for a put at work, at its beginning `wait_seconds`, and for a turn 60
+        s or as long. `go_on` is asked before each container is written or removed, and ends the round by raising.
+
         What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
         time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
-        Corrupt (what a version needs cannot be read: nothing is condemned), StoreLocked, StoreUnavailable.
+        Corrupt (what a version needs cannot be read: nothing is condemned), Paused, StoreLocked, StoreUnavailable,
+        Retryable (a tenant was erased meanwhile).
         """
         from nearkin.local_gc import LocalGc
 
         collection = LocalGc(
+            self.root,
             self.settings,
             self._containers,
             self._manifests,
@@ -519,18 +604,64 @@ class Store:
             self._deletions,
             self._fingerprinters,
             self._clock,
+            self.pauses,
         )
         if deleted_too and not dry_run:
             raise BadInput("deleted_too: only a dry run goes by what has not happened")
         if dry_run:
             return collection.preview(deleted_too=deleted_too)
+        if self._putting and not wait_seconds:
+            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        return collection.run(wait_seconds, go_on)
+
+    def erase_tenant(self, tenant: str) -> int:
+        """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there were.
+
+        Everything of other tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant
+        that has no key can never have one in this store. Raises BadInput (the store is not encrypted), StoreLocked,
+        StoreUnavailable.
+        """
+        if not isinstance(self._covered, EncryptedObjects):
+            raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        return collection.run()
+        from nearkin_janitor.erased import forget_erased
+
+        with self._index.crossing.beside():
+            index = self._index.writable()
+            count = self._covered.keyring.erase(tenant)
+            forget_erased(self._covered, index, tenant)
+            self._containers.forget_read()
+        return count
+
+    @property
+    def keyring(self) -> Keyring:
+        """Return the data keys of an encrypted store. Raises BadInput for another."""
+        if not isinstance(self._covered, EncryptedObjects):
+            raise BadInput(f"store {self.root}: is not encrypted (storage.encryption)")
+        return self._covered.keyring
+
+    def gc_state(self) -> GcState:
+        """Return whether collection is paused, and what waits for its grace to pass. Raises StoreUnavailable."""
+        pause, condemned = self.pauses.read(), self._condemned.read()
+        due_us = min((entry.at_us for entry in condemned.values()), default=None)
+        grace_us = self.settings.gc.grace_seconds * 1_000_000
+        return GcState(
+            None if pause is None else datetime.fromtimestamp(pause.at_us / 1e6, UTC),
+            "" if pause is None else pause.who,
+            len(condemned),
+            None if due_us is None else datetime.fromtimestamp((due_us + grace_us) / 1e6, UTC),
+        )
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
-        """Replace the index by one made from containers and manifests alone, all tenants' alike."""
-        return self._index.rebuild(progress)
+        """Replace the index by one made from containers and manifests alone, all tenants' alike.
+
+        Nothing is put or deleted meanwhile. Raises StoreLocked, StoreUnavailable.
+        """
+        if self._putting:
+            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        with self._index.crossing.alone(BESIDE_SECONDS, "a rebuild of the index"):
+            return self._index.rebuild(progress)
 
 
 def _warn(damage: Damage) -> None:

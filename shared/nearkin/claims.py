@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from nearkin.formats.container import Directory
+from nearkin.formats.directory import Directory
 from nearkin.records import U8, U32, U64, ContainerId
 
 FEATURE_KEY_BYTES = 17

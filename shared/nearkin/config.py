@@ -1,17 +1,13 @@
-"""Settings. Invariant: a value that is refused names its field, itself and what would be right, before anything runs.
+"""Settings: what there are, their defaults, bounds and profiles. Invariant: each field carries the rule it is held to.
 
-Lowest to highest: built-in defaults, the profile, the TOML file, `NEARKIN_*` variables, explicit overrides.
+Where their values come from: nearkin/config_layers.py.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
 from nearkin.config_rules import (
     Between,
@@ -19,24 +15,17 @@ from nearkin.config_rules import (
     OneMatch,
     OneOf,
     ParityScheme,
-    Refused,
     ServerUrl,
     Share,
     Size,
     Text,
     Token,
     TopicTenants,
-    Unknown,
 )
-from nearkin.errors import ConfigError, choose
 from nearkin.limits import DEPTH_MAX, GIB, KEY_BYTES_MAX, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-
-ENVIRONMENT_PREFIX = "NEARKIN_"
-OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint"})
-"""`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
+    pass
 
 CHUNKERS = ("fastcdc", "leastcdc", "rabin", "inck", "fixed", "whole")
 FEATURES = ("finesse", "ntransform", "odess", "none")
@@ -51,13 +40,14 @@ SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 LOG_FORMATS = ("text", "json")
 NULL_VALUES = ("reject", "skip")
 STORE_FOLDERS = (
-    *("containers", "manifests", "gc", "parity", "quarantine", "scrub"),
-    *("index", "tmp", "nearkin.json"),
+    *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys"),
+    *("index", "tmp", "uploads", "nearkin.json"),
 )
+ENCRYPTIONS = ("none", "aes-256-gcm")
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 SECRETS = frozenset(
     {
-        *("token", "kafka.sasl_password", "redis.password"),
+        *("token", "kafka.sasl_password", "redis.password", "storage.key"),
         *("object_store.secret_access_key", "object_store.session_token"),
     }
 )
@@ -142,6 +132,7 @@ class BaseSettings:
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
     """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
     cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 160 * MIB
+    """Of decoded blocks, in a put; restores have `restore.cache_bytes` where these are more."""
     try_all: bool = False
     """Try old neighbours also in blobs where few of them turn out to be bases: docs/decisions/0023."""
 
@@ -192,6 +183,24 @@ class StorageSettings:
     parity: Annotated[str, ParityScheme()] = "none"
     """rs-K-M: containers, manifests and descriptor are cut into K shards, and M of Reed-Solomon parity (needs the extra
     `parity`) lie beside: what is damaged in up to M of K + M places repairs itself, for M / K of the bytes more."""
+    encryption: Annotated[str, OneOf(ENCRYPTIONS)] = "none"
+    """aes-256-gcm: all objects are sealed, each tenant's by keys of its own (needs the extra `encryption`). A store is
+    made with or without, and stays so."""
+    key_file: Annotated[str | None, Text(4096)] = None
+    """Holds the key-encryption keys, the newest first: `nearkin keys generate FILE`. Not readable by everybody."""
+    key: Annotated[str | None, Text(4096)] = field(default=None, repr=False)
+    """The same keys as text, for NEARKIN_STORAGE__KEY; in place of a file."""
+
+    def __post_init__(self) -> None:
+        """Refuse encryption without a key, two sources of keys, and keys that would not be used."""
+        given = [name for name in ("key_file", "key") if getattr(self, name) is not None]
+        if self.encryption != "none" and len(given) != 1:
+            raise ValueError(
+                f"encryption {self.encryption}: want key_file or key, {'not both' if given else 'and neither is set'}; "
+                "`nearkin keys generate FILE` makes a key"
+            )
+        if self.encryption == "none" and given:
+            raise ValueError(f'{given[0]} is set, and encryption is "none": set encryption = "{ENCRYPTIONS[1]}"')
 
 
 @dataclass(frozen=True)
@@ -419,7 +428,7 @@ class GcSettings:
     mode: Annotated[str, OneOf(GC_MODES)] = MARK_SWEEP
     """When a round marks, which alone condemns and frees: always, or where `hybrid` (counts of what changed),
     `refcount` or `expiry` nominate something, something condemned is due, or a week has passed. Services only mark."""
-    grace_seconds: Annotated[int, Between(0, 315_360_000)] = 86_400
+    grace_seconds: Annotated[int, Between(0, 315_360_000)] = 43_200
     """How long it stays condemned before it goes: longer than a restore may take, and twice as long as a blob may be on
     its way through the services; one that took longer is looked at again, and failed if it needs what has gone."""
     compact_below: Annotated[float, Share(0.95)] = 0.9
@@ -428,7 +437,8 @@ class GcSettings:
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400
-    """How often a round is done by an embedded gateway, or by the janitors of a fleet together; 0: never."""
+    """How often a round is done by an embedded gateway, or by the janitors of a fleet together; 0: never. One more
+    frees what it condemned, where the grace is at most three quarters of this."""
     services_ended: bool = False
     """The services behind Kafka, which have written this store, never will again: else their janitor alone collects."""
 
@@ -445,7 +455,7 @@ class ServiceSettings:
     """Workers take no more messages; what they hold is finished."""
 
 
-_PLAIN: dict[str, ServerUrl | Token | None] = {"store": None, "server": ServerUrl(), "token": Token()}
+PLAIN_FIELDS: dict[str, ServerUrl | Token | None] = {"store": None, "server": ServerUrl(), "token": Token()}
 """Settings that every command may be given: read and checked without pydantic, whose import takes 130 ms."""
 
 
@@ -528,7 +538,19 @@ class LogSettings:
     __pydantic_config__ = _FORBID
 
     format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
-    """json: an object a line; of work on a blob with `blob`, `tenant` and the caller's `trace`."""
+    """json: an object a line; of work on a blob with `blob`, `tenant`, `trace_id` and `span_id`."""
+
+
+@dataclass(frozen=True)
+class TracingSettings:
+    """Traces to an OpenTelemetry collector, by OTLP over HTTP (docs/operations.md)."""
+
+    __pydantic_config__ = _FORBID
+
+    endpoint: Annotated[str | None, ServerUrl()] = None
+    """The collector's URL, such as http://otel-collector:4318. Unset: nothing is traced."""
+    ratio: Annotated[float, Share(1.0)] = 0.01
+    """Share of the requests that are traced. One that brings a trace context is traced as that says."""
 
 
 @dataclass(frozen=True)
@@ -540,9 +562,9 @@ class Settings:
     profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
     store: str | None = None
     """Folder of the local store."""
-    server: Annotated[str | None, _PLAIN["server"]] = None
+    server: Annotated[str | None, PLAIN_FIELDS["server"]] = None
     """URL of a gateway, used instead of a local store."""
-    token: Annotated[str | None, _PLAIN["token"]] = field(default=None, repr=False)
+    token: Annotated[str | None, PLAIN_FIELDS["token"]] = field(default=None, repr=False)
     """What the gateway knows the caller by."""
     tenant: Annotated[str, Text(TENANT_BYTES_MAX)] = "default"
     chunker: ChunkerSettings = ChunkerSettings()
@@ -570,6 +592,7 @@ class Settings:
     auth: AuthSettings = AuthSettings()
     monitor: MonitorSettings = MonitorSettings()
     logs: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""
@@ -591,10 +614,11 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     # As few bytes as it can, for what is written once and seldom read: docs/decisions/0019.
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
-        "base": {"try_all": True},
+        "base": {"try_all": True, "cache_bytes": 88 * MIB},
         "delta": {"max_depth": 32},
         "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
         "container": {"target_bytes": 24 * MIB},
+        "restore": {"cache_bytes": 160 * MIB},
     },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {
@@ -606,165 +630,3 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     },
 }
 assert tuple(PROFILES) == PROFILE_NAMES
-
-
-class Origin(NamedTuple):
-    """A value as it may be shown, and its source.
-
-    This is `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`.
-    """
-
-    value: object
-    source: str
-
-
-def load(
-    config_file: str | Path | None = None, overrides: Mapping[str, object] | None = None
-) -> tuple[Settings, dict[str, Origin]]:
-    """Return the settings and, by dotted name, where each came from.
-
-    `overrides` is nested as the settings are. Raises ConfigError, one line, for anything that does not fit.
-    """
-    layers: list[tuple[str, dict[str, Any]]] = []
-    if config_file is not None:
-        layers.append((f"file {config_file}", _read_toml(Path(config_file))))
-    layers.append(("environment", _read_environment()))
-    if overrides:
-        layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
-    profile = next((layer["profile"] for _, layer in reversed(layers) if "profile" in layer), "default")
-    if not isinstance(profile, str) or profile not in PROFILES:
-        raise choose("profile", profile, PROFILES)
-    layers.insert(0, (f"profile {profile}", {name: dict(values) for name, values in PROFILES[profile].items()}))
-    merged: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, layer in layers:
-        _merge(merged, layer, source, sources, "")
-    settings = _validated(merged, sources)
-    return settings, {
-        name: Origin(_shown(name, value), _named(_source_of(name, sources), name))
-        for name, value in _flatten(asdict(settings))
-    }
-
-
-def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
-    """Return `settings` with nested `changes` merged in (RFC 7396 without deletion), validated again."""
-    merged = asdict(settings)
-    _merge(merged, changes, "argument", {}, "")
-    return _validated(merged, {})
-
-
-def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
-    if all(name in _PLAIN and isinstance(value, str) for name, value in merged.items()):
-        checked: dict[str, Any] = {name: _plain(name, value, sources) for name, value in merged.items()}
-        return replace(Settings(), **checked)
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(Settings).validate_python(merged)
-    except ValidationError as err:
-        raise _one_line(err, sources) from err
-
-
-def _plain(name: str, value: str, sources: Mapping[str, str]) -> str:
-    """Check one of _PLAIN as pydantic would: the same refusals in the same words."""
-    rule = _PLAIN[name]
-    try:
-        return value if rule is None else rule.check(value)
-    except Refused as err:
-        raise _refused(name, value, err, sources) from err
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError as err:
-        raise ConfigError(f'config file "{path}": no such file') from err
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
-        raise ConfigError(f'config file "{path}": {err}') from err
-
-
-def _read_environment() -> dict[str, Any]:
-    given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
-    sections = {name for name in Settings.__dataclass_fields__ if name not in _PLAIN}
-    for name in sorted(given):
-        first = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
-        if first not in sections | set(_PLAIN) | OTHER_VARIABLES:
-            raise ConfigError(f"environment {name}: no such setting; `nearkin config` lists them all")
-    if not any(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0] in sections for name in given):
-        plain = {name: os.environ.get(f"{ENVIRONMENT_PREFIX}{name.upper()}") for name in _PLAIN}
-        return {name: value for name, value in plain.items() if value is not None}
-    from pydantic import create_model
-    from pydantic_settings import BaseSettings as FromEnvironment
-    from pydantic_settings import EnvSettingsSource
-
-    fields: dict[str, Any] = {name: (field.type, None) for name, field in Settings.__dataclass_fields__.items()}
-    model = create_model("Environment", __base__=FromEnvironment, __module__=__name__, **fields)
-    model.model_rebuild(_types_namespace=globals())
-    try:
-        return EnvSettingsSource(model, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")()
-    except Exception as err:  # pydantic-settings raises its own type for a section given as broken JSON
-        raise ConfigError(f"NEARKIN_* variables: {err}") from err
-
-
-def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources: dict[str, str], prefix: str) -> None:
-    for name, value in layer.items():
-        if isinstance(value, Mapping):
-            below = into.setdefault(name, {})
-            if not isinstance(below, dict):
-                raise ConfigError(f'{prefix}{name} "{below}": is one value, not a section')
-            _merge(below, value, source, sources, f"{prefix}{name}.")
-        else:
-            into[name] = value
-            sources[f"{prefix}{name}"] = source
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    flat: list[tuple[str, object]] = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat += _flatten(value, f"{prefix}{name}.")
-        else:
-            flat.append((f"{prefix}{name}", value))
-    return flat
-
-
-def _source_of(name: str, sources: Mapping[str, str]) -> str:
-    """Return who set a field; one that takes a table was set by parts."""
-    return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
-
-
-def _shown(name: str, value: object) -> object:
-    if name in SECRET_URLS:
-        return re.sub(r"(?<=://)[^/]*@", f"{HIDDEN}@", str(value))
-    return HIDDEN if name in SECRETS and value is not None else value
-
-
-def _named(source: str, name: str) -> str:
-    return f"environment NEARKIN_{name.replace('.', '__').upper()}" if source == "environment" else source
-
-
-def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
-    """Say the first thing that is wrong: the field, its value, the remedy, and who set it."""
-    first = err.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
-    source = _set_by(field, sources)
-    cause = first.get("ctx", {}).get("error")
-    given = _shown(field, first["input"])
-    if isinstance(cause, Unknown):
-        return ConfigError(f"{choose(field, given, cause.known)}{source}")
-    if isinstance(cause, Refused):
-        return _refused(field, given, cause, sources)
-    if cause is not None:  # a section or the whole: the text names fields and values itself
-        return ConfigError(f"{field}: {cause}" if field else str(cause))
-    if first["type"] == "unexpected_keyword_argument":
-        return ConfigError(f'{field} "{given}": no such setting; `nearkin config` lists them all{source}')
-    return ConfigError(f'{field} "{given}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')
-
-
-def _refused(name: str, value: object, why: Refused, sources: Mapping[str, str]) -> ConfigError:
-    return ConfigError(f'{name} "{_shown(name, value)}": {why}{_set_by(name, sources)}')
-
-
-def _set_by(name: str, sources: Mapping[str, str]) -> str:
-    return f" (set by {_named(sources[name], name)})" if name in sources else ""

@@ -40,6 +40,10 @@ class Retained(Permanent):
     """A version may not be deleted yet, by nobody: it is younger than retention.min_age_seconds."""
 
 
+class Paused(Permanent):
+    """Garbage collection is paused, until somebody resumes it."""
+
+
 class NotFound(Permanent):
     """The store has no such key or version."""
 
@@ -48,8 +52,16 @@ class StoreUnavailable(Retryable):
     """The object store or the index could not be reached or has no room."""
 
 
+class NoRoom(StoreUnavailable):
+    """The store's device is full: what was to be written is not there."""
+
+
 class IndexUnfinished(StoreUnavailable):
     """The index's file is there, what belongs in it is not: as good as no index."""
+
+
+class IndexClosed(StoreUnavailable):
+    """The index was closed by another thread, which puts another one in its place, or closes the store."""
 
 
 class StoreLocked(Retryable):
@@ -58,6 +70,10 @@ class StoreLocked(Retryable):
 
 class SourceFailed(Retryable):
     """The caller's file or stream failed while it was read; the cause is the error it gave. Nothing was stored."""
+
+
+class Erased(Permanent):
+    """A tenant's keys were erased: what they sealed is there, perhaps, and can never be read again. No damage."""
 
 
 class FormatTooNew(Permanent):

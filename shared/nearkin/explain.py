@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from nearkin.formats.container import PATCH
+from nearkin.formats.layout import PATCH
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import finder_name
 from nearkin.records import (

@@ -25,7 +25,7 @@ VARIABLE: Final = "NEARKIN_FAILPOINT"
 SLEEP_SECONDS_MAX: Final = 60.0
 ARMED_MAX: Final = 64
 
-POINTS: Final = MappingProxyType(
+STORE_POINTS: Final = MappingProxyType(
     {
         # every object: containers, manifests, marks, records (nearkin.store.objects)
         "object.begun": "before anything of a new object is written",
@@ -37,6 +37,11 @@ POINTS: Final = MappingProxyType(
         "object.folder-made": "a folder was made that is not durable",
         "object.unlinked": "an object's name is gone, which is not durable",
         "object.removed": "an object is gone for good",
+        "object.replaced": "other bytes have an object's name, which is not durable",
+        # parity (nearkin.store.parity)
+        "parity.begun": "an object is durable, its parity is not there",
+        "parity.put": "its parity is durable",
+        "parity.removed": "parity of an object that is to go is gone, the object is there",
         # put (nearkin.api, nearkin.runners.embedded)
         "put.begun": "the index says that the store may come to hold more than it",
         "put.sealed": "a container is made, nothing of it written",
@@ -47,15 +52,16 @@ POINTS: Final = MappingProxyType(
         "commit.manifests": "3 all manifests of the group are",
         "commit.catalogued": "4 and in the catalog",
         "put.settled": "the index is whole again and says so",
-        # deletion (nearkin.store.deletion)
+        # deletion and undeletion (nearkin.store.deletion)
         "delete.noted": "1 the index knows of the marks",
+        "undelete.newest": "2 the newest version is back, the older ones are not",
         "delete.older": "2 all but the newest version's mark are durable",
         "delete.marked": "3 all marks are",
         # index transactions (nearkin.index.lmdb)
         "index.writing": "a transaction is open and holds its first changes",
         "index.written": "a transaction is durable",
         # garbage collection (nearkin_janitor.collect)
-        "gc.begun": "the lock is held, nothing is read",
+        "gc.begun": "the lock of rounds is held, and the store's for a turn; nothing is read",
         "gc.renewed": "1 the index knows what a new generation holds, the older one is there",
         "gc.replaced": "1 and the older one is gone",
         "gc.sentenced": "2 a mark says that a version never comes back",
@@ -63,11 +69,25 @@ POINTS: Final = MappingProxyType(
         "gc.manifest": "2 a manifest is gone, its marks are there",
         "gc.marks": "2 and its marks are gone",
         "gc.marked": "3 it is known what is reached",
+        "gc.looked": "what was stored since is added to that",
+        "gc.looked-up": "it is known which entries the index is to forget, others may write",
+        "gc.turn": "nobody else writes, and it is known what was stored until now",
+        "gc.turned": "an effect is done, others may write",
+        "gc.swept-planned": "5 it is known what is to go, others may write",
+        "gc.condemned-planned": "6 it is known what is to be condemned, others may write",
         "gc.forgot-due": "4 the index has forgotten what was condemned and goes now",
         "gc.container": "4 a container is gone",
         "gc.forgot": "5 the index has forgotten what is condemned now",
         "gc.recorded": "5 the record of it is durable, older ones are there",
         "gc.done": "5 and older ones are gone",
+        # counts that nominate (nearkin_janitor.ledger): gc.mode hybrid, refcount, expiry
+        "ledger.counted": "a transaction holds what was committed and what is gone since",
+        "ledger.written": "it is durable",
+        "ledger.confirmed": "marking has looked, and the ledger knows",
+        # re-basing (nearkin_janitor.collect): what leans on what goes, beside compaction's steps
+        "rebase.forgot": "the index has forgotten what goes with what leans elsewhere now",
+        "rebase.container": "one container leans on what lives",
+        "rebase.done": "all that were to be are written anew",
         # compaction (nearkin_janitor.collect)
         "compact.made": "a new generation is made, nothing of it written",
         "compact.put": "it is durable, beside the older one",
@@ -81,9 +101,50 @@ POINTS: Final = MappingProxyType(
         "rebuild.complete": "it says that it is complete",
         "rebuild.removed": "the one until now is gone",
         "rebuild.renamed": "the new one is in its place",
+        # quarantine (nearkin.store.quarantine)
+        "quarantine.recorded": "a record is durable, older ones are there",
+        "quarantine.done": "and older ones are gone",
+        # repair and healing (nearkin_janitor.repair, nearkin.local_repair)
+        "repair.replaced": "an object's own bytes are back in its place",
+        "heal.put": "a generation with what was found is durable, beside the broken one",
+        "heal.renewed": "the index knows what it holds",
+        "heal.removed": "the broken one is gone",
+        "heal.released": "what is sound again is out of quarantine",
     }
 )
-"""What has happened where a name stands."""
+"""What has happened where a name stands: in whoever works on a store, services too."""
+SERVICE_POINTS: Final = MappingProxyType(
+    {
+        # gateway (nearkin_gateway.intake)
+        "intake.begun": "nothing of an upload is sent",
+        "intake.sent": "all its frames are sent, its end is not",
+        "intake.durable": "its end is acknowledged, nobody is answered",
+        # every worker's loop (nearkin.runners.kafka.loop)
+        "worker.taken": "1 records are taken, nothing is done",
+        "worker.handled": "2 they are worked on, no offset is committed",
+        "worker.committed": "5 offsets are committed",
+        # chunker, dedup, resemblance (nearkin.runners.kafka.chunking, relaying)
+        "cut.sent": "3 segments of a blob are sent, none acknowledged",
+        "relay.sent": "3 what messages became is sent, none acknowledged",
+        # delta (nearkin.runners.kafka.placing)
+        "place.container": "1 a container is durable",
+        "place.published": "2 and in the index",
+        "place.told": "3 what it holds is told onwards, not acknowledged",
+        "place.flushed": "4 and acknowledged",
+        # committer (nearkin.runners.kafka.committing)
+        "version.manifest": "1 a version's manifest is durable",
+        "version.catalogued": "2 and in the index",
+        "version.told": "3 and told, not acknowledged",
+        # janitor's lease (nearkin.index.redis.lease, nearkin.store.fenced, nearkin_janitor.service)
+        "lease.taken": "the lease is held, nothing is done",
+        "lease.renewed": "it is held for another term",
+        "lease.released": "it is free again",
+        "fence.passed": "it was held a moment ago, and an object is written or removed now",
+        "round.told": "a round's end is told",
+    }
+)
+"""What has happened where a name stands in services alone."""
+POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS})
 
 
 @dataclass(frozen=True, slots=True)

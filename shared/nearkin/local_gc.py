@@ -1,35 +1,50 @@
-"""Garbage collection of a local store. Invariant: one round at a time, and no put beside it: the store's lock is held.
+"""Garbage collection of a local store. Invariant: one round at a time; each of its effects is done while no put runs.
 
 a round (nearkin_janitor.Collector) -> what retention.policies do not keep is deleted, for later rounds to free
+
+The lock of rounds is held throughout, the store's lock for a turn at a time: puts and rounds run side by side, in this
+process and others. docs/decisions/0028-rounds-beside-puts.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from nearkin.config import MARK_SWEEP, Settings
+from nearkin.errors import Corrupt, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
+from nearkin.index.protocols import SupportsCollection
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
-from nearkin.records import GcReport
-from nearkin.retention import keeps_some, outdated
+from nearkin.records import U32, ContainerId, GcReport
+from nearkin.retention import apply_policies
 from nearkin.store.condemned import CondemnedStore
-from nearkin.store.containers import ContainerStore
+from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.deletion import Deletions
+from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.lock import ROUNDS, WriterLock
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Rewriter, Tenants
+from nearkin_janitor.erased import sweep_erased
 
-WHO, REASON = "retention", "retention.policies"
+TURN_SECONDS_MAX = 60.0
+"""So long, or as long as the first, a turn waits for a put; then the round ends, and what was done stays done."""
+PREVIEW_TRIES_MAX = 4
+"""Each but the first means that a round has removed, since it began, what a preview was to read."""
+KEYS_AT_ONCE = 64
+"""Of so many keys versions are deleted in one turn, by the settings' policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalGc:
     """The parts of an open store that a round works on."""
 
+    root: Path
     settings: Settings
     containers: ContainerStore
     manifests: ManifestStore
@@ -38,21 +53,59 @@ class LocalGc:
     deletions: Deletions
     fingerprinter: Callable[[str], Fingerprinter]
     clock: Callable[[], float]
+    pauses: Pauses
 
-    def run(self) -> GcReport:
-        """Do a round. Raises Corrupt, StoreLocked, StoreUnavailable."""
-        index = self.index.writable()
-        failpoint("gc.begun")
+    def run(self, wait_seconds: float, go_on: Callable[[], None]) -> GcReport:
+        """Do a round; at its beginning wait so long for a put. `go_on` ends it, before a step, by raising.
+
+        Raises Corrupt, Paused, StoreLocked, StoreUnavailable.
+        """
+        self.pauses.check()
+        rounds = WriterLock(self.root, "lock.round")
+        rounds.acquire(what=ROUNDS)
         try:
+            with self.index.turn(wait_seconds) as index:
+                failpoint("gc.begun")
+                erased_bytes = sweep_erased(self.condemned.objects, index)
+            # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
+            apart = self.containers.apart(self.condemned.objects)
+            turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
             with self._ledger() as ledger:
-                report = self._collector(ledger).run(index)
+                report = self._collector(apart, ledger, go_on).run_in_turns(turns)
+            report = replace(report, freed_bytes=report.freed_bytes + erased_bytes)
             return self._with_retention(report, dry_run=False)
         finally:
+            rounds.release()
             self.containers.forget_read()  # no later put may lean on what has gone
 
     def preview(self, *, deleted_too: bool) -> GcReport:
-        """Return what `run` would do, and what holds the rest; takes no lock."""
-        return self._with_retention(self._collector().preview(deleted_too=deleted_too), dry_run=True)
+        """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""
+        report, objects = self._previewed(deleted_too), self.condemned.objects
+        if isinstance(objects, EncryptedObjects):
+            report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased()))
+        return self._with_retention(report, dry_run=True)
+
+    def _previewed(self, deleted_too: bool) -> GcReport:
+        for _ in range(PREVIEW_TRIES_MAX):
+            before = self._listed()
+            try:
+                return self._collector(self.containers).preview(deleted_too=deleted_too)
+            except Corrupt as err:
+                if before <= self._listed():
+                    raise
+                self.containers.forget_read()
+                last = err
+        raise Retryable(
+            f"store {self.root}: a round of garbage collection is at work, and removes what this one reads; try again "
+            "when it is done"
+        ) from last
+
+    def _listed(self) -> set[str]:
+        """Return the names of all manifests, and of all containers with their generations."""
+        names = {name for name, _ in self.manifests.names_and_marks()[0]}
+        for container, generations in self.containers.generations().items():
+            names.update(object_name(container, generation) for generation in generations)
+        return names
 
     @contextmanager
     def _ledger(self) -> Iterator[Ledger | None]:
@@ -65,25 +118,72 @@ class LocalGc:
         finally:
             ledger.close()
 
-    def _collector(self, ledger: Ledger | None = None) -> Collector:
+    def _collector(
+        self, containers: ContainerStore, ledger: Ledger | None = None, go_on: Callable[[], None] = lambda: None
+    ) -> Collector:
+        def check() -> None:
+            go_on()
+            self.pauses.check()
+
         tenant = self.settings.tenant
         tenants = Tenants(self.fingerprinter, [tenant], self.manifests)
         recoder = BlockRecoder(self.settings)
-        rewriter = Rewriter(self.containers, tenants, self.fingerprinter(tenant), recoder)
+        rewriter = Rewriter(containers, tenants, self.fingerprinter(tenant), recoder)
         chosen, clock = self.settings.gc, self.clock
-        return Collector(self.containers, self.manifests, self.condemned, chosen, rewriter, clock=clock, ledger=ledger)
+        return Collector(
+            containers,
+            self.manifests,
+            self.condemned,
+            chosen,
+            rewriter,
+            clock=clock,
+            ledger=ledger,
+            go_on=check,
+        )
 
     def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:
         """Delete what the settings' policies do not keep, of all tenants; marks take bytes, which the report counts."""
-        retention, marks_bytes = self.settings.retention, 0
-        if not any(map(keeps_some, retention.policies)):
+        if not self.settings.retention.policies:
             return report
-        keys = dict.fromkeys((tenant, entry.key) for tenant, entry in self.index.readable().catalogs())
-        going = list(outdated(retention, keys, self.manifests, self.clock()))
-        for tenant, info in going:
-            mark = Mark(tenant, info.key, info.version, 1, Kind.DELETED, 0, 0, NO_REQUEST, WHO, REASON)
-            marks_bytes += len(encode_mark(mark))
-            if not dry_run:
-                seconds = self.settings.deletion.undelete_seconds
-                self.deletions.delete(tenant, info.key, info.version, undelete_seconds=seconds, who=WHO, reason=REASON)
-        return replace(report, forgotten=len(going), freed_bytes=report.freed_bytes - marks_bytes)
+        catalogs = self.index.read(lambda index: index.catalogs())
+        keys = list(dict.fromkeys((tenant, entry.key) for tenant, entry in catalogs))
+        forgotten = marks_bytes = 0
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            some = keys[start : start + KEYS_AT_ONCE]
+            with nullcontext() if dry_run else self.index.turn(TURN_SECONDS_MAX):
+                versions, size_bytes = apply_policies(
+                    self.settings.retention,
+                    some,
+                    self.manifests,
+                    None if dry_run else self.deletions,
+                    self.settings.deletion.undelete_seconds,
+                    self.clock(),
+                )
+            forgotten, marks_bytes = forgotten + versions, marks_bytes + size_bytes
+        return replace(report, forgotten=forgotten, freed_bytes=report.freed_bytes - marks_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTurns:
+    """Turns of a round in a store of one folder."""
+
+    index: LocalIndex
+    containers: ContainerStore
+    """What puts and restores of this process read through."""
+    wait_seconds: float
+
+    def take(self) -> AbstractContextManager[SupportsCollection]:
+        """Hold the store's lock. Raises StoreLocked, StoreUnavailable."""
+        return self.index.turn(self.wait_seconds)
+
+    def state(self) -> object:
+        """Return what is another after any write: whoever writes tells the index, before or right after."""
+        return self.index.state()
+
+    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
+        """Look up beside puts what a turn lets the index forget: a scan of all of it."""
+        return self.index.look_up(chunks, segments)
+
+    def written(self, container: ContainerId) -> None:
+        """Let go of what was read of a container: no later put may lean on what has gone."""
+        self.containers.forget_read(container)

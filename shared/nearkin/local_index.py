@@ -1,6 +1,9 @@
 """The index of a local store. Invariant: whoever writes gets it whole: nothing that is stored is missing from it.
 
 missing, older or unfinished -> rebuilt      a writer died -> caught up      damage found -> broken entries forgotten
+
+The store's lock is held from the first write to `close`, or, by a round of garbage collection, for a turn. Threads of
+one Store write and list at once: who reads an index that another one takes the place of asks again.
 """
 
 from __future__ import annotations
@@ -8,33 +11,41 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from nearkin.config import Settings
-from nearkin.errors import FormatTooNew, IndexUnfinished, StoreLocked, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, IndexUnfinished, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.condemned import Record
-from nearkin.index.protocols import Marked
-from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
-from nearkin.store.condemned import CondemnedStore
-from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.lock import WriterLock
+from nearkin.interrupts import interrupts_wait
+from nearkin.local_mending import Mending
+from nearkin.records import U32, ContainerId, RebuildReport
+from nearkin.store.containers import ContainerStore
+from nearkin.store.crossing import Crossing
+from nearkin.store.lock import ROUND, WRITING, WriterLock
 from nearkin.store.manifests import ManifestStore
-from nearkin.store.manifests import object_name as manifest_name
-from nearkin.store.objects import LocalObjects, sync_folder
-from nearkin.store.quarantine import Quarantine, joined
+from nearkin.store.objects import LocalObjects, ObjectStore, sync_folder
 
 if TYPE_CHECKING:  # a get needs no index
     from nearkin.index.catalog import CatalogEntry
+    from nearkin.index.forgetting import Found
     from nearkin.index.lmdb import LmdbIndex
-    from nearkin_janitor import Tenants, Unsound
+    from nearkin_janitor import Unsound
 
+Answer = TypeVar("Answer")
 _log = logging.getLogger("nearkin")
+BESIDE_SECONDS = 10.0
+"""So long a turn waits at least for what else writes here: it is no put, which is asked for before, and short."""
+FORGETTING = "forgetting what is broken"
+READ_TRIES_MAX = 8
+"""Each but the first means that another index was put in its place in the milliseconds since it was asked for."""
+YIELD_SECONDS = 0.02
+"""So long a step of a round lets those go first who wait."""
 
 
 class LocalIndex:
@@ -43,7 +54,8 @@ class LocalIndex:
     def __init__(
         self,
         root: Path,
-        objects: LocalObjects,
+        raw: LocalObjects,
+        objects: ObjectStore,
         settings: Settings,
         fingerprinter: Callable[[str], Fingerprinter],
         containers: ContainerStore,
@@ -51,32 +63,59 @@ class LocalIndex:
     ) -> None:
         self._folder = root / "index"
         self._fresh = root / "index.new"
-        self._objects = objects
-        self._tenant = settings.tenant
+        self._raw = raw
         self._map_bytes = int(settings.index.map_bytes)
-        self._fingerprinter = fingerprinter
         self._domain = fingerprinter(settings.tenant).domain
         self._containers = containers
         self._manifests = manifests
+        self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
         self._lock = WriterLock(root)
-        self._writing = False
+        self._held = ""
+        """What the lock is held for: WRITING, until `close`; ROUND, for a turn alone; FORGETTING, until that is done.
+        One word, read without a lock."""
+        self._changing = threading.RLock()
+        """Held while the index, or the lock, is taken or let go of. Who waits for the crossing does not hold it."""
+        self._swapping = threading.Lock()
+        """Held while one index takes another's place; nobody waits with it."""
+        self._forgetting = 0
+        """How many do."""
+        self._noted = False
+        """Whether the index says so because of a note in that turn."""
+        self._said = False
+        """Whether the index says, because of this Store, that the store may hold more than it."""
+        self.crossing = Crossing(str(root))
         self._index: LmdbIndex | None = None
         self.putting = False
         """Whether a put is at work, and adds to the index itself."""
+        self._puts = 0
+        """How many have begun."""
         self.behind = False
         """Whether the store may hold more than the index: set while a put is at work, left set where one failed."""
 
     def close(self) -> None:
         """Release the lock and the index."""
-        if self._index is not None:
-            if self._writing and not self._index.read_only and not self.behind:
+        with self._changing:
+            index = self._index
+            if index is not None and self._held and self._said and not self.behind:
                 with suppress(StoreUnavailable):  # then the next writer looks for what is missing, and finds nothing
-                    self._index.mark_behind(False)
-            self._index.close()
-            self._index = None
-        if self._writing:
-            self._lock.release()
-            self._writing = False
+                    index.mark_behind(False)
+            self._replaced(None)
+            self._said = False
+            if self._held:
+                self._held = ""
+                self._lock.release()
+
+    def put_begins(self) -> LmdbIndex:
+        """Return the index for a put, whole, and count as behind until the put says that all it stored is in it."""
+        with self._changing:
+            index = self.writable()
+            self._puts += 1
+            self.putting = self.behind = True
+            return index
+
+    def put_ends(self) -> None:
+        """Say that no put is at work any more; the index is behind where one failed."""
+        self.putting = False
 
     @property
     def gc_folder(self) -> Path:
@@ -89,226 +128,295 @@ class LocalIndex:
         return sum(entry.stat().st_blocks * 512 for entry in self._folder.rglob("*") if entry.is_file())
 
     def writable(self) -> LmdbIndex:
-        """Take the lock and return the index, whole. Raises StoreLocked, StoreUnavailable, FormatTooNew."""
-        self._take_lock()
-        if self._index is not None and self._index.read_only:
-            self._index.close()
-            self._index = None
-        if self._index is None:
-            self._index = self._complete() or self._rebuilt()
-            self.behind = self._index.behind
-            if self.behind:
-                self._restate_marks(self._index)
-            else:
-                self._index.mark_behind(True)
-        if self.behind:
-            self._catch_up(self._index)
-            self.behind = False
-        return self._index
+        """Take the lock and return the index, whole but for what a put at work adds to it itself.
+
+        Raises StoreLocked, StoreUnavailable, FormatTooNew.
+        """
+        with self._changing:
+            self._take_lock()
+            self._held = WRITING
+            index = self._opened()
+            if not self._said:
+                self.behind = index.behind
+                if self.behind:
+                    self._mending.restate_marks(index)
+                else:
+                    index.mark_behind(True)
+                self._said = True
+            if self.behind and not self.putting:
+                self._mending.catch_up(index)
+                self.behind = False
+            return index
+
+    @contextmanager
+    def turn(self, wait_seconds: float) -> Iterator[LmdbIndex]:
+        """Hold the lock for a step of a round, and give the index, whole; wait so long for who writes.
+
+        Nobody else writes meanwhile, here or elsewhere. Raises StoreLocked, StoreUnavailable, FormatTooNew.
+        """
+        with self.crossing.alone(max(wait_seconds, BESIDE_SECONDS)):
+            if self._held:  # it is this Store's, and stays so
+                yield self.writable()
+                return
+            began = time.monotonic()
+            while self._lock.wanted and time.monotonic() - began < wait_seconds:  # whoever waits goes first
+                time.sleep(YIELD_SECONDS)
+            self._take_lock(wait_seconds, ROUND)
+            try:
+                index = self._opened()
+                if index.behind:  # whoever said so is dead: the lock was free
+                    self._mending.restate_marks(index)
+                    self._mending.catch_up(index)
+                    index.mark_behind(False)
+                yield index
+                if self._noted:
+                    index.mark_behind(False)
+            finally:
+                self._noted = False
+                if self._held == ROUND:
+                    self._held = ""
+                    self._lock.release()
+
+    def state(self) -> object:
+        """Return what is another after any write of whoever writes the store: first they tell the index."""
+        index = self._index
+        if index is None or not index.current:
+            return object()
+        try:
+            return index.last_written
+        except IndexClosed:  # by another thread, just now
+            return object()
+
+    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> Found | None:
+        """Return what the index is to forget in a later turn, looked up beside whoever writes; None: not looked up."""
+        index = self._index
+        try:
+            return index.look_up(chunks, segments) if index is not None and index.current else None
+        except IndexClosed:
+            return None
 
     def noting(self) -> LmdbIndex:
         """Return the index for a note beside whatever put is at work here. Raises as `writable` does."""
-        index = self._index
-        return index if self._writing and index is not None and not index.read_only else self.writable()
+        index, held = self._index, self._held
+        if index is not None and not index.read_only and held:
+            if held == WRITING:
+                return index
+            if self.crossing.mine:
+                index.mark_behind(True)
+                self._noted = True
+                return index
+        with self.crossing.beside():
+            return self.writable()
+
+    def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Put what is there of marks of versions that a round has collected in place of what was noted of them since.
+
+        A step of a round ends first. Raises as `writable` does.
+        """
+        with self.crossing.beside():
+            self.noting().restate_marks(self._mending.collected_marks(tenant, key, versions))
 
     def readable(self) -> LmdbIndex:
         """Return the index for reading; one that is not whole is mended first, unless a writer is at work."""
-        if self._index is not None and not self._index.current:
-            self._index.close()
-            self._index = None
-        if self._index is not None and self.behind and not self.putting:
+        index = self._at_hand()
+        if index is not None and self.behind and not self.putting:
             # A put failed, and may still have committed: its listing must not lag behind what a get answers.
-            with suppress(StoreLocked, StoreUnavailable):
+            with suppress(StoreLocked, StoreUnavailable), self.crossing.beside():
                 return self.writable()
-        if self._index is None:
-            if not (self._folder / "data.mdb").is_file():
-                self._mend()
+        if index is not None:
+            return index
+        if not (self._folder / "data.mdb").is_file():
+            self._mend()
+        try:
+            index = self._open(read_only=True)
+        except IndexUnfinished:
+            self._mend()
+            index = self._open(read_only=True)
+        if not index.complete or index.behind:
+            index.close()
             try:
-                index = self._open(read_only=True)
-            except IndexUnfinished:
                 self._mend()
+            except (StoreLocked, StoreUnavailable):  # a writer is at work: what it has committed is there
                 index = self._open(read_only=True)
-            if not index.complete or index.behind:
-                index.close()
-                try:
-                    self._mend()
-                except (StoreLocked, StoreUnavailable):  # a writer is at work: what it has committed is there
-                    index = self._open(read_only=True)
-                    if not index.complete:
-                        index.close()
-                        raise
-                else:
-                    index = self._open(read_only=True)
-            self._index = index
-        return self._index
+                if not index.complete:
+                    index.close()
+                    raise
+            else:
+                index = self._open(read_only=True)
+        return self._kept(index)
+
+    def _at_hand(self) -> LmdbIndex | None:
+        """Return the index that is open, unless another one lies in its place; a writer's own is what it writes."""
+        index = self._index  # without the lock: whoever has that may wait for another process
+        return index if index is not None and (self._held or index.current) else None
+
+    def _kept(self, index: LmdbIndex) -> LmdbIndex:
+        """Return an index for reading that others may use too, or the one that they have by now."""
+        with self._swapping:
+            there = self._at_hand()
+            unused = self._index if there is None else index
+            if there is None:
+                self._index = index
+        if unused is not None and unused is not there:
+            unused.close()
+        return there or index
+
+    def _replaced(self, index: LmdbIndex | None) -> None:
+        """Take up an index in the place of the one until now, whose readers ask again."""
+        with self._swapping:
+            before, self._index = self._index, index
+        if before is not None:
+            before.close()
+
+    def read(self, ask: Callable[[LmdbIndex], Answer]) -> Answer:
+        """Return what `ask` makes of the index for reading; asked again where another one took its place meanwhile."""
+        for _ in range(READ_TRIES_MAX):
+            with suppress(IndexClosed):
+                return ask(self.readable())
+        raise IndexClosed(f"index {self._folder}: was closed {READ_TRIES_MAX} times while it was read; try again")
 
     def remembered(self) -> list[tuple[str, CatalogEntry]]:
         """Return (tenant, version) of all where there is a sound index: `verify` can do without, and makes none."""
-        if self._index is None and not (self._folder / "data.mdb").is_file():
-            return []
         try:
-            index = self._index or self._open(read_only=True)
-            if not index.complete:
-                index.close()
-                return []
-            self._index = index
-            return list(index.catalogs())
+            if self._at_hand() is None:
+                if not (self._folder / "data.mdb").is_file():
+                    return []
+                index = self._open(read_only=True)
+                if not index.complete:
+                    index.close()
+                    return []
+                self._kept(index)
+            return self.read(lambda index: list(index.catalogs()))
         except (StoreUnavailable, StoreLocked, FormatTooNew):
             return []
+
+    def lists(self, version: tuple[str, str, int]) -> bool | None:
+        """Return whether the index lists (tenant, key, version) by now; None where none is open."""
+        if self.to_check() is None:
+            return None
+        tenant, key, number = version
+        return self.read(lambda index: number in index.versions_of(tenant, key))
 
     def to_check(self) -> tuple[LmdbIndex, bool] | None:
         """Return the index that `remembered` found, and whether it lists all that is committed; None where none is."""
         index = self._index
         if index is None or not index.complete:
             return None
-        return index, not (self.behind if self._writing else index.behind)
+        return index, not (self.behind if self._held else index.behind)
 
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
-        """Replace the index by one made from containers and manifests alone."""
-        from nearkin.index.lmdb import LmdbIndex
-        from nearkin_janitor import rebuild_index
+        """Replace the index by one made from containers and manifests alone. No put is at work: it would miss some."""
+        with interrupts_wait():
+            from nearkin.index.lmdb import LmdbIndex
 
-        self._take_lock()
-        if self._index is not None:
-            self._index.close()
-            self._index = None
+        with self._changing:
+            self._take_lock()
         shutil.rmtree(self._fresh, ignore_errors=True)
-        index = LmdbIndex(self._fresh, self._domain, self._map_bytes)
+        index = LmdbIndex(self._fresh, self._domain, self._map_bytes, durable=False)
         try:
-            report = rebuild_index(
-                self._containers,
-                self._manifests,
-                index,
-                self._tenants(),
-                super_features_of,
-                progress,
-                condemned=self._left_out(),
-            )
-            index.mark_complete()
+            report = self._mending.make(index, progress)
             failpoint("rebuild.complete")
         finally:
             index.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        failpoint("rebuild.removed")
-        try:
-            os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
-            sync_folder(self._fresh.parent)  # or a power cut brings back the old one, which says that it lacks nothing
-        except OSError as err:
-            raise StoreUnavailable(f"index {self._folder}: {err.strerror}; run the same again") from err
-        failpoint("rebuild.renamed")
+        with self._changing:
+            self._replaced(None)
+            self._said = False
+            shutil.rmtree(self._folder, ignore_errors=True)
+            failpoint("rebuild.removed")
+            try:
+                os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
+                sync_folder(self._fresh.parent)  # or a power cut brings the old one back, which says it lacks nothing
+            except OSError as err:
+                raise StoreUnavailable(f"index {self._folder}: {err.strerror}; run the same again") from err
+            failpoint("rebuild.renamed")
         return report
 
     # --- after damage ------------------------------------------------------------------------------------------------
 
     def forget_missing(self, listed: Collection[ContainerId]) -> None:
-        """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held.
-
-        Costs one read of the ids that the index has, 8 bytes each, where none is missing.
-        """
-        index = self.writable()
-        missing = sorted(set(index.container_ids().tolist()).difference(listed))
-        if not missing:
-            return
-        from nearkin_janitor import Soundness
-
-        first = object_name(ContainerId(missing[0]))
-        _log.warning(
-            "%d of the containers that the index names are missing, the first %s: what lay in them is stored anew when "
-            "it is put again; `nearkin verify` names the versions they break",
-            len(missing),
-            first,
-        )
-        soundness = Soundness(self._containers, self._tenants(), self._fingerprinter(self._tenant))
-        unsound = soundness.unsound([*listed, *map(ContainerId, missing)])
-        index.forget(unsound.chunks, unsound.segments, missing)
+        """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held."""
+        self._mending.forget_missing(self.writable(), listed)
 
     def forget(self, unsound: Callable[[], Unsound]) -> bool:
         """Let go of what is broken, `unsound` asked once the lock is held; return whether the index names none of it.
 
-        False where a put is running elsewhere, or nothing can be written here.
+        False where a put is at work, here or elsewhere, or nothing can be written here.
         """
-        had_lock = self._writing
-        try:
-            self._take_lock()
-            found = unsound()
-            if not (self._folder / "data.mdb").is_file():
-                return True  # made anew by the next writer, without what is broken
-            there = {container for container, _ in self._containers.ids()}
-            index = self._index
-            if index is None or index.read_only:
-                if index is not None:
-                    index.close()
-                    self._index = None
-                index = self._open(read_only=False)
+        with self.crossing.beside():
+            puts, quiet = self._puts, not self.putting
             try:
-                if index.complete:
-                    missing = [int(container) for container in index.container_ids() if int(container) not in there]
-                    index.forget({**found.chunks, **dict.fromkeys(missing)}, found.segments, missing)
-            finally:
-                if index is not self._index:
-                    index.close()
-        except (StoreLocked, StoreUnavailable, FormatTooNew):
-            return False
+                with self._lock_to_forget():
+                    self._forgotten(unsound)
+            except (StoreLocked, StoreUnavailable, FormatTooNew):
+                return False
+            # One that was at work meanwhile may have leaned on what is broken, and told the index after this did.
+            return quiet and puts == self._puts
+
+    @contextmanager
+    def _lock_to_forget(self) -> Iterator[None]:
+        """Hold the lock; what was not held before is given back, unless somebody writes meanwhile, and keeps it."""
+        with self._changing:
+            self._take_lock(what=FORGETTING)
+            self._forgetting += 1
+        try:
+            yield
         finally:
-            if not had_lock:
-                self.close()
-        return True
+            with self._changing:
+                self._forgetting -= 1
+                if self._held == FORGETTING and not self._forgetting:
+                    self.close()
+
+    def _forgotten(self, unsound: Callable[[], Unsound]) -> None:
+        found = unsound()
+        if not (self._folder / "data.mdb").is_file():
+            return  # made anew by the next writer, without what is broken
+        index = self._index
+        if index is None or index.read_only:
+            index = self._open(read_only=False)
+        try:
+            if index.complete:
+                published = index.container_ids().tolist()  # before the listing: what comes in between is no miss
+                there = {container for container, _ in self._containers.ids()}
+                missing = [container for container in published if container not in there]
+                index.forget({**found.chunks, **dict.fromkeys(missing)}, found.segments, missing)
+        finally:
+            if index is not self._index:
+                index.close()
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
-    def _take_lock(self) -> None:
-        if not self._writing:
-            self._lock.acquire()
-            self._writing = True
-            self._objects.sweep_scratch()
+    def _take_lock(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
+        if not self._held:
+            self._lock.acquire(wait_seconds, what)
+            self._held = what
+            if what != ROUND:
+                self._raw.sweep_scratch()
             self._containers.forget_read()  # containers may have gone meanwhile
 
-    def _left_out(self) -> Record:
-        """Return what is not to be found again: condemned, or broken when it was last read."""
-        return joined(CondemnedStore(self._objects).read(), Quarantine(self._objects, time.time).read())
-
-    def _tenants(self) -> Tenants:
-        from nearkin_janitor import Tenants
-
-        return Tenants(self._fingerprinter, [self._tenant], self._manifests)
-
-    def _catch_up(self, index: LmdbIndex) -> None:
-        """Add what a writer had stored, and not yet put into the index, when it died or failed."""
-        from nearkin_janitor import rebuild_index
-
-        known = {manifest_name(tenant, entry.key, entry.version): entry.sequence for tenant, entry in index.catalogs()}
-        rebuild_index(
-            self._containers,
-            self._manifests,
-            index,
-            self._tenants(),
-            super_features_of,
-            known_containers=set(index.container_ids().tolist()),
-            known_manifests=set(known),
-            known_marks=known,
-            condemned=self._left_out(),
-        )
-
-    def _restate_marks(self, index: LmdbIndex) -> None:
-        """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
-        by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
-        for tenant, entry in index.catalogs():
-            if entry.sequence:
-                by_key.setdefault((tenant, entry.key), []).append(entry)
-        stated = []
-        for (tenant, key), entries in by_key.items():
-            histories = self._manifests.histories(tenant, key)
-            for entry in entries:
-                there = histories.get(entry.version)
-                sequence, marks_bytes = (there.sequence, there.marks_bytes) if there else (0, 0)
-                if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
-                    stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
-        index.restate_marks(stated)
+    def _opened(self) -> LmdbIndex:
+        """Return the index for writing: the lock is held."""
+        index = self._index
+        if index is not None and (index.read_only or not (self.putting or index.current)):
+            self._replaced(None)
+            index = None
+        if index is None:
+            self._said = False
+            index = self._complete() or self._rebuilt()
+            self._replaced(index)
+        return index
 
     def _mend(self) -> None:
-        """Make the index whole, as a writer would, and let go of the lock: readers must never keep writers out."""
-        self.writable()
-        self.close()
+        """Make the index whole, as a writer would, and let go of the lock: readers must never keep writers out.
+
+        Unless this Store had it before: a put may be at work.
+        """
+        with self.crossing.beside(), self._changing:
+            held = self._held
+            self.writable()
+            if held:
+                self._held = held
+            else:
+                self.close()
 
     def _complete(self) -> LmdbIndex | None:
         index = self._open(read_only=False)
@@ -329,13 +437,7 @@ class LocalIndex:
         return self._open(read_only=False)
 
     def _open(self, *, read_only: bool) -> LmdbIndex:
-        from nearkin.index.lmdb import LmdbIndex
+        with interrupts_wait():
+            from nearkin.index.lmdb import LmdbIndex
 
         return LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only)
-
-
-def super_features_of(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
-    """Return what the sketch of that name gives: what a rebuild needs of the resemblance stage."""
-    from nearkin_resemblance import Sketch
-
-    return Sketch.parse(sketch).super_features(payload, offsets, lengths)

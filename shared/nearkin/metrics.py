@@ -40,12 +40,14 @@ CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
 
 # --- the index and the fleet: the janitor ----------------------------------------------------------------------------
 
-INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index in Redis holds what the store does, 0 until rebuilt.")
+INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index holds what the store does, 0 until rebuilt.", ["index"])
+"""By a label, so that only who knows it says it: without one every process of ours would say 0."""
 REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
 REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
 LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
 OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])
 LAG_SECONDS = Gauge("nearkin_lag_seconds", "Age of the oldest record that a group has not committed yet.", ["group"])
+LAG_BYTES = Gauge("nearkin_lag_bytes", "Bytes of the records that a group has not committed yet, estimated.", ["group"])
 LAG_SEEN = Gauge("nearkin_lag_seen_timestamp_seconds", "When lag was last read from Kafka.")
 
 # --- scrubbing: the janitor, or an embedded gateway ------------------------------------------------------------------
@@ -78,6 +80,13 @@ SENT_BYTES = Counter("nearkin_http_sent_bytes", "Bytes of answers' bodies.")
 
 CONFIG = Info("nearkin_config", "The revision of the hot settings in force.")
 CONFIG_REFUSED = Counter("nearkin_config_refused", "Changes of settings that were refused.")
+
+for _counter, _label in (
+    *((CORRUPT, where) for where in ("scrub", "restore")),
+    *((counter, outcome) for counter in (GC_ROUNDS, REBUILDS) for outcome in ("done", "failed")),
+    (DEAD_LETTERS, "ingest"),
+):
+    _counter.labels(_label)  # there from the start: a first one that comes as 1 is no increase to Prometheus
 
 
 def count_scrubbed(read_bytes: int, objects: int, ended: bool) -> None:

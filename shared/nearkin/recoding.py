@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.config import Settings
-from nearkin.formats.container import PATCH, RAW
+from nearkin.formats.layout import PATCH, RAW
 from nearkin.records import U8, U32, U64, Locations
 from nearkin.stage import Contents
 from nearkin.store.chunks import offsets_of
@@ -73,20 +73,20 @@ class FreshBlocks:
         self._growing: dict[int, tuple[OpenBlock, list[NDArray[np.intp]]]] = {}
         self._ended: list[Anew] = []
 
-    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents) -> U8:
+    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
         """Take the chunks that one of `bases` is worth it for; return how deep each is then at most, 0 for the others.
 
-        They lie one behind the other in `payload`. Raises Corrupt where a block does not decode again.
+        `depths_below` uint8[n]: each takes only bases that are less deep. They lie one behind the other in `payload`.
+        Raises Corrupt where a block does not decode again.
         """
-        from nearkin_delta.bases import Targets, try_bases
+        from nearkin_delta.bases import Targets, try_shallower
         from nearkin_delta.builder import Prefixes
 
         count, offsets = len(rows), offsets_of(lengths)
         best, depths = Locations.empty(count), np.zeros(count, np.uint8)
         prefixes: Prefixes | None = None
         if bases.available.any():
-            one, all_bases = np.array([0, count], np.uint32), np.array([0, len(bases.lengths)], np.uint32)
-            chosen = try_bases(Targets(payload, offsets, lengths), one, bases, all_bases)
+            chosen = try_shallower(Targets(payload, offsets, lengths), bases, depths_below)
             mine, used = np.flatnonzero(chosen.found), chosen.rows
             depths[mine] = chosen.depths[mine] + 1
             first = chosen.rows[chosen.bounds[mine]]

@@ -319,6 +319,8 @@ class VerifyReport:
     """Entries of the index that were compared with containers; None: it was not looked at, or a put was running."""
     parity_missing: tuple[str, ...] = ()
     """Objects that should have parity by the settings, and have none: `repair` adds it."""
+    erased_objects: int = 0
+    """Of tenants that were erased: nobody can read them, and `gc` removes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,3 +424,13 @@ class GcReport:
     seconds: float
     forgotten: int = 0
     """Versions that the settings' policies did not keep, deleted at the end of the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcState:
+    """How garbage collection stands: paused since when and by whom, or not; what is condemned, and when it may go."""
+
+    paused_since: datetime | None
+    paused_by: str
+    condemned_containers: int
+    due: datetime | None

@@ -7,7 +7,7 @@ manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, ve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import BinaryIO
@@ -27,6 +27,8 @@ from nearkin.store.containers import ContainerSource, ContainerStore, object_nam
 
 BATCH_BYTES = 4 * 1024 * 1024
 GROUP_SEGMENTS = 64
+GROUP_CHUNKS_MAX = 1 << 18
+"""Of segments that are planned together, and the one that passes it: 100 bytes each, and 64 usual ones have 1,000."""
 PLANS_AHEAD = 4
 """Batches whose blocks are asked for before they are wanted, where a read takes long."""
 DIRECTORIES_AHEAD_MAX = 64
@@ -54,8 +56,10 @@ class Blob:
         self._fingerprinter = fingerprinter
         self._start, self._stop = start, stop
 
-    def __iter__(self) -> Iterator[memoryview]:
+    def __iter__(self) -> Generator[memoryview, None, None]:
         """Yield the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is yielded.
+
+        Whoever stops early closes it: that waits for what is being read.
 
         While one piece is out the next is read and verified; more are planned, and on their way, where the store is
         far.
@@ -63,7 +67,7 @@ class Blob:
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
             yield from self._pieces(None)
             return
-        ahead = ReadAhead(self._source) if self._source.far else None
+        ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
         pieces = self._pieces(ahead)
         thread = ThreadPoolExecutor(1, "nearkin-restore")
         try:
@@ -151,8 +155,8 @@ class Blob:
 def planned_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Plan]:
     """Yield how a version's chunks are kept, in order, about BATCH_BYTES of chunks at a time."""
     reader = ChunkReader(source)
-    for start in range(0, len(manifest.segments), GROUP_SEGMENTS):
-        chunks, _ = segment_chunks(manifest.segments.take(slice(start, start + GROUP_SEGMENTS)), source)
+    for segments in _groups(manifest.segments, source):
+        chunks, _ = segment_chunks(segments, source)
         plan = reader.plan(chunks)
         portion = np.cumsum(plan.lengths, dtype=np.int64) // BATCH_BYTES
         bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(chunks)]
@@ -161,8 +165,18 @@ def planned_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Pla
                 yield plan.take(slice(first, last))
 
 
-def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locations, NDArray[np.int64]]:
-    """Return (the chunk locations of segments, one segment after another; how many of each). Raises Corrupt."""
+def _groups(segments: Locations, source: ContainerSource) -> Iterator[Locations]:
+    """Yield GROUP_SEGMENTS at a time, or fewer where these have very many chunks. Raises Corrupt."""
+    for start in range(0, len(segments), GROUP_SEGMENTS):
+        group = segments.take(slice(start, start + GROUP_SEGMENTS))
+        _, counts = _recipes(group, source)
+        portion = np.cumsum(counts) // GROUP_CHUNKS_MAX
+        for first, last in pairwise([0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(group)]):
+            yield group.take(slice(first, last))
+
+
+def _recipes(segments: Locations, source: ContainerSource) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (where in its container's recipes each segment's begins; how many chunks it has). Raises Corrupt."""
     counts = np.zeros(len(segments), np.int64)
     starts = np.zeros(len(segments), np.int64)
     for container, mine in grouped(segments.containers):
@@ -173,6 +187,12 @@ def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locati
             raise Corrupt(f"{name} has {len(table)} recipes, number {int(ordinals.max())} is wanted")
         starts[mine] = table.bounds[ordinals]
         counts[mine] = table.bounds[ordinals + 1].astype(np.int64) - table.bounds[ordinals]
+    return starts, counts
+
+
+def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locations, NDArray[np.int64]]:
+    """Return (the chunk locations of segments, one segment after another; how many of each). Raises Corrupt."""
+    starts, counts = _recipes(segments, source)
     total = int(counts.sum())
     result = Locations.empty(total)
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -15,11 +15,14 @@ from itertools import groupby
 from typing import Protocol
 
 from nearkin.config import RetentionPolicy, RetentionSettings
-from nearkin.errors import Retained
+from nearkin.errors import NotFound, Retained
+from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
 from nearkin.records import Damage, VersionInfo
+from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.shown import infos_of
 
+WHO, REASON = "retention", "retention.policies"
 ALL = -1
 """As a number of versions to keep."""
 
@@ -195,6 +198,32 @@ def outdated(
         if len(infos) == len(entries):
             found = decide(infos, policy, now, min_age_seconds(settings, tenant, key))
             yield from ((tenant, decision.info) for decision in reversed(found) if not decision.kept)
+
+
+def apply_policies(
+    settings: RetentionSettings,
+    keys: Iterable[tuple[str, str]],
+    manifests: ManifestStore,
+    deletions: Deletions | None,
+    undelete_seconds: float,
+    now: float,
+) -> tuple[int, int]:
+    """Delete what the policies do not keep, of `keys` as (tenant, key), oldest first; without `deletions` only count.
+
+    Returns how many versions, and the bytes of their marks. Raises Corrupt, StoreUnavailable: some may be deleted.
+    """
+    count = marks_bytes = 0
+    for tenant, info in outdated(settings, keys, manifests, now) if any(map(keeps_some, settings.policies)) else ():
+        mark = Mark(tenant, info.key, info.version, 1, Kind.DELETED, 0, 0, NO_REQUEST, WHO, REASON)
+        if deletions is not None:
+            try:
+                deletions.delete(
+                    tenant, info.key, info.version, undelete_seconds=undelete_seconds, who=WHO, reason=REASON
+                )
+            except (NotFound, Retained):  # somebody else was faster; or the clock that guards is behind
+                continue
+        count, marks_bytes = count + 1, marks_bytes + len(encode_mark(mark))
+    return count, marks_bytes
 
 
 def _matches(policy: RetentionPolicy, tenant: str, key: str) -> bool:

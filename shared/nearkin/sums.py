@@ -51,6 +51,7 @@ def stats(
     *,
     parity_bytes: int = 0,
     quarantine_bytes: int = 0,
+    encryption_bytes: int | None = None,
 ) -> Stats:
     """Return the sums, from the index and the object store's listing: no container or manifest is read."""
     return sum_up(
@@ -60,11 +61,13 @@ def stats(
         + descriptor_bytes
         + condemned_bytes
         + parity_bytes
-        + quarantine_bytes,
+        + quarantine_bytes
+        + (encryption_bytes or 0),
         spare_marks_bytes=index.spare_marks_bytes(),
         condemned_bytes=condemned_bytes,
         parity_bytes=parity_bytes,
         quarantine_bytes=quarantine_bytes,
+        encryption_bytes=encryption_bytes,
         descriptor_bytes=descriptor_bytes,
         index_bytes=index_bytes,
         base_cache=(containers.blocks.hits, containers.blocks.misses),
@@ -83,11 +86,13 @@ def sum_up(
     condemned_bytes: int = 0,
     parity_bytes: int = 0,
     quarantine_bytes: int = 0,
+    encryption_bytes: int | None = None,
 ) -> Stats:
     """Return the sums over (tenant, version) and containers.
 
     `object_bytes` of all containers, known to the index or not, the descriptor, parity, records of what is condemned
-    or quarantined; `spare_marks_bytes` of marks that outlived their versions; `base_cache` (hits, misses).
+    or quarantined, and what encryption adds (None: there is none); `spare_marks_bytes` of marks that outlived their
+    versions; `base_cache` (hits, misses).
     """
     ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, spare_marks_bytes, 0
     deleted_versions = deleted_bytes = 0
@@ -115,6 +120,8 @@ def sum_up(
         "parity": parity_bytes,
         "quarantine": quarantine_bytes,
     }
+    if encryption_bytes is not None:
+        parts["encryption"] = encryption_bytes
     parts["framing"] = stored - sum(parts.values())
     depths: Counter[int] = Counter()
     sketches: Counter[str] = Counter()

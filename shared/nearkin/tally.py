@@ -104,7 +104,14 @@ DEPTH = Spread("nearkin_chunk_depth", "Stored chunks by the length of their chai
 CACHE_LOOKUPS = Count(
     "nearkin_cache_lookups", "Reads of a cache, and whether it had what was wanted.", ("cache", "found")
 )
-COUNTS = (LOOKUPS, DEDUP_SEGMENTS, DEDUP_CHUNKS, DEDUP_BYTES, BASE_CHUNKS, BASE_BYTES, CACHE_LOOKUPS)
+AHEAD_BLOCKS = Count(
+    "nearkin_ahead_blocks", "Blocks read from a far store: ahead of being wanted, late, or ahead in vain.", ("read",)
+)
+MENDED = Count("nearkin_parity_mended", "Damaged objects that parity was asked for, and whether it knew.", ("known",))
+COUNTS = (
+    *(LOOKUPS, DEDUP_SEGMENTS, DEDUP_CHUNKS, DEDUP_BYTES, BASE_CHUNKS, BASE_BYTES, CACHE_LOOKUPS),
+    *(AHEAD_BLOCKS, MENDED),
+)
 SPREADS = (STAGE_SECONDS, DEPTH)
 LEVELS: list[Levels[object]] = []
 """Declared by who can read them."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.testing import samples
 from nearkin.testing.conformance import IndexContract
+from nearkin.testing.conformance.index import first_claims
 
 
 class TestLmdbIndex(IndexContract):
@@ -26,3 +28,33 @@ class TestLmdbIndex(IndexContract):
             container, ordinal = struct.unpack("<QI", key)
             (found[container, ordinal],) = struct.unpack("<I", value)
         return found
+
+
+def test_an_index_that_is_not_durable_yet_is_once_it_says_that_it_is_complete(tmp_path: Path) -> None:
+    index = LmdbIndex(tmp_path / "index", samples.DOMAIN, 64 << 20, durable=False)
+    assert not index._env.flags()["sync"]
+    synced: list[tuple[bool, bool]] = []
+
+    class Watched:
+        """The environment, and whether it said that it is complete when it was synced."""
+
+        def __init__(self, env: Any) -> None:
+            self._real = env
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def sync(self, force: bool) -> None:
+            synced.append((force, index.complete))
+            self._real.sync(force)
+
+    index._env = Watched(index._env)
+    index.publish(first_claims())
+    assert synced == []
+    index.mark_complete()
+    assert synced == [(True, True)]
+    index.close()
+    durable = LmdbIndex(tmp_path / "index", samples.DOMAIN, 64 << 20)
+    assert durable._env.flags()["sync"]
+    assert durable.complete
+    durable.close()

@@ -8,11 +8,14 @@ import pytest
 
 from nearkin.errors import NotFound
 from nearkin.formats.parity import Scheme
+from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.objects import AlreadyExists, ObstoreObjects, memory_objects
 from nearkin.store.overlay import Overlay
 from nearkin.store.parity import ParityObjects
+from nearkin.store.sealing import SealedObjects, Sealing
 from nearkin.testing.conformance import ObjectStoreContract
 from nearkin.testing.faulty import FaultyObjects
+from nearkin.testing.keys import MemoryKeys
 
 
 class TestMemoryObjects(ObjectStoreContract):
@@ -55,3 +58,16 @@ def test_an_overlay_changes_nothing_below_it() -> None:
         with pytest.raises(AlreadyExists):
             overlay.put_new("a/2", b"")
     assert {name: below.get(name) for name, _ in below.names("a")} == {"a/1": b"one", "a/2": b"two"}
+
+
+class TestSealedObjects(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self) -> SealedObjects:
+        return SealedObjects(memory_objects(), Sealing(MemoryKeys().keyring))
+
+
+class TestEncryptedObjects(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self) -> EncryptedObjects:
+        keys = MemoryKeys()
+        return EncryptedObjects(keys.below, Scheme(4, 2), keys.keyring)

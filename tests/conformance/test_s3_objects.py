@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from nearkin.formats.parity import Scheme
+from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.objects import AlreadyExists
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.conformance import ObjectStoreContract
 from nearkin.testing.generated import random_bytes
+from nearkin.testing.keys import MemoryKeys
 from nearkin.testing.servers import S3
 
 WRITERS = 16
@@ -19,6 +22,13 @@ WRITERS = 16
 
 def new_store(server: S3, **changed: object) -> S3Objects:
     return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix", **changed))
+
+
+class TestEncryptedVersitygw(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self, versitygw: S3) -> EncryptedObjects:
+        bucket = new_store(versitygw)
+        return EncryptedObjects(bucket, Scheme(4, 2), MemoryKeys().keyring)
 
 
 class TestVersitygw(ObjectStoreContract):

@@ -20,10 +20,10 @@ def run(tmp_path: Path):
         "NEARKIN_GC__GRACE_SECONDS": "0",
     }
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(*arguments: str, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nearkin.cli", *arguments],
-            env=environment,
+            env={**environment, **(more or {})},
             capture_output=True,
             text=True,
             check=False,
@@ -48,6 +48,17 @@ def test_rounds_free_what_was_told(run, tmp_path):
     assert run("gc").stdout.startswith("freed 0 bytes")
 
 
-def test_behind_a_server_it_is_refused(run):
+def test_who_paused_does_not_steer_the_terminal_of_who_asks(run, tmp_path):
+    (tmp_path / "f").write_bytes(b"x")
+    assert run("put", "k", str(tmp_path / "f")).returncode == 0
+    paused = run("gc", "--pause", more={"LOGNAME": "kim\x1b[31m\nrunning"})
+    for told in (paused, run("gc", "--status")):
+        assert (told.returncode, told.stdout.count("\n")) == (0, 1)
+        assert r"by kim\x1b[31m\nrunning@" in told.stdout
+
+
+def test_a_server_that_is_not_there_is_named(run):
     refused = run("--server", "http://127.0.0.1:9", "gc")
-    assert (refused.returncode, "local store" in refused.stderr) == (1, True) or refused.returncode == 2
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("nearkin: POST http://127.0.0.1:9/v1/gc: ")
+    assert refused.stderr.count("\n") == 1

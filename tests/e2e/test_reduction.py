@@ -8,8 +8,9 @@ import pytest
 from backports.zstd import CompressionParameter, ZstdCompressor
 
 from nearkin import open_store
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import NearkinError
+from nearkin.store import lock
 from nearkin.testing import corpora
 
 SOLID = {
@@ -51,6 +52,6 @@ def test_ten_releases_of_botocore_reduce_at_least_fifty_times_and_the_parts_add_
             store.put("botocore", release)
         stats = store.stats()
     counted = sum(path.stat().st_size for path in root.rglob("*") if path.is_file() and "index" not in path.parts)
-    lock_bytes = sum((root / name).stat().st_size for name in ("lock", "lock.holder") if (root / name).exists())
+    lock_bytes = sum((root / name).stat().st_size for name in lock.NAMES if (root / name).exists())
     assert stats.ledger.stored_bytes == sum(stats.parts.values()) == counted - lock_bytes
     assert stats.ledger.reduction_ratio >= 65, stats.parts

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -50,6 +51,30 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
                 child.kill()
             child.wait(60)
             child.stdout.close()
+
+
+def test_as_many_connections_as_may_be_open_keep_nobody_from_opening_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = environment(tmp_path)
+    wanted = {**plain, "NEARKIN_GATEWAY__CONNECTIONS_MAX": "140"}
+    monkeypatch.setattr(sys.modules[__name__], "environment", lambda _: wanted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))  # of what is started here
+    try:
+        server = serving(tmp_path, str(tmp_path / "store"), "--port", "0", "--no-token")
+        _, (url,) = server.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with ExitStack() as held, httpx.Client(base_url=url) as client:
+        held.push(server)
+        large = os.urandom(3_000_000)  # more than one frame: it waits in a file
+        assert client.put("/v1/blobs/first", content=large).status_code == 201
+        for _ in range(135):
+            idle = held.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2].strip("/")))))
+            idle.sendall(b"GET /livez HTTP/1.1\r\n")
+        assert client.put("/v1/blobs/second", content=large).status_code == 201
+        assert client.get("/v1/blobs/first").content == large
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -96,3 +96,19 @@ def test_refuses_what_leaves_its_arrays(kind: Any, index: int, value: Any, named
 def test_refuses_bounds_that_hold_nothing(kind: Any) -> None:
     with pytest.raises(BadInput, match="bytes_max 0"):
         kind(0, 1)
+
+
+@pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
+def test_bytes_that_are_looked_at_stay_where_they_are(kind: Any) -> None:
+    prefix = kind(100, 10)
+    prefix.add(np.arange(1), *arguments([[(1, 1, 0, 50)]]))
+    with prefix.content as seen:
+        with pytest.raises(BufferError):
+            prefix.add(np.arange(1), *arguments([[(1, 2, 50, 30)]]))
+        with pytest.raises(BufferError):
+            prefix.clear()
+        assert bytes(seen) == bytes(PAYLOAD[:50])
+    assert prefix.add(np.arange(1), *arguments([[(1, 2, 50, 30)]])) == 1
+    assert bytes(prefix.content) == bytes(PAYLOAD[:80])
+    prefix.clear()
+    assert len(prefix) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.errors import BadInput, Corrupt
@@ -45,6 +45,7 @@ def pair(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return target, base
 
 
+@settings(deadline=None)
 @given(pairs=st.lists(pair(), max_size=4), level=st.integers(1, 9), crude=st.booleans())
 def test_either_decodes_what_the_other_encodes(pairs: list[tuple[bytes, bytes]], level: int, crude: bool) -> None:
     targets, bases = [target for target, _ in pairs], [base for _, base in pairs]
@@ -58,6 +59,7 @@ def test_either_decodes_what_the_other_encodes(pairs: list[tuple[bytes, bytes]],
         assert decoded.tobytes() == b"".join(targets)
 
 
+@settings(deadline=None)
 @given(
     pairs=st.lists(pair(), min_size=1, max_size=3),
     limits=st.lists(st.integers(0, 400), min_size=3, max_size=3),
@@ -73,6 +75,7 @@ def test_no_delta_is_longer_than_its_limit_and_none_within_it_is_lost(
         assert bounded.tolist() == np.where(free <= limit_bytes, free, 0).tolist()
 
 
+@settings(deadline=None)
 @given(data=st.data(), source=pair(), crude=st.booleans())
 def test_both_answer_damaged_deltas_alike(data: st.DataObject, source: tuple[bytes, bytes], crude: bool) -> None:
     target, base = source
@@ -145,11 +148,13 @@ def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return bytes(delta), base, target_bytes
 
 
+@settings(deadline=None)
 @given(hostile=windows())
 def test_both_answer_any_instructions_alike(hostile: tuple[bytes, bytes, int]) -> None:
     assert outcome(_xdelta3, *hostile) == outcome(_xdelta3_reference, *hostile)
 
 
+@settings(deadline=None)
 @given(delta=st.binary(max_size=60), prefix=st.booleans(), base=st.binary(max_size=20), target_bytes=st.integers(0, 50))
 def test_both_answer_any_bytes_alike(delta: bytes, prefix: bool, base: bytes, target_bytes: int) -> None:
     delta = b"\xd6\xc3\xc4\x00" + delta if prefix else delta
@@ -161,6 +166,7 @@ ranges = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(target_ranges=ranges, base_ranges=ranges, limits=st.none() | st.lists(st.integers(0, 9), max_size=3))
 def test_both_refuse_the_same_ranges_in_the_same_words(
     target_ranges: list[tuple[int, int]], base_ranges: list[tuple[int, int]], limits: list[int] | None

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.crash import CHOSEN, Campaign
+from nearkin.testing.crash import Campaign
 from nearkin.testing.oracle import DAY, Delete, Forget, Gc, Oracle, Put, Seen, Undelete, Violation
 from nearkin.testing.stores import objects, process
+from nearkin.testing.victim import CHOSEN
 
 
 def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed() -> None:
@@ -50,7 +51,7 @@ def test_a_deletion_that_died_before_its_mark_is_not_counted(tmp_path: Path) -> 
     script = """
 import sys
 from nearkin import failpoints, open_store
-from nearkin.testing.crash import CHOSEN
+from nearkin.testing.victim import CHOSEN
 with open_store(sys.argv[1], settings=CHOSEN) as store:
     store.put("k", b"content")
     failpoints.arm("delete.noted:1:kill")
@@ -126,6 +127,24 @@ def test_a_deletion_in_flight_hides_the_newest_version_last() -> None:
     oracle.begin(Delete("k", None))
     with pytest.raises(Violation, match="came before"):
         oracle.settle(seen({("k", 1)}, {("k", 2)}))
+
+
+def test_an_undeletion_in_flight_brings_the_newest_version_back_first() -> None:
+    gone = (("k", 1), ("k", 2))
+    for back in ({("k", 2)}, {("k", 1), ("k", 2)}, set()):
+        oracle = oracle_with(BOTH, Delete("k", None))
+        oracle.begin(Undelete("k", None))
+        oracle.settle(seen(back, set(gone) - back))
+        assert oracle.live == back
+    oracle = oracle_with(BOTH, Delete("k", None))
+    oracle.begin(Undelete("k", None))
+    with pytest.raises(Violation, match="came back before"):
+        oracle.settle(seen({("k", 1)}, {("k", 2)}))
+
+
+def test_an_undeletion_of_a_key_brings_back_what_its_latest_deletion_took() -> None:
+    oracle = oracle_with(BOTH, Delete("k", 1), Delete("k", 2), Undelete("k", None))
+    assert oracle.live == {("k", 2)}
 
 
 def test_a_round_may_remove_only_what_was_condemned_and_due() -> None:

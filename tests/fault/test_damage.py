@@ -386,7 +386,8 @@ def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
 
 
 def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(root):
-    from nearkin.formats.container import BLOCK, decode_container
+    from nearkin.formats.container import decode_container
+    from nearkin.formats.layout import BLOCK
 
     for number, path in enumerate(containers(root)):
         whole = path.read_bytes()

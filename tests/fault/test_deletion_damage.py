@@ -10,7 +10,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.config import with_changes
+from nearkin.config_layers import with_changes
 from nearkin.errors import Corrupt, NotFound, StoreLocked
 from nearkin.store.manifests import mark_name
 from nearkin.testing.stores import SMALL, process, settings

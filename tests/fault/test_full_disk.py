@@ -12,9 +12,9 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import NotFound, StoreUnavailable
+from nearkin.errors import NoRoom, NotFound, StoreUnavailable
 from nearkin.testing.generated import random_bytes, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.stores import SMALL, settings, stored_bytes
 
 MIB = 1 << 20
 DISK_MIB = 48
@@ -150,3 +150,29 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
         answered = store.info("k").version
         assert [info.version for info in store.versions()] == [answered]
         assert store.stats().versions == answered
+
+
+def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_as_a_whole(disk):
+    root = disk / "store"
+    chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+    staying = random_bytes(MIB, 3)
+    with open_store(root, settings=chosen) as store:
+        store.put("large", LARGE)
+        list(store.put_many([("going", random_bytes(MIB // 2, 4)), ("staying", staying)]))
+        store.delete("going")
+        store.delete("large")
+        store.gc()
+        ballast = fill(disk, MIB // 2)
+        first = store.gc()
+        assert (first.containers_rewritten, first.containers_deleted > 5) == (0, True)
+        assert store.stats().ledger.stored_bytes == stored_bytes(root)
+        assert store.get("staying").read() == staying
+        ballast.unlink()
+        ballast = fill(disk, MIB // 2)
+        with pytest.raises(NoRoom, match="make room and run the same again"):
+            store.gc()
+        ballast.unlink()
+        assert store.gc().containers_rewritten == 1
+        assert store.get("staying").read() == staying
+        assert store.verify().damage == ()
+        assert store.stats().ledger.stored_bytes == stored_bytes(root) < MIB + 100_000

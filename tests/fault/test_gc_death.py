@@ -111,6 +111,11 @@ def ended(root: Path, now: float) -> dict[str, bytes]:
     return objects(root)
 
 
+def unnumbered(names: set[str]) -> list[str]:
+    """Leave out which number the record of what is condemned has: whoever died may have taken one."""
+    return sorted("gc/record.nkg" if name.endswith(".nkg") else name for name in names)
+
+
 def check(store):
     assert store.verify().damage == ()
     for (key, number), content in contents().items():
@@ -141,7 +146,7 @@ def killed(tmp_path: Path, rounds: int) -> int:
         chosen = range(1, len(outcomes) + 1)
         for times in chosen if EVERY_MOMENT else draw.sample(chosen, 3):
             root = tmp_path / f"whole.{times}"
-            assert set(ended(root, now)) - containers_of_the_last_put(root) == left, times
+            assert unnumbered(set(ended(root, now)) - containers_of_the_last_put(root)) == unnumbered(left), times
         for times in chosen:
             shutil.rmtree(tmp_path / f"whole.{times}")
         died += len(outcomes) - 1

@@ -1,4 +1,4 @@
-"""The engines find mistakes: twenty that are planted, each in a process of its own, are each caught."""
+"""The engines find mistakes: those that are planted, each in a process of its own, are each caught."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_without_a_mistake_the_same_hunts_find_nothing() -> None:
 import tempfile
 from pathlib import Path
 from nearkin.testing.planted import BUGS
-for name in ("directory-unchecked", "delta-not-verified"):
+for name in ("directory-unchecked", "delta-not-verified", "block-number-given-again", "scrub-skips", "fence-not-asked"):
     with tempfile.TemporaryDirectory() as folder:
         BUGS[name].hunt(Path(folder), lambda: None)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    short = script.replace("for name", "import nearkin.testing.planted as p\np.KILLS_MAX, p.SEEDS = 6, (1,)\nfor name")
+    short = script.replace("for name", "import nearkin.testing.hunts as h\nh.KILLS_MAX, h.SEEDS = 6, (1,)\nfor name")
     done = subprocess.run([sys.executable, "-c", short], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

@@ -113,7 +113,7 @@ def test_flushed_between_lookup_and_publish_a_container_is_found_where_it_lies(
     assert rows(index.locate_chunks(chunk_names("a", "bb", "dddd"))) == [None, (SECOND, 0), (SECOND, 1)]
 
 
-@pytest.mark.parametrize("step", ["first_number", "finish"])
+@pytest.mark.parametrize("step", ["first_numbers", "finish"])
 def test_flushed_within_a_publish_the_entries_are_those_of_the_new_epoch(
     connect: Connect, raw: redis.Redis, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,10 +124,10 @@ def test_flushed_within_a_publish_the_entries_are_those_of_the_new_epoch(
 
     def then_flush(*args: object) -> object:
         if next(flushes, False):
-            answer = real(*args) if step == "first_number" else None
+            answer = real(*args) if step == "first_numbers" else None
             raw.flushall()
             other.publish(claims(THIRD, ["x", "yy", "zzz"], ["t1", "t2"], [[1], [2], [3]]))  # takes the same numbers
-            return answer if step == "first_number" else real(*args)
+            return answer if step == "first_numbers" else real(*args)
         return real(*args)
 
     monkeypatch.setattr(index.epochs, step, then_flush)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import Corrupt
-from nearkin.formats.container import BLOCK, decode_container
+from nearkin.formats.container import decode_container
+from nearkin.formats.layout import BLOCK
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, objects, settings
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
+from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, objects, process, settings
+from nearkin_janitor.heal import Healer
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
@@ -99,6 +103,23 @@ def test_versions_that_named_a_broken_block_restore_again_once_their_content_was
             healed += len(harmed)
         shutil.rmtree(copy)
     assert healed >= 4
+
+
+def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_again(root, monkeypatch):
+    path = containers(root)[-2]
+    flip(path, 60)
+    with open_store(root, settings=CHOSEN) as store:
+        harmed = touched(store)
+        looked_at = []
+        plain = Healer.healed
+        monkeypatch.setattr(Healer, "healed", lambda healer, *of: (looked_at.append(of[0]), plain(healer, *of))[1])
+        store.put("other", random_bytes(50_000, 99))
+        assert looked_at == []
+        for key, version in sorted(harmed):
+            store.put(f"again {key}", CONTENTS[key, version])
+        assert set(looked_at) == {int(path.stem, 16)}
+        assert store._quarantine.read() == {}
+        assert touched(store) == set()
 
 
 def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root):
@@ -229,6 +250,30 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
         assert broken(store, CONTENTS) == set()
 
 
+def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Path) -> None:
+    """Found by the crash engine: once a record was written, what compaction had taken out stayed in it for ever."""
+    root = tmp_path / "store"
+    chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
+    with open_store(root, settings=chosen) as store:
+        list(store.put_many([("going", random_bytes(100_000, 1)), ("staying", random_bytes(100_000, 2))]))
+        store.delete("going")
+        for _ in range(4):
+            store.gc()
+        (path,) = containers(root)
+        assert not decode_container(path.read_bytes(), path.name).chunks.there.all()
+        whole = path.read_bytes()
+        (copy := tmp_path / "copy").write_bytes(whole)
+        flip(path, blocks_of(path)[0])
+        store.verify()
+        (entry,) = store._quarantine.read().values()
+        assert 0 < len(entry.chunks) < len(decode_container(whole, path.name).chunks)
+        report = store.repair([copy])
+        assert report.damage == ()
+        assert report.quarantined_chunks == 0
+        assert path.read_bytes() == whole
+        assert not list((root / "quarantine").iterdir())
+
+
 def test_a_broken_copy_of_an_object_is_not_used(root, tmp_path):
     path = containers(root)[1]
     copy = tmp_path / "copy"
@@ -250,6 +295,59 @@ def test_repair_of_a_sound_store_changes_no_byte(root, covered_root):
             report = store.repair()
             assert (report.repaired, report.damage, report.parity_added) == ((), (), 0)
         assert objects(folder) == before
+
+
+# ------------------------------------------------------------------ copies from before a round of collection
+
+
+@pytest.fixture
+def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
+    """Return a store whose deltas a round gave other bases, its containers of before, and what it still holds."""
+    root, backup = tmp_path / "store", tmp_path / "backup"
+    contents = {
+        ("k", number): mutated(text_like(120_000, 1), number, edits=30 * number) + random_bytes(30_000, number)
+        for number in range(1, 7)
+    }
+    chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.9}, "deletion": {"undelete_seconds": 0}})
+    with open_store(root, settings=chosen) as store:
+        for content in contents.values():
+            store.put("k", content)
+        shutil.copytree(root / "containers", backup)
+        for number in range(1, 5):
+            store.delete("k", number)
+        for _ in range(4):
+            store.gc()
+    kept = {version: content for version, content in contents.items() if version[1] > 4}
+    assert len(containers(root)) < len(list(backup.glob("*/*.nkc")))
+    assert all(path.name.count(".") == 2 for path in containers(root))
+    return root, backup, kept
+
+
+def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(rebased, tmp_path) -> None:
+    root, backup, kept = rebased
+    for path in containers(root):
+        copy = backup / path.parent.name / f"{path.name[:16]}.nkc"
+        for at in blocks_of(path):
+            harmed = Path(shutil.copytree(root, tmp_path / f"{path.name}-{at}"))
+            flip(harmed / path.relative_to(root), at + 3)
+            with open_store(harmed, settings=CHOSEN) as store:
+                before = broken(store, kept)
+                store.repair([copy])
+                assert broken(store, kept) <= before
+
+
+def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(rebased) -> None:
+    root, backup, kept = rebased
+    there = [path.name[:16] for path in containers(root)]
+    for path in containers(root):
+        flip(path, blocks_of(path)[0] + 3)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, kept)
+        report = store.repair(sorted(backup.glob("*/*.nkc")))
+        assert (report.damage, report.quarantined_chunks) == ((), 0)
+        assert broken(store, kept) == set()
+        assert [path.name[:16] for path in containers(root)] == there  # what the rounds have freed stays so
+        check_index_is_the_one_a_rebuild_makes(store)
 
 
 # ------------------------------------------------------------------ parity
@@ -354,3 +452,66 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
     assert not victim.exists()
     with open_store(root, settings=CHOSEN) as store:
         assert broken(store, CONTENTS) == set()
+
+
+@pytest.mark.parametrize("point", ["heal.put", "heal.renewed", "heal.removed"])
+def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_does(root, point) -> None:
+    """Found by the crash engine: the index was told last, and not at all by whoever came after a death."""
+    raw = CONTENTS["alone", 1][:1000]
+    victim = next(path for path in containers(root) if raw in path.read_bytes())
+    flip(victim, blocks_of(victim)[0] + 3)
+    script = """
+import sys
+from pathlib import Path
+from nearkin import failpoints, open_store
+from nearkin.testing.stores import SMALL, settings
+failpoints.arm(f"{sys.argv[3]}:1:kill")
+with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}})) as store:
+    store.repair([Path(sys.argv[2])])
+"""
+    content = root.parent / "content"
+    content.write_bytes(CONTENTS["alone", 1])
+    died = process(script, root, content, point)
+    died.communicate(timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.repair([content]).damage == ()
+        store.gc()
+        assert broken(store, CONTENTS) == set()
+        check_index_is_the_one_a_rebuild_makes(store)
+
+
+def test_what_leans_on_a_healed_chunk_reads_while_the_broken_generation_is_there_too(root) -> None:
+    """Found by the crash engine: healed, the chunk lay at depth 0; who read the older generation found it deeper."""
+    victim, at = next(
+        (path, int(table.offsets[block]))
+        for path in containers(root)
+        for table in [decode_container(path.read_bytes(), path.name).blocks]
+        for block in range(len(table))
+        if table.raw[block] and table.depths[block] == 2
+    )
+    flip(victim, at + 3)
+    script = """
+import sys
+from pathlib import Path
+from nearkin import failpoints, open_store
+from nearkin.testing.stores import SMALL, settings
+failpoints.arm("heal.put:1:kill")
+with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}})) as store:
+    store.repair(map(Path, sys.argv[2:]))
+"""
+    files = []
+    for (key, version), content in CONTENTS.items():
+        files.append(root.parent / f"{key}-{version}")
+        files[-1].write_bytes(content)
+    died = process(script, root, *files)
+    died.communicate(timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert len([path for path in containers(root) if path.name.startswith(victim.name[:16])]) == 2
+    later = {("history", 4): mutated(CONTENTS["history", 3], 9, edits=40, edit_bytes_max=60)}
+    with open_store(root, settings=CHOSEN) as store:
+        store.rebuild_index()
+        store.put("history", later["history", 4])
+    for version in {**CONTENTS, **later}:  # each with nothing read before it
+        with open_store(root, settings=CHOSEN, read_only=True) as store:
+            assert broken(store, {version: {**CONTENTS, **later}[version]}) == set(), version

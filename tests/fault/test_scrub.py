@@ -11,9 +11,10 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import Corrupt
+from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.store.scrubbed import ScrubState, decode_state, encode_state
 from nearkin.testing.bitflips import run
+from nearkin.testing.clock import DAY
 from nearkin.testing.gateways import embedded, running
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
@@ -21,7 +22,6 @@ from nearkin.testing.stores import SMALL, broken, containers, flip, objects, set
 CHOSEN = settings(SMALL)
 COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}})
 CONTENTS = {(f"k{number}", 1): random_bytes(120_000, number) for number in range(6)}
-DAY = 86_400
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,13 @@ def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root):
         assert scrubber.waits_seconds() == pytest.approx(30 * DAY, abs=60)
         now[0] += 31 * DAY
         assert scrubber.waits_seconds() == 0.0
+        now[0] += 4000 * DAY  # a clock that is wrong
+        whole_pass(store)
+        now[0] -= 4000 * DAY
+        scrubber = store.scrubber()
+        assert scrubber.waits_seconds() == 0.0
+        whole_pass(store)
+        assert store.scrubber().waits_seconds() == pytest.approx(30 * DAY, abs=60)
     with open_store(root, settings=settings(CHOSEN, {"scrub": {"every_days": 0}})) as store:
         assert store.scrubber().waits_seconds() is None
 
@@ -127,6 +134,28 @@ def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root,
         assert broken(store, CONTENTS) == set()
         assert store._quarantine.read() == {}
         assert not any(step.damaged for step in whole_pass(store))
+
+
+@pytest.mark.parametrize("fails", ["attend", "save"])
+def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(root, fails, monkeypatch):
+    flip(containers(root)[1], 60)
+    rooms = iter([False])  # no room on the device, and then there is
+
+    def only_with_room(*_):
+        if not next(rooms, True):
+            raise StoreUnavailable("no room left on the device")
+
+    with open_store(root, settings=CHOSEN) as store:
+        scrubber, found = store.scrubber(), []
+        scrubber.step()
+        if fails == "save":
+            monkeypatch.setattr(scrubber, "save", only_with_room)
+        with pytest.raises(StoreUnavailable):
+            scrubber.step(only_with_room if fails == "attend" else None)
+        assert (scrubber.state.read_objects, scrubber.state.damaged_objects) == (1, 0)
+        scrubber.step(lambda step: found.extend(step.damaged))
+        assert found == [str(containers(root)[1].relative_to(root))]
+        assert (scrubber.state.read_objects, scrubber.state.damaged_objects) == (2, 1)
 
 
 def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root):

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.config import with_changes
+from nearkin.config_layers import with_changes
+from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.store import descriptor
+from nearkin.store.objects import LocalObjects, ObjectStore, ObstoreObjects
 from nearkin.store.opening import with_parity
 from nearkin.store.parity import ParityObjects
 from nearkin.store.quarantine import Quarantine
@@ -22,6 +24,7 @@ from nearkin.store.scrubbed import ScrubStates
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.servers import S3
 from nearkin.testing.stores import SMALL, objects, settings
+from nearkin_janitor import scrubbing as scrubbing_module
 from nearkin_janitor.scrubbing import BackgroundScrub
 
 COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB"}})
@@ -110,3 +113,68 @@ def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_ver
     assert list(Quarantine(store, time.time).read()) == [container]
     assert [list(chunks) for chunks in index.told] == [[container]]
     assert f"{name} is damaged and touches 'k0' version 1" in caplog.text
+
+
+class Away(Forgetting):
+    """An index that is away when it is told for the first time."""
+
+    def forget(self, chunks, segments, containers) -> None:
+        super().forget(chunks, segments, containers)
+        if len(self.told) == 1:
+            raise StoreUnavailable("redis does not answer")
+
+
+def test_an_index_that_is_away_is_told_of_the_damage_when_it_is_back(
+    store: ParityObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrubbing_module, "RETRY_SECONDS", 0.1)
+    name = sorted(name for name, _ in store.names("containers"))[0]
+    damage(store, name, 100)
+    store.inner.delete(f"parity/{name}.nkp")
+    index = Away()
+    plain = with_parity(store.inner, with_changes(COVERED, {"storage": {"parity": "none"}}))
+    wait_for_a_pass(scrubbing(plain, index=index), plain)
+    assert len(index.told) == 2
+    assert ScrubStates(store).read().ended_damaged == 1
+
+
+class BadSector(ObstoreObjects):
+    """A device that cannot read one object, until that is written again."""
+
+    def __init__(self, inner: ObjectStore, bad: str) -> None:
+        self._inner, self._bad = inner, {bad}
+
+    def get(self, name: str) -> bytes:
+        if name in self._bad:
+            raise Corrupt(f"{name}: the device cannot read it (Input/output error)")
+        return self._inner.get(name)
+
+    def replace(self, name, data) -> None:
+        self._bad.discard(name)
+        self._inner.replace(name, data)
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    names = property(lambda self: self._inner.names)
+    get_ranges = property(lambda self: self._inner.get_ranges)
+    size_bytes = property(lambda self: self._inner.size_bytes)
+    put_new = property(lambda self: self._inner.put_new)
+    delete = property(lambda self: self._inner.delete)
+
+
+def test_what_the_device_cannot_read_is_put_back_from_parity_and_what_is_found_with_it_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    """All of it is lost: its parity has as many parts as it has itself."""
+    chosen = with_changes(COVERED, {"storage": {"parity": "rs-2-2"}})
+    with open_store(tmp_path / "s", settings=chosen) as made:
+        made.put("k", random_bytes(100_000, 5))
+    local = LocalObjects(tmp_path / "s")
+    (name,) = (name for name, _ in local.names("containers"))
+    whole = local.get(name)
+    device = BadSector(local, name)
+    scrub = scrubbing(with_parity(device, chosen), chosen)
+    scrub.step()
+    assert device.get(name) == whole
+    assert Quarantine(local, time.time).read() == {}

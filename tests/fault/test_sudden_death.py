@@ -28,9 +28,9 @@ from pathlib import Path
 from nearkin import open_store
 from nearkin.testing.generated import mutated
 from nearkin.testing.stores import SMALL, settings
-import nearkin.runners.embedded  # not in a put: what interrupts the import of a compiled module is lost
 
 first = Path(sys.argv[2]).read_bytes()
+mutated(first, 0, edits=1)  # imports numpy.random, and what interrupts the import of a compiled module is lost
 with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}})) as store:
     print("ready", flush=True)
     sys.stdin.readline()
@@ -63,6 +63,7 @@ def ended_at(
         said, complained = writer.communicate(timeout=30)
     finally:
         writer.kill()
+        writer.wait()
     acknowledged = [line.split() for line in said.splitlines() if line.count(" ") == 1]
     return {int(version): int(n) for n, version in acknowledged}, complained
 

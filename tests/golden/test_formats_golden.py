@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from nearkin.formats import container as fmt
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block
 from nearkin.formats.condemned import QUARANTINED, decode_record
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.formats.mark import decode_mark, encode_mark
@@ -59,9 +60,9 @@ def test_the_frozen_patch_blocks_are_still_read() -> None:
     data = (HERE / "container_v3.bin").read_bytes()
     found, _ = samples.read_all(data)
     made, _ = samples.read_all(samples.patched_container())
-    start = int(found.blocks.offsets[1]) - fmt.BLOCK.size
-    record = data[start : start + fmt.BLOCK.size + int(found.blocks.stored[1])]
-    decoded = fmt.decode_block(record, "frozen", b"".join(samples.PATCHED_BASES))
+    start = int(found.blocks.offsets[1]) - layout.BLOCK.size
+    record = data[start : start + layout.BLOCK.size + int(found.blocks.stored[1])]
+    decoded = decode_block(record, "frozen", b"".join(samples.PATCHED_BASES))
     assert digest(decoded.tobytes()) == "fe7bb56e0ca6dc0fba738993617d0180"
     for name in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):
         assert np.array_equal(getattr(found.chunks, name), getattr(made.chunks, name)), name

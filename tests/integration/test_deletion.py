@@ -21,6 +21,7 @@ from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import History, ManifestStore, mark_name, object_name
 from nearkin.store.objects import LocalObjects, ObjectStore, memory_objects
 from nearkin.store.s3 import S3Objects
+from nearkin.testing.clock import Clock
 from nearkin.testing.faulty import FaultyObjects
 from nearkin.testing.servers import S3
 
@@ -36,13 +37,6 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         return LocalObjects(tmp_path)
     server: S3 = request.getfixturevalue("versitygw")
     return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
-
-
-class Clock:
-    now = 1_764_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def put(manifests: ManifestStore, key: str = "k", tenant: str = "default") -> int:

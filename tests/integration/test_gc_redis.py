@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.config import GcSettings, RedisSettings
-from nearkin.fingerprints import Fingerprinter, domain_of
-from nearkin.index.redis import RedisIndex
+from nearkin.config import GcSettings
+from nearkin.errors import Retryable
+from nearkin.index.redis import lease as lease_module
 from nearkin.index.redis.lease import Lease, LeaseOver
-from nearkin.index.redis.server import Server
-from nearkin.local_index import super_features_of
-from nearkin.recoding import BlockRecoder
 from nearkin.restore import Blob
-from nearkin.store import descriptor
-from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.objects import ObjectStore
+from nearkin.store.objects import LocalObjects, ObjectStore
+from nearkin.store.opening import with_parity
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.janitors import CHOSEN, Fleet
 from nearkin.testing.servers import S3, Redis
-from nearkin.testing.stores import SMALL, objects, settings
-from nearkin_janitor import Rewriter, Tenants, rebuild_index
-from nearkin_janitor.service import Rounds
+from nearkin.testing.stores import objects, settings
 
-CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
-GC = GcSettings(grace_seconds=3600, interval_seconds=60)
 YEAR = 31_536_000.0
 
 
-class Fleet:
-    """A store in S3 of six versions, four of them deleted, its index in Redis, and janitors over both."""
+class Deployed(Fleet):
+    """A store of six versions, four of them deleted, its index in Redis, and janitors over both."""
 
     def __init__(self, folder: Path, elsewhere: ObjectStore, redis: Redis, prefix: str) -> None:
-        self.objects, self.now = elsewhere, 0.0
         self.contents: dict[int, bytes] = {}
         text = text_like(200_000, 1)
         with open_store(folder / "s", settings=CHOSEN) as store:
@@ -51,37 +48,11 @@ class Fleet:
                 if number > 2:
                     store.delete("k", number - 2)
                     del self.contents[number - 2]
-            self.now = store._clock() + YEAR
+            now = store._clock() + YEAR
         for name, data in objects(folder / "s").items():
             elsewhere.put_new(name, data)
-        found = descriptor.read(elsewhere)
-        self.secret, self.bits = bytes.fromhex(found.secret), found.fingerprint_bits
-        self.index = RedisIndex(RedisSettings(url=redis.url, prefix=prefix), domain_of("default"))
-        self.manifests = ManifestStore(elsewhere)
-        rebuild_index(self.containers(elsewhere), self.manifests, self.index, self.tenants(), super_features_of)
-        name = self.index.epochs.current.name
-        with Lease(self.index) as lease:
-            assert lease.take()
-            held = self.index.server.one(("GET", f"{prefix}:{{m}}:lease"))
-            assert self.index.server.one(
-                Server.call("whole", [self.index.epochs.key, f"{prefix}:{{m}}:lease"], name, held)
-            )
-        assert not self.index.check()
-
-    def tenants(self) -> Tenants:
-        return Tenants(self.fingerprinter, ["default"], self.manifests)
-
-    def fingerprinter(self, tenant: str) -> Fingerprinter:
-        return Fingerprinter(self.secret, tenant, self.bits)
-
-    def containers(self, over: ObjectStore) -> ContainerStore:
-        return ContainerStore(over, domain_of("default"), 8 << 20)
-
-    def rounds(self, over: ObjectStore | None = None, gc: GcSettings = GC) -> Rounds:
-        def rewriter(containers: ContainerStore) -> Rewriter:
-            return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(CHOSEN))
-
-        return Rounds(self.index, over or self.objects, lambda: gc, self.containers, rewriter, clock=lambda: self.now)
+        super().__init__(elsewhere, redis.url, prefix, now)
+        self.fill_index()
 
     def stored(self) -> int:
         return sum(size for folder in ("containers", "manifests", "gc") for _, size in self.objects.names(folder))
@@ -93,16 +64,26 @@ class Fleet:
             blob = Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes)
             assert blob.read() == content
 
+    def check_index(self) -> None:
+        """Nothing that is gone is named."""
+        containers = self.containers(self.objects)
+        there = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
+        for table in ("chunks", "features"):
+            for place in self.index.entries()[table].values():
+                container, ordinal = int.from_bytes(place[:8], "little"), int.from_bytes(place[8:], "little")
+                assert there[container][ordinal], table
+        assert {summary.container for summary in self.index.containers()} == there.keys()
+
 
 @pytest.fixture
-def fleet(tmp_path: Path, versitygw: S3, redis: Redis, key_prefix: str) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, versitygw: S3, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
     elsewhere = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
-    made = Fleet(tmp_path, elsewhere, redis, key_prefix.rstrip(":"))
+    made = Deployed(tmp_path, elsewhere, redis, key_prefix.rstrip(":"))
     yield made
     made.index.close()
 
 
-def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fleet: Fleet) -> None:
+def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fleet: Deployed) -> None:
     before, rounds = fleet.stored(), fleet.rounds()
     assert fleet.index.versions_of("default", "k") == list(range(1, 7))
     freed = 0
@@ -114,18 +95,13 @@ def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fl
         fleet.check()
     assert before - fleet.stored() == freed > before * 0.1
     assert fleet.index.versions_of("default", "k") == [5, 6]
+    fleet.check_index()
     containers = fleet.containers(fleet.objects)
-    there = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
-    for table in ("chunks", "features"):
-        for place in fleet.index.entries()[table].values():
-            container, ordinal = int.from_bytes(place[:8], "little"), int.from_bytes(place[8:], "little")
-            assert there[container][ordinal], table
-    assert {summary.container for summary in fleet.index.containers()} == there.keys()
     sizes = dict(containers.ids())
     assert all(summary.container_bytes == sizes[summary.container] for summary in fleet.index.containers())
 
 
-def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Fleet) -> None:
+def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Deployed) -> None:
     one, other = fleet.rounds(), fleet.rounds()
     assert one.run_once() is not None
     assert other.run_once() is None
@@ -137,7 +113,81 @@ def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Fleet) -> None:
     assert fleet.rounds(gc=GcSettings(interval_seconds=0)).run_once() is None
 
 
-def test_no_round_begins_while_another_janitor_holds_the_lease(fleet: Fleet) -> None:
+def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_janitor_does_it(fleet: Deployed) -> None:
+    gc = GcSettings(grace_seconds=600, interval_seconds=3600)
+    one, other = fleet.rounds(gc=gc), fleet.rounds(gc=gc)
+    condemned = one.run_once()
+    assert condemned is not None
+    assert condemned.condemned_containers
+    began = fleet.now
+    fleet.now += 590
+    assert other.run_once() is None
+    fleet.now += 20
+    freed = other.run_once()
+    assert freed is not None
+    assert freed.freed_bytes > 0
+    for waited in (700, 1300, 2500, 3590):
+        fleet.now = began + waited
+        assert one.run_once() is None
+    fleet.now = began + 3601
+    assert one.run_once() is not None
+    fleet.check()
+
+
+def test_a_round_by_a_clock_that_was_wrong_is_not_waited_for(fleet: Deployed) -> None:
+    rounds, now = fleet.rounds(), fleet.now
+    fleet.now += 400 * 86_400
+    assert rounds.run_once() is not None
+    fleet.now = now
+    assert rounds.run_once() is not None
+    assert rounds.run_once() is None
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_no_round_is_done_by_a_clock_that_differs_from_that_of_redis(
+    fleet: Deployed, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    shifted = SimpleNamespace(time=lambda: time.time() + 3600 * hours, clock_gettime=time.clock_gettime)
+    with monkeypatch.context() as patch:
+        patch.setattr(lease_module, "time", shifted)
+        with pytest.raises(Retryable, match=r"7[12]\d\d s apart"):
+            fleet.rounds().run_once()
+    assert fleet.rounds().last() is None
+    assert not list(fleet.objects.names("gc"))
+    assert fleet.rounds().run_once() is not None
+
+
+def test_a_machine_that_slept_holds_no_lease(fleet: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended, CLOCK_MONOTONIC stands still."""
+    slept_seconds = 0.0
+
+    def clock_gettime(clock: int) -> float:
+        return time.clock_gettime(clock) + (slept_seconds if clock == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(lease_module, "time", SimpleNamespace(time=time.time, clock_gettime=clock_gettime))
+    with Lease(fleet.index) as lease:
+        assert lease.take()
+        lease.check()
+        slept_seconds = 3600.0
+        with pytest.raises(LeaseOver):
+            lease.check()
+
+
+def test_a_round_goes_on_over_what_parity_can_mend(fleet: Deployed) -> None:
+    covered = with_parity(fleet.objects, settings(CHOSEN, {"storage": {"parity": "rs-8-2"}}))
+    for folder in ("containers", "manifests"):
+        for name, _ in list(fleet.objects.names(folder)):
+            covered.add_parity(name, fleet.objects.get(name))
+        name = max(name for name, _ in fleet.objects.names(folder) if not name.endswith(".nkt"))
+        broken = bytearray(fleet.objects.get(name))
+        broken[-20] ^= 1
+        covered.replace(name, bytes(broken))
+    report = fleet.rounds(covered).run_once()
+    assert report is not None
+    assert report.condemned_containers
+
+
+def test_no_round_begins_while_another_janitor_holds_the_lease(fleet: Deployed) -> None:
     with Lease(fleet.index) as lease:
         assert lease.take()
         assert fleet.rounds().run_once() is None
@@ -160,7 +210,7 @@ class Slow:
             assert self._go_on.wait(20)
 
 
-def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Fleet) -> None:
+def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Deployed) -> None:
     fleet.rounds().run_once()
     fleet.now += 3601
     asleep, awake = threading.Event(), threading.Event()
@@ -187,7 +237,48 @@ def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_
     fleet.check()
 
 
-def test_an_index_that_is_not_whole_is_not_collected_from(fleet: Fleet) -> None:
+LEASE_SECONDS = 1.0
+
+
+@pytest.mark.parametrize("effect", [1, 3])
+def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_stood_before(
+    tmp_path: Path, redis: Redis, key_prefix: str, effect: int
+) -> None:
+    """SIGSTOP between the look at the lease and the effect; the lease ends in Redis, another janitor does the round."""
+    root, prefix = tmp_path / "objects", key_prefix.rstrip(":")
+    root.mkdir()
+    fleet = Deployed(tmp_path, LocalObjects(root), redis, prefix)
+    assert fleet.rounds().run_once() is not None
+    fleet.now += 3601
+    words = [sys.executable, "-m", "nearkin.testing.janitors", str(root), redis.url, prefix, str(fleet.now)]
+    words += [str(LEASE_SECONDS), f"fence.passed:{effect}:stop"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as asleep:
+        try:
+            _, status = os.waitpid(asleep.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status), f"the round has fewer than {effect} effects: {status}"
+            deadline = time.monotonic() + 60
+            while (done := fleet.rounds().run_once()) is None:  # refused for as long as the lease is the other's
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert done.freed_bytes > 0
+            fleet.check()
+            left = objects(root)
+        finally:
+            os.kill(asleep.pid, signal.SIGCONT)
+        said = asleep.communicate(timeout=60)[0].split()
+    assert said[0] not in ("done", "none"), "it went on as if it still held the lease"
+    assert len(objects(root).keys() ^ left.keys()) <= 1
+    fleet.check()
+    for _ in range(3):
+        fleet.now += 3601
+        assert fleet.rounds().run_once() is not None
+        fleet.check()
+    fleet.check_index()
+    fleet.index.close()
+
+
+def test_an_index_that_is_not_whole_is_not_collected_from(fleet: Deployed) -> None:
     fleet.index.server.one(("DEL", fleet.index.epochs.key))
     assert fleet.rounds().run_once() is None
     assert np.all(fleet.index.container_ids() == 0)

@@ -11,7 +11,7 @@ from nearkin import open_store
 from nearkin.config import GcSettings
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.local_index import super_features_of
+from nearkin.local_mending import super_features_of
 from nearkin.recoding import BlockRecoder
 from nearkin.restore import Blob
 from nearkin.store import descriptor

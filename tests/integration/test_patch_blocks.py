@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.formats import container as fmt
+from nearkin.formats import layout
+from nearkin.store.chunks import ChunkReader
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import SMALL, containers, settings
 
@@ -100,6 +101,28 @@ def test_a_range_tells_what_it_read_and_reads_each_block_once(tmp_path):
             assert (again.costs.block_reads, again.costs.directory_reads) == (0, 0)
 
 
+def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path, monkeypatch):
+    planned: list[int] = []
+    plan = ChunkReader.plan
+
+    def counted(self, locations):
+        planned.append(len(locations))
+        return plan(self, locations)
+
+    versions = history(6, 400_000, 40)
+    chosen = settings(SMALL, {"delta": {"max_depth": 4}, "block": {"delta_bytes": 8192}})
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        for content in versions:
+            store.put("k", content)
+        store._containers.forget_read()
+        monkeypatch.setattr(ChunkReader, "plan", counted)
+        blob = store.get("k")
+        assert blob.read() == versions[-1]
+        assert blob.costs.blocks_decoded >= 60
+        # One a level for each group of 64 blocks, down from each of the levels.
+        assert len(planned) <= blob.costs.blocks_decoded / 4
+
+
 def test_codecs_and_depths_may_change_between_puts(tmp_path):
     versions = history(8)
     for number, content in enumerate(versions):
@@ -129,11 +152,11 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
         assert store.verify().damage == ()
         assert [store.get("history", n).read() for n in (1, 2, 3, 4)] == frozen
     formats = {path.read_bytes()[4] for path in containers(tmp_path / "s")}
-    assert formats == {2, fmt.VERSION_WHOLE}
+    assert formats == {2, layout.VERSION_WHOLE}
 
 
 def test_a_paper_profile_has_no_patch_blocks(tmp_path):
-    from nearkin.config import load
+    from nearkin.config_layers import load
 
     with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0]) as store:
         for content in history(3):
@@ -142,4 +165,4 @@ def test_a_paper_profile_has_no_patch_blocks(tmp_path):
         assert max(stats.depths) == 1
         assert set(stats.found_by) <= {"SF0", "SF1", "SF2"}
         for container in store._index.readable().container_ids().tolist():
-            assert fmt.PATCH not in store._containers.directory(container).blocks.kinds
+            assert layout.PATCH not in store._containers.directory(container).blocks.kinds

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import open_store
+from nearkin import open_store, restore
 from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.restore import Blob
 from nearkin.store import ahead as module
@@ -80,7 +80,7 @@ def test_blocks_are_read_side_by_side_and_each_once(made, version: int) -> None:
     near = restored(root, LocalObjects(root), version)
     assert near.read() == versions[version - 1]
     assert blob.costs.block_reads == near.costs.block_reads
-    assert not [thread for thread in threading.enumerate() if "nearkin" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]
 
 
 def test_a_range_asks_for_little_more_than_it_needs(made) -> None:
@@ -108,6 +108,29 @@ def test_what_waits_is_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.ReadAhead, "_ask", watched)
     assert restored(root, Far(root), 4).read() == versions[3]
     assert 0 < most < 300_000 + 300_000  # one more may pass the bound
+
+
+def test_what_another_reader_brought_meanwhile_does_not_take_the_room_of_what_comes(
+    made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, versions = made
+    monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 200_000)  # two blocks
+    data = versions[0]
+    with open_store(root, settings=settings(SMALL), read_only=True) as store:
+        of, objects = store.get("k", 1), Far(root)
+        containers = ContainerStore(objects, store._fingerprinter.domain, 64 << 20)
+
+        def blob(stop: int) -> Blob:
+            return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, 0, stop)
+
+        monkeypatch.setattr(restore, "BATCH_BYTES", 500_000)
+        pieces = iter(blob(len(data)))
+        got = [next(pieces)]
+        assert blob(4_000_000).read() == data[:4_000_000]
+        objects.most = 0
+        got += pieces
+    assert b"".join(got) == data
+    assert objects.most > 1  # the rest was read side by side again
 
 
 def test_a_read_that_failed_ahead_is_done_again(made) -> None:
@@ -140,4 +163,4 @@ def test_a_reader_that_leaves_ends_the_threads(made) -> None:
     pieces = iter(restored(root, Far(root), 4))
     next(pieces)
     pieces.close()
-    assert not [thread for thread in threading.enumerate() if "nearkin" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]

@@ -35,7 +35,7 @@ from nearkin.testing.conformance.index import (
 from nearkin.testing.redis_server import RedisServer
 
 RIGHTS = (
-    "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire "
+    "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire +time "
     "+hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +zrem +lrange +rpush"
 )
 """As docs/decisions/0007-redis-index.md lists them."""
@@ -236,8 +236,8 @@ for n in order + order[:6]:
     found = [[i + 1, n * 100 + i + 1] for i in range(80)]
     index.publish(claims(ContainerId((1 << 40) + n), chunks, ["same", f"s{n}"], found))
     index.commit(manifest("k", n + 1, [(ContainerId((1 << 40) + n), 0), (ContainerId(1 << 40), 1)]), 10)
-epoch, first = index.epochs.current, index.epochs.first_number
-print(json.dumps([first(epoch, ContainerId((1 << 40) + n), 80, samples.DOMAIN) for n in range(24)]), flush=True)
+spans = [(ContainerId((1 << 40) + n), 80, samples.DOMAIN) for n in range(24)]
+print(json.dumps(index.epochs.first_numbers(index.epochs.current, spans)), flush=True)
 """
 
 

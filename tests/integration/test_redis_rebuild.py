@@ -24,7 +24,7 @@ from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.protocols import Index
 from nearkin.index.redis import RedisIndex, rebuild_in_background
 from nearkin.index.redis.rebuild import Rebuilder, RebuildOver
-from nearkin.local_index import super_features_of
+from nearkin.local_mending import super_features_of
 from nearkin.testing import samples
 from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, rows
 from nearkin.testing.redis_server import RedisServer
@@ -168,6 +168,27 @@ def test_of_many_rebuilders_one_rebuilds(store: Store, server: RedisServer) -> N
         client.close()
 
 
+def test_who_looked_before_another_was_done_does_not_rebuild_again(
+    store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, late = connect(server, store), connect(server, store)
+    looked = late.check
+
+    def looked_too_early() -> bool:
+        monkeypatch.undo()
+        needed = looked()
+        assert Rebuilder(first, partial(fill, store)).run_once()
+        return needed
+
+    monkeypatch.setattr(late, "check", looked_too_early)
+    runs: list[Index] = []
+    assert not Rebuilder(late, runs.append).run_once()
+    assert runs == []
+    assert not late.needs_rebuild
+    first.close()
+    late.close()
+
+
 REBUILD_AND_HANG = """
 import sys, time
 from nearkin.config import RedisSettings
@@ -230,21 +251,24 @@ def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: Redi
     other.close()
 
 
-def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(store: Store, server: RedisServer) -> None:
+def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(
+    store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearkin_janitor.rebuild.PUBLISH_CHUNKS", 1)  # each container by itself
     index = connect(server, store)
     tries: list[int] = []
 
     def failing(target: Index) -> None:
         tries.append(len(list(target.containers())))
-        real, left = target.publish, [2]
+        real, left = target.publish_many, [2]
 
-        def publish(claims):
+        def publish_many(many):
             if len(tries) < 3 and not left[0]:
                 raise StoreUnavailable("the object store is away")
             left[0] -= 1
-            real(claims)
+            real(many)
 
-        target.publish = publish
+        target.publish_many = publish_many
         fill(store, target, set(index.container_ids().tolist()))
 
     rebuilder = rebuild_in_background(index, failing, poll_seconds=0.02)

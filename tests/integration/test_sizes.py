@@ -108,3 +108,15 @@ def test_a_consumer_that_stops_early_loses_only_what_it_did_not_wait_for(tmp_pat
 def counts(store):
     ledger = store.stats().ledger
     return {name: getattr(ledger, name) for name in ledger.__slots__ if name != "stored_bytes"}
+
+
+def test_a_closed_store_gives_back_what_it_has_read_and_a_blob_of_it_can_be_read_still(tmp_path):
+    content = text_like(3_000_000, 1)
+    with open_store(tmp_path / "store") as store:
+        store.put("k", content)
+        blob = store.get("k")
+        assert blob.read() == content
+        assert store._containers.blocks.used_bytes >= len(content)
+    # A circle of references keeps the store itself until the garbage collector comes, which is long in some processes.
+    assert store._containers.blocks.used_bytes == 0
+    assert blob.read() == content

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.formats import columns, runs
-from nearkin.formats import container as fmt
-from nearkin.formats.container import ChunkTable, SegmentTable
+from nearkin.formats.block import EncodedBlock, decode_block, encode_block
+from nearkin.formats.container import Corrupt, FormatTooNew, encode_container
+from nearkin.formats.directory import ChunkTable, SegmentTable, positions_in_blocks
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import ZERO, ContainerId, Ledger, Locations
@@ -22,7 +24,9 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 @st.composite
-def stretches(draw: st.DrawFn, pool: list[int], own_chunks: int = 0) -> list[tuple[int, int]]:
+def stretches(
+    draw: st.DrawFn, pool: list[int], own_chunks: int = 0, ordinal_max: int = ROWS_MAX - 1
+) -> list[tuple[int, int]]:
     """Draw (container, ordinal) rows, mostly in runs as stored data has them."""
     rows: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(0, 8))):
@@ -30,7 +34,7 @@ def stretches(draw: st.DrawFn, pool: list[int], own_chunks: int = 0) -> list[tup
         if container == ZERO:
             rows += [(ZERO, draw(st.integers(0, SEGMENT_BYTES_MAX)))] * count
             continue
-        highest = own_chunks - 1 if container == HOLDER else runs.ORDINAL_MAX
+        highest = own_chunks - 1 if container == HOLDER else ordinal_max
         if highest < 0:
             continue
         start = draw(st.one_of(st.integers(0, min(30, highest)), st.integers(max(0, highest - 30), highest)))
@@ -48,7 +52,7 @@ def equal(left: Locations, right: Locations) -> bool:
 
 @given(st.data())
 def test_runs_come_back_whatever_the_parts(data: st.DataObject) -> None:
-    rows = data.draw(stretches([*CONTAINERS, ZERO], own_chunks=1000))
+    rows = data.draw(stretches([*CONTAINERS, ZERO], 1000, runs.ORDINAL_MAX))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=6)))
     bounds = np.array([0, *cuts, len(rows)], np.uint32)
     made = located(rows)
@@ -85,7 +89,7 @@ def test_columns_come_back(dtypes: list[str], rows: int, data: st.DataObject) ->
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, made, strict=True))
 
 
-def chunk_tables(draw: st.DrawFn) -> tuple[list[fmt.EncodedBlock], ChunkTable, int]:
+def chunk_tables(draw: st.DrawFn) -> tuple[list[EncodedBlock], ChunkTable, int]:
     """Draw chunks, laid into blocks of one depth each; a base is shallower here, or anywhere in another container."""
     depth_max = draw(st.integers(0, 4))
     block_depths = draw(st.lists(st.integers(0, depth_max), max_size=5))
@@ -98,13 +102,13 @@ def chunk_tables(draw: st.DrawFn) -> tuple[list[fmt.EncodedBlock], ChunkTable, i
     for row in range(count):
         if depths[row]:
             here = [i for i in range(count) if depths[i] < depths[row]]
-            foreign = st.tuples(st.sampled_from([2, 3, 7_000_001]), st.integers(0, runs.ORDINAL_MAX))
+            foreign = st.tuples(st.sampled_from([2, 3, 7_000_001]), st.integers(0, ROWS_MAX - 1))
             own = st.tuples(st.just(int(HOLDER)), st.sampled_from(here)) if here else foreign
             bases[row] = draw(st.one_of(foreign, own))
     ranks = [draw(st.integers(0, 15)) if d else 0 for d in depths]
     raw = [sum(e for e, b in zip(encoded, blocks, strict=True) if b == number) for number in range(len(block_depths))]
     sealed = [
-        fmt.encode_block(np.full(n, number, np.uint8), int(d > 0), d, samples.compressor())
+        encode_block(np.full(n, number, np.uint8), int(d > 0), d, samples.compressor())
         for number, (n, d) in enumerate(zip(raw, block_depths, strict=True))
     ]
     where, sizes = np.array(blocks, np.uint32), np.array(encoded, np.uint32)
@@ -112,7 +116,7 @@ def chunk_tables(draw: st.DrawFn) -> tuple[list[fmt.EncodedBlock], ChunkTable, i
         samples.names_of(lengths),
         np.array(lengths, np.uint32),
         where,
-        fmt.positions_in_blocks(where, sizes),
+        positions_in_blocks(where, sizes),
         sizes,
         np.array(depths, np.uint8),
         located(bases),
@@ -122,7 +126,7 @@ def chunk_tables(draw: st.DrawFn) -> tuple[list[fmt.EncodedBlock], ChunkTable, i
 
 
 @st.composite
-def containers(draw: st.DrawFn) -> tuple[list[fmt.EncodedBlock], ChunkTable, int, list[str], SegmentTable]:
+def containers(draw: st.DrawFn) -> tuple[list[EncodedBlock], ChunkTable, int, list[str], SegmentTable]:
     blocks, chunks, depth_max = chunk_tables(draw)
     names = draw(st.lists(TEXT, max_size=3, unique=True))
     rows = draw(stretches([2, 3, int(HOLDER), ZERO, (1 << 64) - 1], own_chunks=len(chunks)))
@@ -138,7 +142,7 @@ def containers(draw: st.DrawFn) -> tuple[list[fmt.EncodedBlock], ChunkTable, int
 @given(containers())
 def test_containers_come_back(made: Any) -> None:
     blocks, chunks, depth_max, names, segments = made
-    data, directory_bytes, recipe_bytes = fmt.encode_container(
+    data, directory_bytes, recipe_bytes = encode_container(
         HOLDER, samples.DOMAIN, depth_max, names, blocks, chunks, segments
     )
     found, decoded = samples.read_all(data)
@@ -188,9 +192,9 @@ def test_manifests_come_back(data: st.DataObject) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused_by_name(data: bytes) -> None:
-    for parse in (samples.read_all, lambda d: decode_manifest(d, "m"), lambda d: fmt.decode_block(d, "b")):
+    for parse in (samples.read_all, lambda d: decode_manifest(d, "m"), lambda d: decode_block(d, "b")):
         try:
             parse(data)
-        except (fmt.Corrupt, fmt.FormatTooNew):
+        except (Corrupt, FormatTooNew):
             continue
         raise AssertionError("random bytes were taken for stored ones")

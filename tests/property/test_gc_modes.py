@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.config import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT, with_changes
+from nearkin.config import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
+from nearkin.config_layers import with_changes
 from nearkin.errors import ConfigError, Corrupt, StoreUnavailable
 from nearkin.formats.container import decode_container
 from nearkin.formats.manifest import Manifest
@@ -29,20 +30,13 @@ from nearkin.records import Ledger as Bytes
 from nearkin.records import Locations
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.manifests import object_name
+from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, containers, manifests, objects, settings
 from nearkin_janitor import Ledger
 from nearkin_janitor.collect import require_marking
 
-DAY = 86_400
 WEEK = 7 * DAY
-
-
-class Clock:
-    now = 1_764_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def opened(root: Path, mode: str, clock: Clock) -> Store:

@@ -19,19 +19,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.config import BASE_POLICIES, CHUNKERS, FEATURES, RetentionPolicy, with_changes
+from nearkin.config import BASE_POLICIES, CHUNKERS, FEATURES, RetentionPolicy
+from nearkin.config_layers import with_changes
 from nearkin.errors import BadInput, NotFound, StoreLocked
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
+from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings, stored_bytes
 
 WEEK = 604_800
 KEYS = ("a", "b", "ключ/🔑")
 MAKERS = (random_bytes, text_like, records_like, lambda count, seed: bytes(count))
 SIZES = st.sampled_from([0, 1, 100, 8191, 8192, 30_000, 65_537, 200_000, 921_600, 2_200_000])
-
-
-def stored_bytes(root: Path) -> int:
-    return sum(map(len, objects(root).values()))
 
 
 class StoreBesideADictionary(RuleBasedStateMachine):

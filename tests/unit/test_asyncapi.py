@@ -12,7 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.errors import Corrupt
 from nearkin.formats.message import End, Frame, Fresh, Kind, Message, Paired, Placed, Segments, encode
 from nearkin.records import Ledger, Locations, PutResult

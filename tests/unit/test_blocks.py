@@ -9,7 +9,8 @@ import pytest
 
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt
-from nearkin.formats import container as fmt
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block
 from nearkin.kernels import xdelta3
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import Locations
@@ -38,7 +39,7 @@ def filled(
     chunks: list[bytes], bases: list[list[tuple[int, bytes]]], limit_bytes: int = 1 << 20
 ) -> tuple[OpenBlock, int]:
     """Return a patch block that took as many of the chunks as it does, and how many."""
-    block = OpenBlock(0, fmt.PATCH, 2, limit_bytes)
+    block = OpenBlock(0, layout.PATCH, 2, limit_bytes)
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
     leaning = prefixes(bases)
     part = block.lean_on(leaning, np.arange(len(chunks)), lengths)
@@ -52,7 +53,7 @@ def filled(
 
 def read(closed: ClosedBlock, prefix: bytes) -> np.ndarray:
     record = closed.block.header + bytes(closed.block.payload)
-    return fmt.decode_block(record, "b", prefix)
+    return decode_block(record, "b", prefix)
 
 
 def test_a_base_is_in_the_prefix_once_in_the_order_of_its_first_mention() -> None:
@@ -63,7 +64,7 @@ def test_a_base_is_in_the_prefix_once_in_the_order_of_its_first_mention() -> Non
     assert bytes(block.prefix) == one + two
     assert block.prefix_bases.ordinals.tolist() == [7, 3]
     closed = ENCODER.close(block)
-    assert closed.block.kind == fmt.PATCH
+    assert closed.block.kind == layout.PATCH
     assert closed.block.depth == 2
     assert read(closed, one + two).tobytes() == b"".join(chunks)
     assert closed.prefix.ordinals.tolist() == [7, 3]
@@ -87,18 +88,18 @@ def test_a_block_ends_with_the_chunk_that_fills_it() -> None:
 def test_bases_that_help_little_are_left_out_and_the_block_has_no_depth() -> None:
     chunks = [text_like(8000, n) for n in range(4)]
     closed = ENCODER.close(filled(chunks, [[(1, random_bytes(8000, 9))]] * 4)[0])
-    assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (fmt.RAW, 0, 0)
+    assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (layout.RAW, 0, 0)
     assert read(closed, b"").tobytes() == b"".join(chunks)
 
 
 def test_noise_on_noise_is_stored_as_it_is() -> None:
     closed = ENCODER.close(filled([random_bytes(8000, 1)], [[(1, random_bytes(8000, 9))]])[0])
-    assert (closed.block.kind, closed.block.codec) == (fmt.RAW, fmt.STORED)
+    assert (closed.block.kind, closed.block.codec) == (layout.RAW, layout.STORED)
 
 
 def test_bases_shorter_than_zstd_takes_are_left_out() -> None:
     closed = ENCODER.close(filled([b"abcdefg" * 30], [[(1, b"abcdefg")]])[0])
-    assert (closed.block.kind, closed.block.depth) == (fmt.RAW, 0)
+    assert (closed.block.kind, closed.block.depth) == (layout.RAW, 0)
 
 
 def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +107,11 @@ def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest
     chunks = [mutated(base, n, edits=2) for n in range(3)]
     block, _ = filled(chunks, [[(4, base)]] * 3)
     patch = ENCODER.close(block)
-    assert patch.block.kind == fmt.PATCH
+    assert patch.block.kind == layout.PATCH
     wide = ClosedBlock(patch.block, patch.chunk_bytes, patch.prefix)
     object.__setattr__(wide.block, "payload", bytes(patch.block.payload) + bytes(10_000))  # a patch that came out badly
     closed = ENCODER._as_deltas(block, block.bytes_so_far, wide)
-    assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (fmt.XDELTA3, 2, 0)
+    assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (layout.XDELTA3, 2, 0)
     sizes = closed.encoded
     found = xdelta3.decode_many(
         read(closed, b""),

@@ -49,6 +49,30 @@ def test_sizes_that_round_to_one_share_memory() -> None:
     assert (address(other), len(other)) == (at, 5 * MIB - 3)
 
 
+def test_what_is_large_takes_the_smallest_spare_of_up_to_twice_its_room() -> None:
+    buffers = Buffers()
+    sizes = [2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB]
+    held = [buffers.take(size) for size in sizes]
+    at = {size: address(array) for size, array in zip(sizes, held, strict=True)}
+    del held
+    taken = [buffers.take(2 * MIB) for _ in range(4)]
+    assert [address(array) for array in taken[:3]] == [at[2 * MIB], at[3 * MIB], at[4 * MIB]]
+    assert address(taken[3]) != at[5 * MIB]
+    assert all(len(array) == 2 * MIB for array in taken)
+    del taken
+    assert buffers.spare_bytes == 16 * MIB  # as large as they were
+
+
+def test_what_is_small_takes_a_spare_of_its_own_size_alone() -> None:
+    buffers = Buffers()
+    first = buffers.take(320 * KIB)
+    at = address(first)
+    del first
+    other = buffers.take(256 * KIB)
+    assert address(other) != at
+    assert address(buffers.take(320 * KIB)) == at
+
+
 def test_unused_memory_is_bounded() -> None:
     buffers = Buffers(spare_bytes_max=3 * MIB)
     held = [buffers.take(MIB) for _ in range(8)]

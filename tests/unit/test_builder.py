@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ import pytest
 
 from nearkin.claims import SealedContainer
 from nearkin.config import BlockSettings, DeltaSettings
-from nearkin.formats import container as fmt
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block
+from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations
 from nearkin.testing import samples
 from nearkin_delta import builder as module
@@ -43,7 +45,7 @@ def fresh(lengths: list[int], depths: list[int] | None = None, label: str = "c")
 
 
 def builder(settings: BlockSettings = SMALL, depth_max: int = 3) -> ContainerBuilder:
-    return ContainerBuilder(CONTAINER, samples.DOMAIN, settings, DeltaSettings(max_depth=depth_max), fmt.XDELTA3)
+    return ContainerBuilder(CONTAINER, samples.DOMAIN, settings, DeltaSettings(max_depth=depth_max), layout.XDELTA3)
 
 
 def encodings_of(made: SealedContainer) -> list[bytes]:
@@ -56,7 +58,7 @@ def encodings_of(made: SealedContainer) -> list[bytes]:
 def block_of(made: ContainerBuilder, number: int) -> np.ndarray:
     """Return a block's bytes, open or closed."""
     still_open = made.open_block(number)
-    return fmt.decode_block(made.record(number), "closed") if still_open is None else still_open
+    return decode_block(made.record(number), "closed") if still_open is None else still_open
 
 
 def wanted(added: Encodings) -> list[bytes]:
@@ -74,7 +76,17 @@ def test_ids_grow_even_when_the_clock_stands_still_or_goes_back(monkeypatch: pyt
         assert found > last
         last = found
     monkeypatch.setattr(module.time, "time_ns", lambda: 5)
-    assert new_container_id(last) == last + 1
+    steps = {new_container_id(last) - last for _ in range(50)}
+    assert min(steps) >= 1
+    assert max(steps) <= 1 << 20
+    assert len(steps) > 40  # what stood above `last` may have gone: its id is not given again
+
+
+def test_two_tenants_of_a_process_are_never_given_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_001_000_000)
+    monkeypatch.setattr(module.secrets, "randbits", lambda _: 7)
+    first, second = new_container_id(0), new_container_id(0)
+    assert second == first + 1
 
 
 def test_what_was_added_is_what_the_file_says() -> None:
@@ -203,7 +215,7 @@ def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_
     thread = Waiting()
     delta = DeltaSettings()
     closer = BlockCloser(SMALL, delta, thread)
-    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, fmt.PATCH, closer=closer)
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, layout.PATCH, closer=closer)
     chunks = fresh([70_000, 60_000])
     made.add(chunks)
     assert len(thread.tasks) == 1
@@ -218,4 +230,53 @@ def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_
     assert made.open_block(0) is not None, "the next batch is placed meanwhile"
     made.next_turn()
     assert made.open_block(0) is None
-    assert np.array_equal(fmt.decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])
+    assert np.array_equal(decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])
+
+
+def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSING_BYTES_MAX", 150_000)
+    delta = DeltaSettings()
+    with ThreadPoolExecutor(1) as thread:
+        closer = BlockCloser(SMALL, delta, thread)
+        made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, layout.PATCH, closer=closer)
+        chunks = [fresh([70_000], label=str(row)) for row in range(5)]
+        still_open = []
+        for row in range(5):
+            made.add(chunks[row])
+            made.passed(70_000)
+            still_open.append([made.open_block(number) is not None for number in range(row + 1)])
+        assert still_open[1] == [True, True], "140 kB at once are fine"
+        assert still_open[2] == [False, False, True]
+        assert still_open[4] == [False, False, False, False, True]
+        assert encodings_of(made.seal()) == [content for one in chunks for content in wanted(one)]
+
+
+class Kept:
+    """Remembers what it was given to keep."""
+
+    def __init__(self) -> None:
+        self.rooms: list[np.ndarray] = []
+        self.blocks: dict[int, np.ndarray] = {}
+
+    def room(self, size_bytes: int) -> np.ndarray:
+        self.rooms.append(np.empty(size_bytes, np.uint8))
+        return self.rooms[-1]
+
+    def keep_written(self, container: ContainerId, block: int, decoded: np.ndarray) -> None:
+        self.blocks[block] = decoded
+
+
+def test_a_raw_block_that_fills_its_room_is_kept_where_it_is_and_others_as_copies() -> None:
+    settings = BlockSettings(raw_bytes=4 * MIB, delta_bytes=4 * 1024, level=3)
+    kept, delta = Kept(), DeltaSettings()
+    closer = BlockCloser(settings, delta, None, kept)
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, settings, delta, layout.PATCH, closer=closer)
+    chunks = fresh([60_000] * 80)  # 4.2 MB in the first block, 0.6 in the second
+    made.add(chunks)
+    sealed = made.seal()
+    contents = wanted(chunks)
+    assert [kept.blocks[number].tobytes() for number in (0, 1)] == [b"".join(contents[:70]), b"".join(contents[70:])]
+    assert np.shares_memory(kept.blocks[0], kept.rooms[0])
+    second_room, copy = kept.rooms[1], kept.blocks[1]
+    assert not np.shares_memory(copy, second_room)
+    assert encodings_of(sealed) == wanted(chunks)

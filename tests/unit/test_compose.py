@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.testing import cluster, programs
 
 ROOT = Path(__file__).parents[2]

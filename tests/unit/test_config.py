@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nearkin
 from nearkin import config
-from nearkin.config import PROFILES, Settings, load, with_changes
+from nearkin.config import PROFILES, Settings
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import ConfigError
 from nearkin.testing.samples import noise
 from nearkin_chunker import algorithms as chunkers
@@ -148,7 +150,7 @@ def test_urls_of_gateways_are_taken(server: str) -> None:
 
 
 def test_server_and_token_do_not_wait_for_pydantic() -> None:
-    script = "import sys; from nearkin.config import load; print(load()[0].token, 'pydantic' in sys.modules)"
+    script = "import sys; from nearkin.config_layers import load; print(load()[0].token, 'pydantic' in sys.modules)"
     named = {"NEARKIN_SERVER": "http://h", "NEARKIN_TOKEN": "t", "NEARKIN_STORE": "s"}
     found = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, **named, "PYTHONPATH": ":".join(sys.path)}, **CAPTURED
@@ -267,7 +269,23 @@ def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.M
         load(file)
 
 
-@pytest.mark.parametrize("text", ["[delta", "delta = 1\n[delta]", "\x00", "a = 1\na = 2"])
+def test_variables_are_read_whatever_their_case_and_whichever_others_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("nearkin_store", "here")
+    assert load()[0].store == "here"
+    monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "1")
+    assert load()[0].store == "here"
+
+
+@pytest.mark.parametrize("name", ["NEARKIN_STORE__FOLDER", "NEARKIN_SERVER__URL", "NEARKIN_TOKEN__"])
+def test_a_variable_below_what_has_nothing_below_it_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ConfigError, match=f"environment {name}: no such setting"):
+        load()
+
+
+@pytest.mark.parametrize("text", ["[delta", "delta = 1\n[delta]", "\x00", "a = 1\na = 2", f"a = {'[' * 9000}"])
 def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"nearkin\.toml"):
         load(toml(tmp_path, text))
@@ -326,3 +344,33 @@ def test_how_long_deletions_can_be_undone_is_bounded(tmp_path: Path) -> None:
     assert load(toml(tmp_path, "[deletion]\nundelete_seconds = 0"))[0].deletion.undelete_seconds == 0
     with pytest.raises(ConfigError, match=r'deletion\.undelete_seconds "-1": .*0 to 315360000'):
         load(None, {"deletion": {"undelete_seconds": -1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"encryption": "rot13"}, 'storage.encryption "rot13": choose aes-256-gcm or none'),
+        ({"encryption": "aes-256-gcm"}, "encryption aes-256-gcm: want key_file or key, and neither is set"),
+        ({"encryption": "aes-256-gcm", "key": "K" * 44, "key_file": "f"}, "want key_file or key, not both"),
+        ({"key_file": "f"}, 'key_file is set, and encryption is "none": set encryption = "aes-256-gcm"'),
+        ({"encryption": "aes-256-gcm", "key": "K" * 5000}, 'storage.key "***": want 1 to 4096 bytes'),
+    ],
+)
+def test_encryption_that_could_not_work_is_refused_and_no_key_is_told(section: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, {"storage": section})
+    assert said in str(refused.value)
+    assert "KKKK" not in str(refused.value)
+
+
+def test_the_key_of_a_store_is_taken_from_the_environment_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_STORAGE__KEY", "bmVhcmtpbg==")
+    settings, origins = load(None, {"storage": {"encryption": "aes-256-gcm"}})
+    assert settings.storage.key == "bmVhcmtpbg=="
+    assert origins["storage.key"] == ("***", "environment NEARKIN_STORAGE__KEY")
+    assert "bmVhcmtpbg" not in repr(settings)
+
+
+def test_every_name_the_package_promises_can_be_had_from_it():
+    for name in nearkin.__all__:
+        assert getattr(nearkin, name) is not None, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,34 @@ def test_what_is_kept_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(share.stored_bytes for share in many.prefixes) == pytest.approx(10_000)
 
 
+def test_a_list_of_many_tenants_reads_the_index_of_each_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    now = 1000.0
+
+    class Catalogue:
+        whole = True
+
+        def stats(self, _tenant: str) -> Stats:
+            return stored(10_000)
+
+        def entries(self, tenant: str) -> list[CatalogEntry]:
+            read.append(tenant)
+            return entries([(100, 1, 1)])
+
+    monkeypatch.setattr(insight, "time", SimpleNamespace(monotonic=lambda: now))
+    found = insight.Insight(Catalogue())  # type: ignore[arg-type]
+    names = [f"t{number}" for number in range(50)]
+    for _ in range(3):
+        assert [found.total(name).total.versions for name in names] == [1] * 50
+    assert sorted(read) == sorted(names)
+    now += insight.TOTAL_SECONDS
+    found.total("t7")
+    assert read[50:] == ["t7"]
+    for number in range(insight.TOTALS_MAX + 10):
+        found.total(f"other{number}")
+    assert len(found._totals) == insight.TOTALS_MAX
+
+
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=1000))
 @settings(max_examples=40, deadline=None)
 def test_a_curve_of_many_versions_has_few_points_and_ends_with_all(times: list[int]) -> None:
@@ -215,6 +244,9 @@ def test_names_that_may_be_a_strangers_are_not(host: str) -> None:
         ({"origin": "http://a", "host": "a:1"}, False),
         ({"origin": "http://a@b", "host": "b"}, False),
         ({"origin": "null", "host": "a"}, False),
+        ({"origin": "null", "host": ""}, False),
+        ({"origin": "http://[::1", "host": "[::1"}, False),
+        ({"origin": "http://[x]", "host": "a"}, False),
         ({"origin": "http://a", "host": "a", "sec_fetch_site": "cross-site"}, False),
         ({"host": "a"}, False),
     ],

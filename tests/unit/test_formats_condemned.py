@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import settings as runs
 from hypothesis import strategies as st
 
+from nearkin import failpoints
 from nearkin.errors import Corrupt, FormatTooNew
 from nearkin.formats.columns import check_bytes
 from nearkin.formats.condemned import Condemned, decode_record, encode_record
-from nearkin.store.condemned import CondemnedStore, record_bytes, record_name
-from nearkin.store.objects import memory_objects
+from nearkin.store.condemned import CondemnedStore, record_bytes
+from nearkin.store.objects import AlreadyExists, LocalObjects, memory_objects
 
 ordinals = st.sets(st.integers(0, 300), max_size=40).map(lambda rows: np.array(sorted(rows), np.uint32))
 entries = st.builds(Condemned, st.integers(0, 1 << 50), ordinals, ordinals, st.booleans())
@@ -69,18 +70,63 @@ def test_the_highest_record_holds_and_lower_ones_go():
     store.replace(example())
     assert list(store.listed()) == [1]
     newer = {9: Condemned(7, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)}
-    objects.put_new(record_name(5), encode_record(5, newer))  # whoever wrote it died before it removed the other
+    objects.put_new(f"gc/{5:016x}.nkg", encode_record(5, newer))  # whoever wrote it died before it removed the other
     assert plain(store.read()) == plain(newer)
     store.replace(example())
     assert store.listed() == {6: record_bytes(example())}
     store.replace({})
+    assert store.listed() == {7: record_bytes({})}
+    assert store.read() == {}
+
+
+def test_a_store_in_which_nothing_ever_was_condemned_has_no_record():
+    store = CondemnedStore(memory_objects())
+    store.replace({})
     assert store.listed() == {}
+    assert store.settled()
+
+
+def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_path):
+    """Held on its way to write record 1, while others condemn, free and are left with nothing condemned."""
+    late, meanwhile = CondemnedStore(LocalObjects(tmp_path)), CondemnedStore(LocalObjects(tmp_path))
+    names: list[str] = []
+
+    def collected_meanwhile(name: str) -> None:
+        names.append(name)
+        if len(names) == 1:
+            assert name == "object.begun"
+            meanwhile.replace({1 << 30: Condemned(9, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)})
+            meanwhile.replace({})
+
+    failpoints.arm((), collected_meanwhile)
+    try:
+        with pytest.raises(AlreadyExists, match="of another writer holds"):
+            late.replace(example())
+    finally:
+        failpoints.disarm()
+    assert meanwhile.read() == {}
+    assert not meanwhile.settled()  # what it left is removed by the next round
+    meanwhile.replace({})
+    assert meanwhile.settled()
+
+
+def test_a_broken_record_or_two_are_not_settled():
+    objects = memory_objects()
+    store = CondemnedStore(objects)
+    store.replace(example())
+    assert store.settled()
+    objects.put_new(f"gc/{9:016x}.nkg", encode_record(9, example()))
+    assert not store.settled()
+    objects.delete(f"gc/{9:016x}.nkg")
+    objects.delete(f"gc/{1:016x}.nkg")
+    objects.put_new(f"gc/{1:016x}.nkg", encode_record(1, example())[:-1])
+    assert not store.settled()
 
 
 def test_a_broken_record_condemns_nothing_and_an_unknown_name_is_told():
     objects = memory_objects()
     store = CondemnedStore(objects)
-    objects.put_new(record_name(2), encode_record(3, example()))  # under another's name
+    objects.put_new(f"gc/{2:016x}.nkg", encode_record(3, example()))  # under another's name
     assert store.read() == {}
     with pytest.raises(Corrupt, match="is record 3"):
         store.at(2)

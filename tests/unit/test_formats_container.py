@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
-from nearkin.formats import columns
-from nearkin.formats import container as fmt
+from nearkin.formats import columns, directory_codec, layout
+from nearkin.formats.block import decode_block, encode_block
+from nearkin.formats.container import decode_container, encode_container
+from nearkin.formats.directory import ChunkTable, Directory
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import SELF, ZERO
 from nearkin.testing import samples
@@ -34,7 +36,7 @@ def test_a_container_says_what_was_put_into_it() -> None:
     assert (directory.container, directory.domain, directory.depth_max) == (samples.CONTAINER, samples.DOMAIN, 2)
     assert directory.sketch_names == samples.SKETCHES
     assert [len(b) for b in blocks] == directory.blocks.raw.tolist() == [400, 20, 80]
-    assert directory.blocks.codecs.tolist() == [fmt.ZSTD, fmt.STORED, fmt.STORED]
+    assert directory.blocks.codecs.tolist() == [layout.ZSTD, layout.STORED, layout.STORED]
     assert directory.chunks.bases.containers.tolist() == [0, 0, samples.CONTAINER, samples.OLDER, 0, 0]
     assert directory.chunks.positions.tolist() == [0, 100, 0, 12, 0, 30]
     assert directory.segments.chunks.ordinals.tolist() == [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
@@ -48,10 +50,10 @@ def test_an_empty_container_is_156_bytes() -> None:
 
 
 def test_a_container_written_anew_keeps_its_numbers_and_says_what_is_gone() -> None:
-    data, before = samples.rest_container(), fmt.decode_container(samples.small_container(), "whole")
-    assert int.from_bytes(data[4:6], "little") == fmt.VERSION == 4
-    assert int.from_bytes(samples.small_container()[4:6], "little") == fmt.VERSION_WHOLE == 3
-    directory = fmt.decode_container(data, "rest")
+    data, before = samples.rest_container(), decode_container(samples.small_container(), "whole")
+    assert int.from_bytes(data[4:6], "little") == layout.VERSION == 4
+    assert int.from_bytes(samples.small_container()[4:6], "little") == layout.VERSION_WHOLE == 3
+    directory = decode_container(data, "rest")
     assert directory.chunks.there.tolist() == [True, False, False, True, False, False]
     assert directory.chunks.names[[0, 3]].tolist() == before.chunks.names[[0, 3]].tolist()
     assert not directory.chunks.names[[1, 2, 4, 5]].any()
@@ -61,37 +63,43 @@ def test_a_container_written_anew_keeps_its_numbers_and_says_what_is_gone() -> N
     assert [len(directory.segments), *np.diff(directory.segments.bounds).tolist()] == [3, 5, 5, 0]
     for number, raw in ((3, b"The quick brown fox. " * 5), (4, bytes(samples.noise(8, "delta")))):
         start = int(directory.blocks.offsets[number])
-        record = data[start - fmt.BLOCK.size : start + int(directory.blocks.stored[number])]
-        assert fmt.decode_block(record, "block").tobytes() == raw[:100]
+        record = data[start - layout.BLOCK.size : start + int(directory.blocks.stored[number])]
+        assert decode_block(record, "block").tobytes() == raw[:100]
     assert len(data) < len(samples.small_container())
 
 
 def test_what_is_gone_is_gone_altogether() -> None:
     directory = samples.directory_of(samples.rest_container())
-    names = fmt.DIRECTORY.size
+    names = layout.DIRECTORY.size
     assert directory[:4] == b"NKD3"
     for count in (1, 3, 7, 1 << 31):
         wrong = directory[:names] + count.to_bytes(4, "little") + directory[names + 4 :]
         with pytest.raises(Corrupt):
-            fmt.decode_container(samples.with_directory(samples.rest_container(), wrong), "wrong")
-    chunks = fmt.decode_container(samples.rest_container(), "rest").chunks
+            decode_container(samples.with_directory(samples.rest_container(), wrong), "wrong")
+    chunks = decode_container(samples.rest_container(), "rest").chunks
     for name, value in (("lengths", 0), ("blocks", 3)):
         column = getattr(chunks, name).copy()
         column[0 if name == "lengths" else 1] = value
         with pytest.raises(Corrupt):
-            fmt.decode_container(_written(chunks, {name: column}), "wrong")
+            decode_container(_written(chunks, {name: column}), "wrong")
 
 
-def _written(chunks: fmt.ChunkTable, changes: dict[str, Any]) -> bytes:
+def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
     """Return the sample written anew with another chunk table, under agreeing checksums."""
-    whole = fmt.decode_container(samples.rest_container(), "rest")
+    whole = decode_container(samples.rest_container(), "rest")
     columns_of = {f.name: getattr(chunks, f.name) for f in fields(chunks)} | changes
     raw = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
     packer = samples.compressor()
-    last = fmt.encode_block(samples.noise(8, "delta"), fmt.XDELTA3, 1, packer)
-    blocks = [None, None, None, fmt.encode_block(raw, fmt.RAW, 0, packer), last]
-    return fmt.encode_container(
-        samples.CONTAINER, samples.DOMAIN, 2, samples.SKETCHES, blocks, fmt.ChunkTable(**columns_of), whole.segments
+    last = encode_block(samples.noise(8, "delta"), layout.XDELTA3, 1, packer)
+    blocks = [None, None, None, encode_block(raw, layout.RAW, 0, packer), last]
+    return encode_container(
+        samples.CONTAINER,
+        samples.DOMAIN,
+        2,
+        samples.SKETCHES,
+        blocks,
+        ChunkTable(**columns_of),
+        whole.segments,
     )[0]
 
 
@@ -141,7 +149,7 @@ def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, 
 
 
 def test_a_container_beyond_its_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "CONTAINER_BYTES_MAX", 714)
+    monkeypatch.setattr("nearkin.formats.container.CONTAINER_BYTES_MAX", 714)
     with pytest.raises(BadInput, match="at most 714"):
         samples.read_all(samples.small_container())
 
@@ -149,34 +157,36 @@ def test_a_container_beyond_its_bound_is_refused_unread(monkeypatch: pytest.Monk
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def block(codec: int = fmt.STORED, kind: int = 0, raw: int = 5, payload: bytes = b"hello", reserved: int = 0) -> bytes:
+def block(
+    codec: int = layout.STORED, kind: int = 0, raw: int = 5, payload: bytes = b"hello", reserved: int = 0
+) -> bytes:
     """Return a block record whose checksum agrees, whatever it says."""
-    lead = fmt.BLOCK.pack(b"NKB1", codec, kind, 0, reserved, raw, len(payload), b"")[:-8]
+    lead = layout.BLOCK.pack(b"NKB1", codec, kind, 0, reserved, raw, len(payload), b"")[:-8]
     return lead + columns.check_bytes(lead, payload) + payload
 
 
 def test_a_block_of_nothing_is_stored() -> None:
-    made = fmt.encode_block(np.zeros(0, np.uint8), fmt.RAW, 0, samples.compressor())
-    assert (made.codec, made.stored_bytes) == (fmt.STORED, 0)
-    assert len(fmt.decode_block(made.header + bytes(made.payload), "b")) == 0
+    made = encode_block(np.zeros(0, np.uint8), layout.RAW, 0, samples.compressor())
+    assert (made.codec, made.stored_bytes) == (layout.STORED, 0)
+    assert len(decode_block(made.header + bytes(made.payload), "b")) == 0
 
 
 def test_noise_is_stored_and_text_is_compressed() -> None:
-    for raw, codec in ((samples.noise(5000, "n"), fmt.STORED), (np.zeros(5000, np.uint8), fmt.ZSTD)):
-        made = fmt.encode_block(raw, fmt.RAW, 0, samples.compressor())
+    for raw, codec in ((samples.noise(5000, "n"), layout.STORED), (np.zeros(5000, np.uint8), layout.ZSTD)):
+        made = encode_block(raw, layout.RAW, 0, samples.compressor())
         assert made.codec == codec
-        assert np.array_equal(fmt.decode_block(made.header + bytes(made.payload), "b"), raw)
+        assert np.array_equal(decode_block(made.header + bytes(made.payload), "b"), raw)
 
 
 @pytest.mark.parametrize(
     ("record", "error"),
     [
         (block(raw=6), Corrupt),
-        (block(codec=fmt.ZSTD), Corrupt),
-        (block(codec=fmt.ZSTD, payload=b""), Corrupt),
-        (block(raw=fmt.BLOCK_RAW_BYTES_MAX + 1), Corrupt),
+        (block(codec=layout.ZSTD), Corrupt),
+        (block(codec=layout.ZSTD, payload=b""), Corrupt),
+        (block(raw=layout.BLOCK_RAW_BYTES_MAX + 1), Corrupt),
         (block(codec=2), FormatTooNew),
-        (block(kind=len(fmt.KINDS)), FormatTooNew),
+        (block(kind=len(layout.KINDS)), FormatTooNew),
         (block(reserved=1), FormatTooNew),
         (block()[:23], Corrupt),
         (block() + b"x", Corrupt),
@@ -184,14 +194,14 @@ def test_noise_is_stored_and_text_is_compressed() -> None:
 )
 def test_a_block_that_says_what_is_not_known_is_refused(record: bytes, error: type[Exception]) -> None:
     with pytest.raises(error):
-        fmt.decode_block(record, "b")
+        decode_block(record, "b")
 
 
 def test_a_block_that_decompresses_to_more_than_announced_is_corrupt() -> None:
-    made = fmt.encode_block(np.zeros(5000, np.uint8), fmt.RAW, 0, samples.compressor())
-    for raw in (0, 4999, 5001, fmt.BLOCK_RAW_BYTES_MAX):
+    made = encode_block(np.zeros(5000, np.uint8), layout.RAW, 0, samples.compressor())
+    for raw in (0, 4999, 5001, layout.BLOCK_RAW_BYTES_MAX):
         with pytest.raises(Corrupt):
-            fmt.decode_block(block(fmt.ZSTD, 0, raw, bytes(made.payload)), "b")
+            decode_block(block(layout.ZSTD, 0, raw, bytes(made.payload)), "b")
 
 
 # --- directories with checksums that agree: what only a writer could have made ----------------------------------------
@@ -208,27 +218,27 @@ class Parts:
 
     def joined(self) -> bytes:
         named = b"".join(len(n).to_bytes(2, "little") + n for n in self.names)
-        return fmt.DIRECTORY.pack(*self.head) + named + self.chunk_names + b"".join(map(columns.pack, self.tables))
+        return layout.DIRECTORY.pack(*self.head) + named + self.chunk_names + b"".join(map(columns.pack, self.tables))
 
 
 TABLES = [
-    fmt._BLOCK_COLUMNS,
-    fmt._CHUNK_COLUMNS,
-    fmt._DELTA_COLUMNS,
-    fmt._PATCHED_COLUMNS,
-    fmt._PREFIX_COLUMNS,
-    fmt._RUN_COLUMNS,
-    fmt._REF_COLUMNS,
-    fmt._SEGMENT_COLUMNS,
-    fmt._RUN_COLUMNS,
+    directory_codec._BLOCK_COLUMNS,
+    directory_codec._CHUNK_COLUMNS,
+    directory_codec._DELTA_COLUMNS,
+    directory_codec._PATCHED_COLUMNS,
+    directory_codec._PREFIX_COLUMNS,
+    directory_codec._RUN_COLUMNS,
+    directory_codec._REF_COLUMNS,
+    directory_codec._SEGMENT_COLUMNS,
+    directory_codec._RUN_COLUMNS,
 ]
 BLOCKS, CHUNKS, DELTAS, PATCHED, PREFIXES, PREFIX_RUNS, REFS, SEGMENTS, RUNS = range(9)
 
 
 def parts(make: Callable[[], bytes] = samples.small_container) -> Parts:
     data = samples.directory_of(make())
-    position, names, tables = fmt.DIRECTORY.size, [], []
-    head = fmt.DIRECTORY.unpack_from(data)
+    position, names, tables = layout.DIRECTORY.size, [], []
+    head = layout.DIRECTORY.unpack_from(data)
     for _ in range(head[5]):
         length = int.from_bytes(data[position : position + 2], "little")
         names.append(data[position + 2 : position + 2 + length])
@@ -242,7 +252,7 @@ def parts(make: Callable[[], bytes] = samples.small_container) -> Parts:
     return Parts(list(head), names, chunk_names, tables)
 
 
-def read_with(changed: Parts, make: Callable[[], bytes] = samples.small_container) -> fmt.Directory:
+def read_with(changed: Parts, make: Callable[[], bytes] = samples.small_container) -> Directory:
     return samples.read_all(samples.with_directory(make(), changed.joined()))[0]
 
 
@@ -268,6 +278,25 @@ def shortened(table: int) -> Callable[[Parts], None]:
 def counted(place: int, value: int) -> Callable[[Parts], None]:
     def change(p: Parts) -> None:
         p.head[place] = value
+
+    return change
+
+
+def many_of_one_recipe(p: Parts) -> None:
+    p.tables[SEGMENTS][0][-1] += SEGMENT_BYTES_MAX
+    more = (ZERO, 0, SEGMENT_BYTES_MAX)  # holes as long as the last one
+    p.tables[RUNS] = [np.append(c, np.uint32(value)) for c, value in zip(p.tables[RUNS], more, strict=True)]
+
+
+def many_bases(p: Parts) -> None:
+    p.tables[PREFIXES][0][0] = 1 + layout.PREFIX_BASES_MAX
+    p.tables[PREFIX_RUNS][2][1] = layout.PREFIX_BASES_MAX
+
+
+def beyond(table: int) -> Callable[[Parts], None]:
+    def change(p: Parts) -> None:
+        refs, steps = p.tables[table][table == DELTAS :][:2]
+        steps[int(np.flatnonzero(refs > ZERO)[0])] = 2 * layout.ROWS_MAX
 
     return change
 
@@ -310,6 +339,9 @@ WRONG = {
     "recipes whose sum wraps": changed(SEGMENTS, 0, 0, 0xFFFFFFFF),
     "an unknown sketch": changed(SEGMENTS, 1, 0, 2),
     "a recipe of a chunk that is not there": changed(RUNS, 1, 0, 10),
+    "a recipe of a chunk that no container has": beyond(RUNS),
+    "a recipe of more chunks than a segment has bytes": many_of_one_recipe,
+    "a delta against what no container has": beyond(DELTAS),
     "a hole too long": changed(RUNS, 1, 2, 2 * SEGMENT_BYTES_MAX + 2),
     "runs of 4 billion chunks": changed(RUNS, 2, 0, 0xFFFFFFFF),
     "an empty run": changed(RUNS, 2, 0, 0),
@@ -332,9 +364,9 @@ WRONG_PATCHED = {
     "magic of the format before": counted(0, b"NKD1"),
     "depth bound below the patch block's": counted(4, 1),
     "a patch block at depth 0": changed(BLOCKS, 4, 1, 0),
-    "a patch block said to be raw": changed(BLOCKS, 3, 1, fmt.RAW),
-    "a patch block said to be deltas": changed(BLOCKS, 3, 1, fmt.XDELTA3),
-    "a raw block said to be a patch": changed(BLOCKS, 3, 0, fmt.PATCH),
+    "a patch block said to be raw": changed(BLOCKS, 3, 1, layout.RAW),
+    "a patch block said to be deltas": changed(BLOCKS, 3, 1, layout.XDELTA3),
+    "a raw block said to be a patch": changed(BLOCKS, 3, 0, layout.PATCH),
     "a base beyond the prefix": changed(PATCHED, 0, 1, 4),
     "a base before the prefix": changed(PATCHED, 0, 0, 1),
     "a prefix of no bases": changed(PREFIXES, 0, 0, 0),
@@ -344,6 +376,8 @@ WRONG_PATCHED = {
     "a prefix of a hole": changed(PREFIX_RUNS, 0, 0, ZERO),
     "a base of its own that is not there": changed(PREFIX_RUNS, 1, 0, 8),
     "a base of its own that is no shallower": changed(PREFIX_RUNS, 1, 0, 2),
+    "a base that no container has": beyond(PREFIX_RUNS),
+    "a prefix of too many bases": many_bases,
     "a run of bases too many": changed(PREFIX_RUNS, 2, 1, 2),
     "a patched row missing": shortened(PATCHED),
     "a prefix count missing": shortened(PREFIXES),
@@ -363,10 +397,10 @@ def test_a_patch_block_that_does_not_add_up_is_corrupt_whatever_its_checksum_say
 
 def test_a_patched_container_says_what_was_put_into_it() -> None:
     directory, _ = samples.read_all(samples.patched_container())
-    assert directory.blocks.kinds.tolist() == [fmt.RAW, fmt.PATCH]
+    assert directory.blocks.kinds.tolist() == [layout.RAW, layout.PATCH]
     assert directory.chunks.depths.tolist() == [0, 2, 2, 2]
     assert directory.chunks.bases.containers.tolist() == [0, samples.CONTAINER, samples.OLDER, samples.OLDER]
-    assert directory.chunks.ranks.tolist() == [0, fmt.LOCALITY_RANK, 1, fmt.LOCALITY_RANK]
+    assert directory.chunks.ranks.tolist() == [0, layout.LOCALITY_RANK, 1, layout.LOCALITY_RANK]
     bases = directory.prefixes.of(1)
     assert (bases.containers.tolist(), bases.ordinals.tolist()) == ([samples.CONTAINER, samples.OLDER], [0, 77])
     assert len(directory.prefixes.of(0)) == 0
@@ -376,14 +410,14 @@ def test_a_patched_container_says_what_was_put_into_it() -> None:
 def test_a_patch_block_needs_exactly_its_prefix() -> None:
     data = samples.patched_container()
     directory, _ = samples.read_all(data)
-    start = int(directory.blocks.offsets[1]) - fmt.BLOCK.size
-    record = data[start : start + fmt.BLOCK.size + int(directory.blocks.stored[1])]
+    start = int(directory.blocks.offsets[1]) - layout.BLOCK.size
+    record = data[start : start + layout.BLOCK.size + int(directory.blocks.stored[1])]
     first, second = samples.PATCHED_BASES
-    decoded = fmt.decode_block(record, "b", first + second)
+    decoded = decode_block(record, "b", first + second)
     assert decoded[:500].tobytes() == first[100:600]
     for wrong in (b"", second + first, first + second[:-1], first):
         with contextlib.suppress(Corrupt):
-            assert not np.array_equal(fmt.decode_block(record, "b", wrong), decoded)
+            assert not np.array_equal(decode_block(record, "b", wrong), decoded)
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
@@ -443,7 +477,7 @@ def test_a_small_file_that_asks_for_billions_of_rows_takes_no_memory() -> None:
     greedy = parts()
     greedy.tables[RUNS] = [np.full(1000, 2, "<u4"), np.zeros(1000, "<u4"), np.full(1000, 0xFFFFFFFF, "<u4")]
     many = parts()
-    many.tables[SEGMENTS] = [np.zeros(fmt.ROWS_MAX + 1, "<u4"), np.zeros(fmt.ROWS_MAX + 1, "u1")]
+    many.tables[SEGMENTS] = [np.zeros(layout.ROWS_MAX + 1, "<u4"), np.zeros(layout.ROWS_MAX + 1, "u1")]
     files = [samples.with_directory(samples.small_container(), p.joined()) for p in (greedy, many)]
     for data in files:
         assert len(data) < 20_000

@@ -13,6 +13,7 @@ import pytest
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
 from nearkin.formats import manifest as fmt
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import SELF, ZERO, Ledger, Locations
@@ -120,6 +121,7 @@ def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, 
         ([5], run_columns([3], [0], [1], [1])),
         ([5], run_columns([2], [0], [1], [2])),
         ([5], run_columns([2], [1], [1], [1])),
+        ([5], run_columns([2], [2 * ROWS_MAX], [1], [1])),
         ([5], run_columns([2], [0], [0], [1])),
         ([5, 5], run_columns([2], [0], [1], [1])),
         ([0], run_columns([2], [0], [1], [1])),

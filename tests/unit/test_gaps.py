@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nearkin.errors import Corrupt
-from nearkin.formats.container import ChunkTable, Directory, PrefixTable, SegmentTable
+from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.records import ContainerId, FreshBatch, Locations, PairedBatch, SegmentBatch
 from nearkin.stage import Anchor, Gaps
 from nearkin.store.neighbours import Neighbourhood
@@ -217,3 +217,33 @@ def test_a_recipe_that_names_older_chunks_gives_them_too() -> None:
 def test_what_is_lost_or_not_there_has_no_neighbours(kind: Anchor) -> None:
     assert between(RECIPES, (kind, (NEW, 3), kind, (NEW, 5), 1)) == [[]]
     assert between(RECIPES, (kind, (OLD, 999), Anchor.NONE, NONE, 1)) == [[]]
+
+
+def test_a_container_that_was_written_anew_without_a_recipe_has_the_neighbours_that_are_left() -> None:
+    source = Directories(RECIPES)
+    near = Neighbourhood(source)  # type: ignore[arg-type]
+    question = asked((Anchor.NONE, NONE, Anchor.CHUNK, (OLD, 18), 2))
+    assert near.between(question).chunks.ordinals.tolist() == [13, 14, 15, 16, 17]
+    source.recipes = {OLD: [[], own(OLD, *range(8, 20))]}
+    assert near.between(question).chunks.ordinals.tolist() == [13, 14, 15, 16, 17]
+    gone = asked((Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 6), 1))
+    assert near.between(gone).chunks.ordinals.tolist() == []
+
+
+def test_neighbours_are_of_one_generation_though_the_container_is_written_anew_or_goes_meanwhile() -> None:
+    class Rewriting(Directories):
+        """Answers once as it was."""
+
+        later: dict[int, list[list[tuple[int, int]]]]
+
+        def directory(self, container: ContainerId) -> Directory:
+            try:
+                return super().directory(container)
+            finally:
+                self.recipes = self.later
+
+    for later in ({OLD: [[], own(OLD, 8)]}, {}):
+        source = Rewriting(RECIPES)
+        source.later = later
+        question = asked((Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 6), 1))
+        assert Neighbourhood(source).between(question).chunks.ordinals.tolist() == [4, 5]  # type: ignore[arg-type]

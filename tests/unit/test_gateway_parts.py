@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from nearkin.api import open_store
+from nearkin.errors import StoreUnavailable
+from nearkin.index.redis.catalog import member_start
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.records import VersionInfo
-from nearkin_gateway import bodies, limits
+from nearkin.store import descriptor
+from nearkin.store.manifests import object_name
+from nearkin.store.objects import LocalObjects
+from nearkin_gateway import bodies, catalogue, limits, tokens
+from nearkin_gateway.catalogue import VERSION_MAX, Catalogue, _after
 from nearkin_gateway.digests import metadata_headers, metadata_of
+from nearkin_gateway.embedded import StoreListing
 from nearkin_gateway.keys import decoded_key, quoted
 from nearkin_gateway.limits import Budget, Rates, Slots
+from nearkin_gateway.listing import PipelineListing
 from nearkin_gateway.outcomes import Outcomes, Tickets, new_id
-from nearkin_gateway.problems import Problem
-from nearkin_gateway.ranges import wanted_range
+from nearkin_gateway.problems import Problem, from_error
+from nearkin_gateway.ranges import etag, last_modified, wanted_range
+from nearkin_gateway.sessions import SKEW_SECONDS, Sessions
 
 SECRET = bytes(range(32))
 
@@ -248,6 +259,13 @@ def test_ranges_agree_with_slices(size: int, first: int, last: int, form: str) -
         assert data[found[0] : found[1]] == whole
 
 
+def test_a_date_never_lets_a_range_go_on_since_two_versions_of_one_second_share_it() -> None:
+    info = version(10)
+    headers = {"range": "bytes=5-", "if-range": last_modified(info)}
+    assert wanted_range(Headers(headers), info) is None
+    assert wanted_range(Headers({**headers, "if-range": etag(info)}), info) == (5, 10)
+
+
 @given(
     st.dictionaries(
         st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
@@ -268,3 +286,93 @@ def test_a_key_comes_back_from_its_url(key: str) -> None:
     assert decoded_key(quoted(key), 1024) == key
     assert "/" not in quoted(key)
     assert quoted(key) not in (".", "..")
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("kafka broker-0.internal:9092,[fd00::1]:9093: down", "kafka (an address),(an address): down"),
+        ("redis 10.1.2.3:6379: refused", "redis (an address): refused"),
+        ("index /var/lib/nearkin/index: no room", "index (a folder): no room"),
+        ("a: http://minio.local:9000/bucket?X=1: 503", "a: (an address) 503"),
+        ("store ~/s/t is being written by process 7", "store (a folder) is being written by process 7"),
+        ("containers/1a/b.nkc: no room left on the device; nothing was changed", None),
+        ("2 messages not acknowledged in 30 s, and/or lost", None),
+    ],
+)
+def test_a_caller_is_told_no_folder_and_no_address_of_what_is_behind(text: str, told: str | None) -> None:
+    assert from_error(StoreUnavailable(text)).detail == (told or text)
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_of_a_gateway_whose_clock_is_ahead_is_open_and_one_of_the_future_is_not(tmp_path: Path) -> None:
+    _, token = tokens.create(tmp_path / "tokens.json", "t", ["read"])
+    sessions = Sessions(SECRET, tokens.TokenFile(tmp_path / "tokens.json"), 3600)
+    now = time.time()
+    cookie = sessions.open(token, now + 5)
+    assert sessions.read(cookie, now) is not None
+    assert sessions.read(sessions.open(token, now + 3600), now) is None
+    assert sessions.read(cookie, now + 3605 + SKEW_SECONDS) is None
+
+
+# --- pages of a listing ----------------------------------------------------------------------------------------------
+
+
+def test_where_a_page_goes_on_is_a_version_that_can_be(tmp_path: Path) -> None:
+    assert _after("k\0" + "9" * 40) == ("k", VERSION_MAX)
+    assert member_start(*_after("k\0" + "9" * 40))
+
+
+def test_a_page_ends_before_its_names_and_metadata_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "PAGE_BYTES_MAX", 100_000)
+    with open_store(tmp_path / "s") as store:
+        for number in range(5):
+            store.put("k", b"", metadata={"a": "x" * 60_000})
+            store.put(f"l{number}", b"", metadata={"a": "x" * 60_000})
+        objects = LocalObjects(tmp_path / "s")
+        found = Catalogue(objects, descriptor.read(objects), store.settings, StoreListing(store))
+        pages, after, asked = [], 0, True
+        while asked:
+            page, following = found.versions("default", "k", after, 100)
+            pages.append([info.version for info in page.found])
+            asked, after = following is not None, following or 0
+        assert pages == [[1, 2], [3, 4], [5]]
+        keys, start = [], ""
+        while start is not None:
+            page, start = found.listed("default", "l", start, 100, all_versions=False)
+            keys.append([info.key for info in page.found])
+        assert keys == [["l0", "l1"], ["l2", "l3"], ["l4"]]
+
+
+def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while_the_index_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_store(tmp_path / "s") as store:
+        for key in ("a", "b", "c", "d"):
+            store.put(key, key.encode())
+        store.delete("c")
+        store.delete("d")
+    objects = LocalObjects(tmp_path / "s")
+    names = {name: objects.get(name) for name, _ in objects.names("manifests")}
+    manifest = object_name("default", "b", 1)
+    objects.replace(manifest, names[manifest][:-1] + b"?")
+    (mark,) = (name for name in names if name.startswith(object_name("default", "d", 1)[:-4]) and ".nkt" in name)
+    objects.replace(mark, names[mark][:-1] + b"?")
+
+    class Unfinished:
+        def check(self) -> bool:
+            return True
+
+    listing = PipelineListing(Unfinished(), descriptor.read(objects), objects)  # type: ignore[arg-type]
+    assert list(listing.versions("default", "", "", None)) == [("a", 1), ("c", 1), ("d", 1)]
+    assert list(listing.versions("other", "", "", None)) == []
+    assert list(listing.marked_keys("default", "")) == ["c"]
+    assert manifest in caplog.text
+    assert mark in caplog.text

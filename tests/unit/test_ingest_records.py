@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nearkin.config import Settings, load
+from nearkin.config import STORE_FOLDERS, Settings
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, ConfigError
 from nearkin_gateway.ingest_records import Intake, UserRecord, intake_of, origin_of, tenants_of
 
@@ -109,6 +110,13 @@ def test_topics_have_tenants_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 # --- claim checks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tenant", STORE_FOLDERS)
+def test_a_tenant_that_is_called_as_a_folder_of_the_store_reads_nothing_of_it(tenant: str) -> None:
+    found = record(all_headers=(("dataref", f"{tenant}/a".encode()), ("who", tenant.encode())))
+    with pytest.raises(BadInput, match="the store's own"):
+        taken(found, dataref_prefix="{tenant}/", tenant_header="who")
+
+
 @pytest.mark.parametrize("header", ["dataref", "ce_dataref"])
 @pytest.mark.parametrize("text", ["in/t/a b+c=.d", "s3://bucket/all/in/t/a b+c=.d"])
 def test_a_claim_check_names_an_object(header: str, text: str) -> None:
@@ -198,6 +206,7 @@ def test_records_without_value_may_be_passed_over() -> None:
         ({"dataref_prefix": "a/../b/"}, "ends in /"),
         ({"dataref_prefix": "/"}, "ends in /"),
         ({"dataref_prefix": "containers/"}, "the store's own"),
+        ({"dataref_prefix": "uploads/"}, "the store's own"),
         ({"dataref_prefix": "{topic}/"}, "ends in /"),
         ({"null_values": "delete"}, "choose reject or skip"),
     ],

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.errors import ConfigError
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.message import End, Envelope, Frame, Segments, decode, encode
-from nearkin.runners.kafka.chunking import ChunkHandler, check_messages_fit, split_segments
+from nearkin.runners.kafka.chunking import STATES_MAX, ChunkHandler, check_messages_fit, split_segments
 from nearkin.runners.kafka.clients import Headers, Outbox
+from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.loop import Record
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.stage import Facts
@@ -52,8 +54,25 @@ class Kept(Outbox):
         pass
 
 
-def handler(outbox: Kept, chosen: Settings = SETTINGS) -> ChunkHandler:
-    return ChunkHandler(chosen, lambda tenant: ChunkerStage(chosen, Fingerprinter(b"s" * 32, tenant)), outbox)
+class Waiting(Backlog):
+    """Says of the topic what it is told."""
+
+    def __init__(self, end: int = 0) -> None:
+        self.end = end
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        assert (name, partition) == ("frames", 0)
+        return self.end > offset
+
+    def close(self) -> None:
+        pass
+
+
+def handler(outbox: Kept, chosen: Settings = SETTINGS, backlog: Backlog | None = None) -> ChunkHandler:
+    def stage_of(tenant: str) -> ChunkerStage:
+        return ChunkerStage(chosen, Fingerprinter(b"s" * 32, tenant))
+
+    return ChunkHandler(chosen, stage_of, outbox, backlog or Waiting())
 
 
 def record(offset: int, value: bytes) -> Record:
@@ -164,6 +183,20 @@ def test_an_upload_that_stops_is_ended_as_failed_and_holds_nothing_back() -> Non
     assert [offset for _, offset, _ in worker.committable()] == [8]
 
 
+def test_an_upload_whose_frames_nobody_has_read_has_not_stopped() -> None:
+    """The service was paused for longer than an upload may rest; its frames were acknowledged meanwhile."""
+    outbox, backlog = Kept(), Waiting(end=3)
+    worker = handler(outbox, backlog=backlog)
+    worker.assigned(0, "")
+    log = frames(b"x" * 16, RANDOM[:500_000], [250_000, 250_000])
+    worker.handle([record(0, log[0])])
+    worker._partitions[0].open[b"x" * 16].last_seen -= 2
+    worker.idle()
+    worker.handle([record(1, log[1]), record(2, log[2])])
+    _, ends = told(outbox)
+    assert ends[b"x" * 16].failure is None
+
+
 def test_a_gap_and_a_short_blob_end_as_failed() -> None:
     outbox = Kept()
     worker = handler(outbox)
@@ -208,6 +241,32 @@ def test_more_open_blobs_than_a_commit_describes_are_read_again_from_their_start
     outbox.sent += again.sent
     segments, found = told(outbox)
     assert all(found[blob].failure is None and len(segments[blob]) == found[blob].segments for blob in blobs)
+
+
+def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_that_came() -> None:
+    """Two owners die: the second read so many blobs first that the state of one it had not seen yet found no room."""
+    blobs = [number.to_bytes(16, "big") for number in range(STATES_MAX + 1)]
+    halves = [frames(blob, RANDOM[:400_000], [200_000, 200_000]) for blob in blobs]
+    last = halves[0]
+    log = [one[0] for one in halves] + [last[1]]
+    first = handler(Kept())
+    first.assigned(0, "")
+    first.handle([record(offset, value) for offset, value in enumerate(log)])
+    ((_, offset, metadata),) = first.committable()
+    assert offset > 0  # the start of the blob is out of reach
+
+    second = handler(Kept())
+    second.assigned(0, metadata)
+    second.handle([record(number, log[number]) for number in range(offset, len(blobs))])
+    ((_, offset, metadata),) = second.committable()
+
+    outbox = Kept()
+    third = handler(outbox)
+    third.assigned(0, metadata)
+    log.append(last[2])
+    third.handle([record(number, log[number]) for number in range(offset, len(log))])
+    _, ends = told(outbox)
+    assert ends[blobs[0]].failure is None
 
 
 def test_segments_are_split_so_that_each_message_fits() -> None:

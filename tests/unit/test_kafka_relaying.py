@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nearkin.config import Settings
-from nearkin.errors import StoreUnavailable
+from nearkin.errors import Retryable, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import message as fmt
 from nearkin.formats.message import End, Envelope, Fresh, Message, Opened, Paired, Segments, decode, encode
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import Locations, SegmentBatch
-from nearkin.runners.kafka import loop
+from nearkin.records import ContainerId, Locations, SegmentBatch
+from nearkin.runners.kafka import loop, placing
 from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.chunking import split_segments
 from nearkin.runners.kafka.clients import Outbox
@@ -24,6 +27,7 @@ from nearkin.runners.kafka.handling import RecordGuard
 from nearkin.runners.kafka.loop import Record
 from nearkin.runners.kafka.merging import merged_fresh, merged_pairs
 from nearkin.runners.kafka.offsets import PartitionOffsets
+from nearkin.runners.kafka.placing import PlaceHandler
 from nearkin.runners.kafka.relaying import RelayHandler, Told, Work, dedup_work, resemblance_work
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.runners.together import run_stage_many
@@ -330,6 +334,32 @@ def test_what_kafka_refuses_is_never_committed(tenants: Lanes) -> None:
             step()
 
 
+def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
+    tenants: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "Outbox", lambda *_: Scripted())
+    fresh = handled(dedup_work(SETTINGS, tenants), [encode(message) for message in messages(random_bytes(MIB, 7))])
+    values = handled(resemblance_work(tenants, lambda: SETTINGS), fresh.values).values
+    before = [sys.getrefcount(value) for value in values]
+    worker = PlaceHandler(SETTINGS, lambda: SETTINGS, tenants, "w")
+    worker.assigned(0, "")
+    worker.handle(records(values))
+    held = worker._open["t"].held
+    assert [one.record.offset for one in held] == list(range(len(values)))
+    assert [sys.getrefcount(value) for value in values] == before
+    worker.close()
+
+
+def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: Lanes) -> None:
+    bound = int(SETTINGS.base.cache_bytes)
+    block = np.zeros(bound // 8, np.uint8)
+    stores = [tenants[f"tenant {number}"].containers for number in range(3)]
+    for number, store in enumerate(stores):
+        for row in range(8):
+            store.keep(ContainerId(number + 1), row, block)
+    assert sum({id(store.blocks): store.blocks.used_bytes for store in stores}.values()) <= bound
+
+
 def test_a_partition_given_away_takes_its_offsets_along() -> None:
     outbox = Scripted()
     awaiting = Awaiting(outbox)
@@ -338,3 +368,21 @@ def test_a_partition_given_away_takes_its_offsets_along() -> None:
     awaiting.forget(0)
     awaiting.drain()
     assert list(awaiting.committable()) == [(1, 9, "")]
+
+
+@pytest.mark.parametrize(
+    ("wall", "steady", "in_time"), [(0, 0, True), (0, 60, False), (60, 0, False), (-9999, 60, False)]
+)
+def test_a_container_is_too_old_by_whichever_clock_says_so(
+    monkeypatch: pytest.MonkeyPatch, wall: int, steady: int, in_time: bool
+) -> None:
+    """A clock that is set back, or stands still while the machine sleeps, makes no container young again."""
+    lane: Any = SimpleNamespace(collected=SimpleNamespace(grace_seconds=100))
+    container: Any = SimpleNamespace(container=1_700_000_000_000 << 20)
+    clocks = SimpleNamespace(time=lambda: 1_700_000_000 + wall, monotonic=lambda: 500.0 + steady)
+    monkeypatch.setattr(placing, "time", clocks)
+    if in_time:
+        placing._in_time(lane, container, 500.0)
+    else:
+        with pytest.raises(Retryable, match="60 s old"):
+            placing._in_time(lane, container, 500.0)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nearkin.config import Settings, load, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import ConfigError
 from nearkin.runners import logs
 
@@ -66,7 +67,8 @@ def test_a_json_line_says_what_when_where_and_about_which_blob() -> None:
         "logger": "nearkin.tests",
         "blob": "01" * 16,
         "tenant": "shop",
-        "trace": TRACE,
+        "trace_id": TRACE,
+        "span_id": "b7ad6b7169203331",
     }
     assert set(idle) == {"event", "level", "logger", "timestamp"}
 
@@ -76,7 +78,7 @@ def test_a_blob_without_a_trace_has_none(trace: bytes | str | None) -> None:
     stream = started("json")
     with logs.about(b"\x02" * 16, "shop", trace):
         _log.info("x")
-    assert "trace" not in lines(stream)[0]
+    assert "trace_id" not in lines(stream)[0]
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])

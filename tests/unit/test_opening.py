@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nearkin.config import Settings, load, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import ConfigError, StoreUnavailable
 from nearkin.store.objects import LocalObjects
 from nearkin.store.opening import open_objects

@@ -140,7 +140,7 @@ def test_what_is_no_duration_is_refused(text):
 
 
 def test_policies_are_read_from_a_file_and_refused_in_one_line(tmp_path):
-    from nearkin.config import load
+    from nearkin.config_layers import load
 
     file = tmp_path / "n.toml"
     file.write_text('[retention]\nmin_age_seconds = 5\n[[retention.policies]]\nprefix = "db/"\nkeep_daily = 7\n')

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from nearkin import open_store
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import settings
 from nearkin_delta.trials import CHUNKS_MIN, EVERY, Trials
 
 
@@ -48,3 +53,14 @@ def test_a_small_blob_is_always_tried() -> None:
 
 def test_with_a_share_of_nothing_all_are_tried() -> None:
     assert all(fed(Trials(0), "a", 50, found=0))
+
+
+def test_chunks_without_old_neighbours_say_nothing_of_those_that_have_some(tmp_path: Path) -> None:
+    first = text_like(12_000_000, 1)
+    second = random_bytes(24_000_000, 2) + mutated(first, 3, edits=2000, edit_bytes_max=30)
+    deltas = []
+    for tries in (False, True):
+        with open_store(tmp_path / str(tries), settings=settings({"base": {"try_all": tries}})) as store:
+            store.put("k", first)
+            deltas.append(store.put("k", second).ledger.delta_chunks)
+    assert deltas[0] == deltas[1] > 800

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from nearkin.errors import StoreUnavailable
 from nearkin.runners.workers import Worker
 
 PATIENCE = 10
@@ -119,7 +120,7 @@ def test_stop_finishes_what_is_queued_and_cancel_drops_it() -> None:
     gate.set()
     cancelling.join(PATIENCE)
     assert done[50:] == [1000]
-    with pytest.raises(RuntimeError, match="cancelled"):
+    with pytest.raises(StoreUnavailable, match="ended before it was committed"):
         worker.check()
 
 

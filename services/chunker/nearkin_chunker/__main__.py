@@ -2,6 +2,7 @@
 
 from nearkin.runners.kafka.chunking import ChunkHandler
 from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.worker import Context, Part, command
 from nearkin_chunker import ChunkerStage
 
@@ -13,7 +14,8 @@ def handler(context: Context) -> ChunkHandler:
     def stage_of(tenant: str) -> ChunkerStage:
         return ChunkerStage(context.settings, tenants[tenant].fingerprinter)
 
-    return ChunkHandler(context.settings, stage_of, Outbox(context.settings, f"chunker-{context.worker}"))
+    outbox = Outbox(context.settings, f"chunker-{context.worker}")
+    return ChunkHandler(context.settings, stage_of, outbox, Backlog(context.settings))
 
 
 if __name__ == "__main__":

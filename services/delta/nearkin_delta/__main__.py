@@ -1,6 +1,7 @@
 """`python -m nearkin_delta`: encodes and stores chunks, commits versions, and rebuilds an index that was lost."""
 
 from nearkin.runners.kafka.committing import CommitHandler
+from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.placing import PlaceHandler
 from nearkin.runners.kafka.worker import Context, Part, command
 from nearkin.store.manifests import ManifestStore
@@ -14,7 +15,8 @@ def placer(context: Context) -> PlaceHandler:
 def committer(context: Context) -> CommitHandler:
     """Return the handler of topic `placed`."""
     manifests = ManifestStore(context.objects)
-    return CommitHandler(context.settings, manifests, context.lanes(), f"committer-{context.worker}")
+    worker = f"committer-{context.worker}"
+    return CommitHandler(context.settings, manifests, context.lanes(), worker, Backlog(context.settings))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.formats.container import LOCALITY_RANK
+from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.kernels.estimate import compressed_bytes_estimate
 from nearkin.kernels.overlap import shared_bytes
 from nearkin.records import U8, U32, U64, Bools, Locations
@@ -71,7 +71,26 @@ class Targets:
 
 def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32) -> Chosen:
     """Return the bases that are worth it, of those in each target's group (`shared_bytes` says what a group is)."""
-    shared = shared_bytes(
+    return _chosen(targets, bases, _shared(targets, target_bounds, bases, base_bounds))
+
+
+def try_shallower(targets: Targets, bases: Contents, depths_below: U8) -> Chosen:
+    """Return the bases that are worth it for each target, of those that are less deep than its `depths_below`."""
+    limits, counts = np.unique(depths_below, return_counts=True)
+    order = np.argsort(depths_below, kind="stable")
+    rows = [np.flatnonzero(bases.depths < limit) for limit in limits]
+    target_bounds = np.append(0, np.cumsum(counts)).astype(np.uint32)
+    base_bounds = np.append(0, np.cumsum([len(some) for some in rows])).astype(np.uint32)
+    # Apart, not sorted out afterwards: what two bases share with a target is counted for one of them.
+    mine = np.concatenate([np.zeros(0, np.intp), *rows])
+    some = replace(bases, offsets=bases.offsets[mine], lengths=bases.lengths[mine])
+    shared = _shared(targets.take(order), target_bounds, some, base_bounds)
+    shared[:, 0], shared[:, 1] = order[shared[:, 0].astype(np.intp)], mine[shared[:, 1].astype(np.intp)]
+    return _chosen(targets, bases, shared)
+
+
+def _shared(targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32) -> U32:
+    return shared_bytes(
         targets.payload,
         targets.offsets,
         targets.lengths,
@@ -81,6 +100,9 @@ def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds
         bases.lengths,
         base_bounds,
     )
+
+
+def _chosen(targets: Targets, bases: Contents, shared: U32) -> Chosen:
     of = shared[:, 0].astype(np.intp)
     count = len(targets)
     covered: NDArray[np.float64] = np.bincount(of, shared[:, 2], count).astype(np.float64)

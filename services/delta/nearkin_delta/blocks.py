@@ -15,9 +15,9 @@ from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
 from nearkin.config import BlockSettings, DeltaSettings
-from nearkin.formats import container as fmt
+from nearkin.formats import layout
+from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin.formats.columns import PREFIX_BYTES_MIN
-from nearkin.formats.container import EncodedBlock
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.kernels.prefix import BasePrefix
@@ -67,9 +67,11 @@ class Room:
     prefix: BasePrefix
 
     @staticmethod
-    def of(limit_bytes: int) -> Room:
-        """Return room for a block of `limit_bytes`, and for the chunk that passes it."""
-        return Room.exactly(limit_bytes + SEGMENT_BYTES_MAX)
+    def of(limit_bytes: int, take: Callable[[int], U8] | None = None) -> Room:
+        """Return room for a block of `limit_bytes`, and for the chunk that passes it; `take` gives memory for it."""
+        if take is None:
+            return Room.exactly(limit_bytes + SEGMENT_BYTES_MAX)
+        return Room(take(limit_bytes + SEGMENT_BYTES_MAX), BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX))
 
     @staticmethod
     def exactly(size_bytes: int) -> Room:
@@ -103,6 +105,11 @@ class OpenBlock:
     def bytes_so_far(self) -> U8:
         """Return the encodings that it holds; a view."""
         return self.room.buffer[: self.used]
+
+    @property
+    def is_raw_and_fills_its_room(self) -> bool:
+        """Return whether its memory may be kept as what it decodes to: little of it is slack."""
+        return self.kind == layout.RAW and self.used * 4 >= len(self.room.buffer) * 3
 
     @property
     def prefix(self) -> memoryview:
@@ -166,7 +173,7 @@ class BlockEncoder:
     """Decides, by real sizes, how a block is kept."""
 
     def __init__(self, block: BlockSettings, delta: DeltaSettings, room: Callable[[int], U8] | None = None) -> None:
-        """`room`: memory for what each block decodes to, a copy; None: no copy is made."""
+        """`room`: memory for what each block decodes to, a copy, or the block's own; None: nobody wants it."""
         self._level, self._far = block.level, block.far_matches
         options: dict[int, int] = {
             CompressionParameter.compression_level: block.level,
@@ -184,25 +191,27 @@ class BlockEncoder:
     def close(self, open_block: OpenBlock) -> ClosedBlock:
         """Return the smallest of the ways to keep a block. Raises Corrupt where it does not decode again."""
         closed = self._smallest(open_block)
-        if self._room is None or closed.block.kind == fmt.XDELTA3:
+        if self._room is None or closed.block.kind == layout.XDELTA3:
             return closed
+        if open_block.is_raw_and_fills_its_room:
+            return replace(closed, decoded=open_block.bytes_so_far)
         decoded = self._room(open_block.used)
         decoded[:] = open_block.bytes_so_far
         return replace(closed, decoded=decoded)
 
     def _smallest(self, open_block: OpenBlock) -> ClosedBlock:
         raw, none = open_block.bytes_so_far, Locations.empty()
-        if open_block.kind != fmt.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
-            kind = fmt.RAW if open_block.kind == fmt.PATCH else open_block.kind
-            if kind == fmt.RAW:
+        if open_block.kind != layout.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
+            kind = layout.RAW if open_block.kind == layout.PATCH else open_block.kind
+            if kind == layout.RAW:
                 return ClosedBlock(self._searches.encode(raw, self._encoder), len(raw), none)
-            return ClosedBlock(fmt.encode_block(raw, kind, open_block.depth, self._encoder), len(raw), none)
-        patch = fmt.encode_patch(raw, open_block.prefix, open_block.depth, self._encoder, self._options(open_block))
+            return ClosedBlock(encode_block(raw, kind, open_block.depth, self._encoder), len(raw), none)
+        patch = encode_patch(raw, open_block.prefix, open_block.depth, self._encoder, self._options(open_block))
         found = ClosedBlock(patch, len(raw), open_block.prefix_bases)
         if patch.stored_bytes * VCDIFF_TRIED > len(raw):
             found = self._as_deltas(open_block, raw, found)
         if patch.stored_bytes * PLAIN_TRIED > len(raw):
-            plain = fmt.encode_block(raw, fmt.RAW, 0, self._encoder)
+            plain = encode_block(raw, layout.RAW, 0, self._encoder)
             if plain.stored_bytes * DEPTH_COSTS <= found.block.stored_bytes:
                 found = ClosedBlock(plain, len(raw), none)
         return found
@@ -243,7 +252,7 @@ class BlockEncoder:
         if not deltas.lengths.all():
             return patch
         check_round_trip(pairs, deltas, np.arange(len(pairs)))
-        block = fmt.encode_block(deltas.payload, fmt.XDELTA3, open_block.depth, self._encoder)
+        block = encode_block(deltas.payload, layout.XDELTA3, open_block.depth, self._encoder)
         if block.stored_bytes >= patch.block.stored_bytes:
             return patch
         return ClosedBlock(block, len(raw), Locations.empty(), deltas.lengths)
@@ -267,6 +276,8 @@ class BlockCloser:
 
     def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
         """Return a new block."""
+        if self._keeper is not None and kind == layout.RAW:
+            return OpenBlock(number, kind, depth, limit_bytes, Room.of(limit_bytes, self._keeper.room))
         spares = self._spares.get(limit_bytes)
         room = spares.pop() if spares else None  # a new one of 5 MiB costs 1,200 page faults
         return OpenBlock(number, kind, depth, limit_bytes, room)
@@ -283,8 +294,12 @@ class BlockCloser:
         return [self._encoder.close(block) for block in blocks]
 
     def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
-        """Take the room of a block that is closed, and what it decodes to; return it without."""
-        self._give_back(block)
+        """Take the room of a block that is closed, and what it decodes to; return it without.
+
+        A raw block's room is the keeper's: it goes where what it holds is kept, or back to where it came from.
+        """
+        if self._keeper is None or block.kind != layout.RAW:
+            self._give_back(block)
         if closed.decoded is None:
             return closed
         assert self._keeper is not None

@@ -11,7 +11,9 @@ How a block is kept is decided when it closes (`blocks.py`); its depth may then 
 from __future__ import annotations
 
 import secrets
+import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -20,8 +22,10 @@ from numpy.typing import NDArray
 
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import BlockSettings, DeltaSettings
-from nearkin.formats import container as fmt
-from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
+from nearkin.formats import layout
+from nearkin.formats.container import decode_container, encode_container
+from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
+from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, distinct
 from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, OpenBlock
 
@@ -30,15 +34,29 @@ CHUNKS_MAX = 1 << 20
 BLOCKS_MAX = 1 << 15
 RECIPE_CHUNKS_MAX = 1 << 22
 """Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
+CLOSING_BYTES_MAX = 32 * MIB
+"""Of blocks that are being encoded; who closes more waits. The profile `archive`, whose blocks are 30 MiB, has one."""
 NAMED_MAX = 1 << 15
 """Nor do its bases and recipes name more containers: the ids alone are 256 KiB then, read whenever it is opened."""
+_GIVEN: deque[int] = deque(maxlen=1024)
+"""The newest ids of this process: tenants whose containers are open at once share a cache, which goes by id."""
+_GIVEN_LOCK = threading.Lock()
 _NO_BYTES: U8 = np.zeros(0, np.uint8)
 
 
 def new_container_id(after: int) -> ContainerId:
-    """Return an id above `after`: milliseconds since 1970 << 20, and 20 random bits against another writer's."""
-    made = (time.time_ns() // 1_000_000 << 20) | secrets.randbits(20)
-    return ContainerId(max(made, after + 1))
+    """Return an id above `after`: milliseconds since 1970 << 20, and 20 random bits against another writer's.
+
+    By a clock that was set back it is a random step above `after`, a millisecond at most: the container that stood
+    there may have been collected, and who has read that one would take this one for it.
+    """
+    with _GIVEN_LOCK:
+        made, more = time.time_ns() // 1_000_000 << 20, secrets.randbits(20)
+        found = max(made | more, after + 1 + more)
+        while found in _GIVEN:  # _GIVEN's length at most
+            found += 1
+        _GIVEN.append(found)
+    return ContainerId(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +96,16 @@ class Encodings:
         return len(self.lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """A block that is being encoded: `place` among those handed over with it, in which `turn` it was closed."""
+
+    block: OpenBlock
+    encoded: Future[list[ClosedBlock]]
+    place: int
+    turn: int
+
+
 class ContainerBuilder:
     """One container that grows until it is sealed; also a ContainerSource for what it holds."""
 
@@ -106,10 +134,8 @@ class ContainerBuilder:
         self._open: dict[int, OpenBlock] = {}
         self._to_close: list[OpenBlock] = []
         """Blocks that take no more; handed to the encoder together: a hand-over wakes a thread, 0.1 ms each."""
-        self._closing: dict[int, tuple[OpenBlock, Future[list[ClosedBlock]], int]] = {}
-        """Blocks being encoded, each with its place among those handed over with it."""
-        self._closing_since: dict[int, int] = {}
-        """The turn in which each of them was closed."""
+        self._closing: dict[int, _Closing] = {}
+        """Blocks being encoded."""
         self._turn = 0
         self._closed: dict[int, ClosedBlock] = {}
         self.blocks = 0
@@ -177,7 +203,7 @@ class ContainerBuilder:
         return Locations(np.full(count, self.container, np.uint64), ordinals)
 
     def _append(self, fresh: Encodings, rows: NDArray[np.intp], depth: int, numbers: U32) -> None:
-        kind = self._kind if depth else fmt.RAW
+        kind = self._kind if depth else layout.RAW
         taken = 0
         while taken < len(rows):
             block = self._open.get(depth)
@@ -185,7 +211,7 @@ class ContainerBuilder:
                 limit = self._limits[depth > 0]
                 block = self._open[depth] = self._closer.begin(self.blocks, kind, depth, limit)
                 self.blocks += 1
-            if fresh.prefixes is not None and kind == fmt.PATCH:
+            if fresh.prefixes is not None and kind == layout.PATCH:
                 part = block.lean_on(fresh.prefixes, rows[taken:], fresh.encoded)
             else:
                 part = block.fitting(rows[taken:], fresh.encoded)
@@ -201,7 +227,7 @@ class ContainerBuilder:
         """Hear how far the stream went on; close patch blocks that would span too much of it."""
         for depth, block in list(self._open.items()):
             block.span_bytes += stream_bytes
-            if block.kind == fmt.PATCH and block.span_bytes >= SPAN_BYTES_MAX:
+            if block.kind == layout.PATCH and block.span_bytes >= SPAN_BYTES_MAX:
                 self._close(depth)
         self._hand_over()
 
@@ -214,10 +240,12 @@ class ContainerBuilder:
         blocks, self._to_close = self._to_close, []
         if not blocks:
             return
+        waiting = [*blocks, *(closing.block for closing in self._closing.values())]
+        if sum(block.used for block in waiting) > CLOSING_BYTES_MAX:
+            self._take(self._turn + 1)
         encoded = self._closer.close(blocks)
         for place, block in enumerate(blocks):
-            self._closing[block.number] = block, encoded, place
-            self._closing_since[block.number] = self._turn
+            self._closing[block.number] = _Closing(block, encoded, place, self._turn)
 
     def next_turn(self) -> None:
         """Begin another batch: take the blocks that were closed in the batch before the last, and earlier ones.
@@ -230,14 +258,17 @@ class ContainerBuilder:
     def _settle(self, turn: int) -> None:
         """Wait for the blocks that were closed before `turn`, and take them as they came out."""
         self._hand_over()
-        for number in [number for number, closed_in in self._closing_since.items() if closed_in < turn]:
-            block, encoded, place = self._closing[number]
-            self._closed[number] = self._closer.settle(self.container, block, encoded.result()[place])
-            del self._closing[number], self._closing_since[number]
+        self._take(turn)
+
+    def _take(self, turn: int) -> None:
+        for number, closing in [entry for entry in self._closing.items() if entry[1].turn < turn]:
+            closed = closing.encoded.result()[closing.place]
+            self._closed[number] = self._closer.settle(self.container, closing.block, closed)
+            del self._closing[number]
             self._snapshot = None
 
     def _growing(self) -> list[OpenBlock]:
-        return [*self._open.values(), *self._to_close, *(block for block, _, _ in self._closing.values())]
+        return [*self._open.values(), *self._to_close, *(closing.block for closing in self._closing.values())]
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:
         """Append segment recipes; return where they lie. `chunks` are the rows of all of them, `counts` of each."""
@@ -319,12 +350,12 @@ class ContainerBuilder:
             for number, delta_bytes in changed.items():
                 encoded[blocks == number] = delta_bytes
         depths = block_depths[blocks] if self.blocks else np.zeros(0, np.uint8)
-        alone = (kinds[blocks] == fmt.RAW) & (all_of.depths > 0)
+        alone = (kinds[blocks] == layout.RAW) & (all_of.depths > 0)
         if alone.any():  # became raw when they closed
             ranks = np.where(alone, np.uint8(0), ranks)
             bases = Locations(np.where(alone, np.uint64(0), bases.containers), np.where(alone, 0, bases.ordinals))
             bases = Locations(bases.containers, bases.ordinals.astype(np.uint32))
-        positions = fmt.positions_in_blocks(blocks, encoded)
+        positions = positions_in_blocks(blocks, encoded)
         return ChunkTable(all_of.names, all_of.lengths, blocks, positions, encoded, depths, bases, ranks)
 
     def _segment_table(self) -> SegmentTable:
@@ -352,7 +383,7 @@ class ContainerBuilder:
         self._settle(self._turn + 1)
         kinds, depths = self._kinds_and_depths()
         blocks = [self._closed[number].block for number in range(self.blocks)]
-        data, _, _ = fmt.encode_container(
+        data, _, _ = encode_container(
             self.container,
             self._domain,
             self._depth_max,
@@ -363,7 +394,7 @@ class ContainerBuilder:
             self._prefix_table(),
         )
         claims = ContainerClaims(
-            fmt.decode_container(data, "a container just built"),
+            decode_container(data, "a container just built"),
             np.concatenate([np.zeros((0, SEGMENT_ID_BYTES), np.uint8), *self._segment_ids]),
             {
                 sketch: (np.concatenate([o for o, _ in parts]), np.concatenate([s for _, s in parts]))

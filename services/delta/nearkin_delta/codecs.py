@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.config import DeltaSettings
 from nearkin.errors import Corrupt, choose
-from nearkin.formats.container import PATCH, XDELTA3
+from nearkin.formats.layout import PATCH, XDELTA3
 from nearkin.kernels import xdelta3
 from nearkin.kernels.gather import gather_new
 from nearkin.records import U8, U32, U64

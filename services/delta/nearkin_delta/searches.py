@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 from backports.zstd import CompressionParameter
 
-from nearkin.formats import container as fmt
-from nearkin.formats.container import EncodedBlock
+from nearkin.formats import layout
+from nearkin.formats.block import EncodedBlock, encode_block
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.limits import MIB
 from nearkin.records import U8
@@ -40,10 +40,12 @@ DENSE: Mapping[int, int] = {
     CompressionParameter.ldm_hash_log: 22,
 }
 """One position in 8, 2^22 of them: all of 32 MiB. One in 16 costs 1 % of the dumps, 48 bytes 3 %."""
-SEARCH_LOG: Mapping[int, int] = {9: 5}
-"""At level 9, the archive's, 32 candidates a place, not 16: of botocore 2.8 % off raw blocks and 11 % off patch blocks,
-of the dumps 1.1 and 2 %, for a third of the speed. A table twice as large takes 0.1 and 2.4 % off raw blocks, for half
-of it."""
+SEARCH_LOG: Mapping[int, int] = {9: 6}
+"""At level 9, the archive's, 64 candidates a place, not 16. The first doubling takes 2.8 % off raw blocks of botocore,
+11 % off its patch blocks, 1.1 and 2 % of the dumps; the second 1.4 and 0.7 % off raw blocks."""
+RAW_HASH_LOG: Mapping[int, int] = {9: 23}
+"""And in raw blocks a table of 2^24 places, not 2^22: a block of 30 MiB fits. A table of half that takes 2.6 % off the
+dumps already and 0.7 % off a Debian image. A patch block is too small to be worth clearing it."""
 QUICK_FOR = 3
 QUICK: Mapping[int, int] = {CompressionParameter.compression_level: 2}
 HARD_SHARE = 5
@@ -57,14 +59,20 @@ def deeper(level: int) -> dict[int, int]:
     return {CompressionParameter.search_log: SEARCH_LOG[level]} if level in SEARCH_LOG else {}
 
 
+def _wider(level: int) -> dict[int, int]:
+    """Return what makes zstd remember more of a raw block than it does by itself at `level`."""
+    return {CompressionParameter.hash_log: RAW_HASH_LOG[level]} if level in RAW_HASH_LOG else {}
+
+
 class Searches:
     """Writes raw blocks by the search that suits the stream."""
 
     def __init__(self, options: Mapping[int, int], far: bool) -> None:
         """`options`: zstd's, its level among them; `far`: whether far matches are looked for."""
-        more = deeper(options[CompressionParameter.compression_level])
+        level = options[CompressionParameter.compression_level]
+        more = deeper(level) | _wider(level)
         self._ways = ({**options, **LONG, **more}, {**options, **DENSE, **more}) if far else ()
-        self._quick = {**options, **QUICK} if options[CompressionParameter.compression_level] == QUICK_FOR else None
+        self._quick = {**options, **QUICK} if level == QUICK_FOR else None
         self.forget()
 
     def forget(self) -> None:
@@ -76,13 +84,13 @@ class Searches:
     def encode(self, raw: U8, encoder: FrameEncoder) -> EncodedBlock:
         """Return a raw block, the smaller one where both searches are tried. Raises Corrupt as `encode_block` does."""
         if not self._ways or len(raw) < FAR_BYTES_MIN:
-            block = fmt.encode_block(raw, fmt.RAW, 0, encoder, self._quick if self._hard else None)
+            block = encode_block(raw, layout.RAW, 0, encoder, self._quick if self._hard else None)
             self._hard = block.stored_bytes * HARD_SHARE > len(raw)
             return block
         if self._until_trial:
             self._until_trial -= 1
-            return fmt.encode_block(raw, fmt.RAW, 0, encoder, self._ways[self._won])
-        tried = [fmt.encode_block(raw, fmt.RAW, 0, encoder, way) for way in self._ways]
+            return encode_block(raw, layout.RAW, 0, encoder, self._ways[self._won])
+        tried = [encode_block(raw, layout.RAW, 0, encoder, way) for way in self._ways]
         self._until_trial = TRIED_AGAIN_BLOCKS - 1
         self._won = int(tried[1].stored_bytes < tried[0].stored_bytes)
         return tried[self._won]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nearkin.claims import SealedContainer
 from nearkin.config import Settings
-from nearkin.formats.container import PATCH
+from nearkin.formats.layout import PATCH
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.records import (
     NAME_BYTES,
@@ -175,7 +175,8 @@ class DeltaStage:
             their_bounds = facts.neighbours.bounds if tried else np.zeros(len(bounds), np.uint32)
             self._found_near = try_bases(targets, bounds, facts.contents, their_bounds)
             if tried:
-                self._trials.heard(len(targets), int(np.count_nonzero(self._found_near.found)))
+                had_some = int(fresh[np.diff(their_bounds) > 0].sum())
+                self._trials.heard(had_some, int(np.count_nonzero(self._found_near.found)))
         return self._found_near
 
     def _asked(self, batch: PairedBatch, facts: Facts) -> Bools:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 FEW = 1 / 8
-"""Of a blob's fresh chunks, as far as tried, so many at least must find a base among their neighbours."""
+"""Of a blob's fresh chunks that had neighbours to try so many at least must find a base among them."""
 CHUNKS_MIN = 1024
 """Nothing is concluded from fewer: blobs below some 10 MiB of fresh data are always tried."""
 CHUNKS_MEMORY = 4096
@@ -40,7 +40,7 @@ class Trials:
         return False
 
     def heard(self, tried: int, found: int) -> None:
-        """Take what came out for a batch that was tried."""
+        """Take what came out for a batch that was tried: of `tried` chunks with neighbours `found` have a base."""
         self._tried += tried
         self._found += found
         if self._tried > CHUNKS_MEMORY:

@@ -15,7 +15,7 @@ from nearkin.formats.answers import explain_json, info_json, stats_json
 from nearkin_gateway import models
 from nearkin_gateway.access import Admin, Reader
 from nearkin_gateway.blobs import VersionQuery, Wait, outcome_json
-from nearkin_gateway.bodies import chunks
+from nearkin_gateway.bodies import whole
 from nearkin_gateway.keys import Key
 from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.scrub_answers import scrub_json
@@ -85,13 +85,14 @@ async def explain(
     segments: Annotated[bool, Query(description="Each segment and chunk too.")] = False,
 ) -> Response:
     """Return how a version is kept: duplicates, deltas and their bases, raw chunks."""
-    catalogue = gateway_of(request).catalogue
+    gateway = gateway_of(request)
 
     def explained() -> bytes:
-        found = catalogue.explain(caller.tenant, key, version)
+        found = gateway.catalogue.explain(caller.tenant, key, version)
         return json.dumps(explain_json(found, segments=segments)).encode()
 
-    return Response(await asyncio.to_thread(explained), media_type="application/json")
+    with gateway.explanations.one():
+        return Response(await asyncio.to_thread(explained), media_type="application/json")
 
 
 @router.get(
@@ -147,7 +148,7 @@ async def patch_config(request: Request, caller: Admin) -> Response:
     media = request.headers.get("content-type", MERGE_PATCH).partition(";")[0].strip().lower()
     if media not in (MERGE_PATCH, "application/json"):
         raise Problem(415, "bad-media-type", f"Content-Type {media:.60}: want {MERGE_PATCH}")
-    data = b"".join([piece async for piece in chunks(request, gateway.bounds, PATCH_BYTES_MAX)])
+    data = await whole(request, gateway.bounds, PATCH_BYTES_MAX)
     try:
         patch = json.loads(data)
     except (ValueError, RecursionError) as err:

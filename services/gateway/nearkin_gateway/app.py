@@ -15,12 +15,14 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Lifespan
 
 from nearkin.errors import NearkinError
+from nearkin.runners.tracing import current
 from nearkin_gateway import admin, blobs, deleting, looking, uploads
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.handing_over import sweep_for_ever
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
 from nearkin_gateway.state import Gateway
+from nearkin_gateway.traced import Traced
 
 THREADS_MAX = 64
 """Blocking calls side by side: restores, listings, hashing. More wait in a queue bounded by the connections."""
@@ -44,12 +46,13 @@ def create_app(gateway: Gateway) -> FastAPI:
         finally:
             gateway.stopping = True
             sweeper.cancel()
-            if gateway.background:
-                await asyncio.wait(gateway.background, timeout=gateway.bounds.shutdown_seconds)
-            for task in gateway.background:  # what is left another gateway takes up
+            if hand_overs := list(gateway.background.values()):
+                await asyncio.wait(hand_overs, timeout=gateway.bounds.shutdown_seconds)
+            for task in hand_overs:  # what is left another gateway takes up
                 task.cancel()
-            await asyncio.gather(sweeper, *gateway.background, return_exceptions=True)
+            await asyncio.gather(sweeper, *hand_overs, return_exceptions=True)
             await gateway.ingest.close()
+            await asyncio.to_thread(gateway.catalogue.close)
 
     app = _routed(lifespan)
     app.state.gateway = gateway
@@ -89,7 +92,8 @@ def _routed(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
 
 def served(app: FastAPI) -> ASGIApp:
     """Return the application as a server should call it."""
-    return PathAsSent(Counted(app))
+    tracing = current()
+    return PathAsSent(Counted(app) if tracing is None else Traced(Counted(app), tracing))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

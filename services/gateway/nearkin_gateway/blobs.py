@@ -18,7 +18,7 @@ from nearkin.records import VersionInfo
 from nearkin_gateway import models
 from nearkin_gateway.access import Reader, Writer
 from nearkin_gateway.bodies import check_declared, chunks, frames
-from nearkin_gateway.catalogue import LISTED_MAX, Listed
+from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX, Listed
 from nearkin_gateway.digests import announced_sha256, metadata_headers, metadata_of, repr_digest, wants_sha256
 from nearkin_gateway.intake import (
     check_failed,
@@ -37,7 +37,6 @@ from nearkin_gateway.responses import BlobResponse
 from nearkin_gateway.state import Gateway, gateway_of
 
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
-VERSION_MAX = (1 << 63) - 1
 router = APIRouter(tags=["blobs"])
 
 VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version instead of the newest.")]
@@ -228,7 +227,11 @@ async def _read(request: Request, key: str, tenant: str, version: int | None) ->
         "X-Nearkin-Version": str(info.version),
         "Cache-Control": "private, no-cache",
         "Content-Type": "application/octet-stream",
-        "X-Content-Type-Options": "nosniff",  # what strangers stored is no page of ours
+        # What strangers stored is no page, script or picture of ours, whoever links to it.
+        "X-Content-Type-Options": "nosniff",
+        "Content-Disposition": "attachment",
+        "Content-Security-Policy": "sandbox; default-src 'none'",
+        "Cross-Origin-Resource-Policy": "same-origin",
         **metadata_headers(info.metadata),
     }
     if info.sha256 is not None:

@@ -6,8 +6,10 @@ Only the time in which we wait for the client counts against it, not the time in
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -69,6 +71,19 @@ async def chunks(request: Request, bounds: GatewaySettings, bytes_max: int) -> A
                     "least; /v1/uploads takes up where it stopped (tus)",
                 )
             waited_seconds, window_got = 0.0, 0
+
+
+async def whole(request: Request, bounds: GatewaySettings, bytes_max: int) -> bytes:
+    """Return a small body at once. Raises as `chunks` does."""
+    return b"".join([piece async for piece in chunks(request, bounds, bytes_max)])
+
+
+async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int, name: str, want: str) -> Any:
+    """Return one member of the object that the body is; `want` shows what is. Raises Problem 400 too."""
+    try:
+        return json.loads(await whole(request, bounds, bytes_max))[name]
+    except (ValueError, RecursionError, KeyError, TypeError) as err:
+        raise Problem(400, "bad-json", f"want {want}") from err
 
 
 async def frames(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:

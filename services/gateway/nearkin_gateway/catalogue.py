@@ -12,13 +12,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Protocol
 
 from nearkin.config import Settings
-from nearkin.errors import BadInput, Corrupt, NotFound
+from nearkin.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Condemned
@@ -31,7 +31,7 @@ from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
-from nearkin.store.objects import ObjectStore
+from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubState, ScrubStates
 from nearkin.store.shown import infos_of, shown, units
@@ -44,6 +44,9 @@ STATS_SECONDS = 2.0
 EXPLAINED_CHUNKS_MAX = 200_000
 """About 1.6 GB of a blob, and 60 MB of JSON with its segments."""
 LISTED_MAX = 1000
+PAGE_BYTES_MAX = 4 * 1024 * 1024
+"""Of keys and metadata on one page, and the entry that passes it: 1000 versions may have 64 KiB of metadata each."""
+VERSION_MAX = (1 << 63) - 1
 READERS = 8
 """Manifests of all pages are read so many at a time: an S3 server answers each in some 2 ms."""
 READ_AHEAD = 64
@@ -77,12 +80,19 @@ class Listing(Protocol):
         """Yield what is kept of every version, deleted ones too, by key and version."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Listed:
     """Versions, and those that should be among them but cannot be read."""
 
-    found: list[VersionInfo]
-    damaged: list[Damage]
+    found: list[VersionInfo] = field(default_factory=list)
+    damaged: list[Damage] = field(default_factory=list)
+    size_bytes: int = 0
+    """Of what callers named, about: characters."""
+
+    @property
+    def full(self) -> bool:
+        """Return whether no more should go on the same page."""
+        return self.size_bytes >= PAGE_BYTES_MAX
 
     def __len__(self) -> int:
         return len(self.found) + len(self.damaged)
@@ -94,6 +104,7 @@ class Listed:
             self.damaged.append(entry)
         else:
             self.found.append(entry)
+            self.size_bytes += len(entry.key) + sum(len(name) + len(value) for name, value in entry.metadata.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +127,14 @@ class Catalogue:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._stats: OrderedDict[str, tuple[float, Stats]] = OrderedDict()
         self._lock = threading.Lock()
+        self._summing = threading.Lock()
+        """Held while sums are made: they list every container, and many may ask at once."""
         self._readers = ThreadPoolExecutor(READERS, "nearkin-catalogue")
         self._cache_bytes = max(BLOCK_CACHE_BYTES_MIN, int(settings.restore.cache_bytes) // 4)
+
+    def close(self) -> None:
+        """End the threads that read side by side; what was returned can still be read."""
+        self._readers.shutdown(cancel_futures=True)
 
     def manifest(self, tenant: str, key: str, version: int | None = None) -> Manifest:
         """Return a version's manifest, the newest by default. Raises NotFound, Corrupt, StoreUnavailable."""
@@ -145,10 +162,13 @@ class Catalogue:
         if not numbers:
             raise NotFound(f"key {key!r}: there is none")
         wanted = [number for number in numbers if number > after]
-        found = Listed([], [])
-        for entry in infos_of(self._manifests, tenant, key, wanted[:limit]):
-            found.add(entry)
-        return found, wanted[limit - 1] if len(wanted) > limit else None
+        found = Listed()
+        for taken, version in enumerate(wanted[:limit], 1):
+            for entry in infos_of(self._manifests, tenant, key, [version]):
+                found.add(entry)
+            if (taken == limit or found.full) and taken < len(wanted):
+                return found, version
+        return found, None
 
     def listed(
         self, tenant: str, prefix: str, after: str, limit: int, *, all_versions: bool
@@ -158,14 +178,15 @@ class Catalogue:
         A page ends early after EXAMINED_MAX keys or versions, most of them deleted.
         `after` is a key, or a key, NUL and a version, which is what is said for more of all versions.
         """
+        check_tenant(self._objects, tenant)
         after_key, after_version = _after(after)
         wanted = units(self._listing.versions(tenant, prefix, after_key, after_version), all_versions=all_versions)
-        found, last, examined = Listed([], []), after, 0
+        found, last, examined = Listed(), after, 0
         read = partial(shown, self._manifests, tenant, all_versions=all_versions)
         while some := list(islice(wanted, min(limit + 1, READ_AHEAD))):
             for unit, entry in zip(some, self._readers.map(read, some), strict=True):
                 if entry is not None:
-                    if len(found) == limit:
+                    if len(found) == limit or found.full:
                         return found, last
                     found.add(entry)
                 key, versions = unit
@@ -182,6 +203,7 @@ class Catalogue:
 
         A page ends early after EXAMINED_MAX keys.
         """
+        check_tenant(self._objects, tenant)
         after_key, after_version = _after(after)
         found: list[Deletion] = []
         damaged: list[Damage] = []
@@ -217,17 +239,25 @@ class Catalogue:
 
     def stats(self, tenant: str) -> Stats:
         """Return the sums, at most STATS_SECONDS old."""
+        kept = self._kept_stats(tenant)
+        if kept is not None:
+            return kept
+        with self._summing:
+            kept = self._kept_stats(tenant)  # another made them meanwhile
+            if kept is not None:
+                return kept
+            fresh = self._listing.stats(tenant)
+            with self._lock:
+                self._stats[tenant] = (time.monotonic(), fresh)
+                self._stats.move_to_end(tenant)
+                if len(self._stats) > TENANTS_OPEN_MAX:
+                    self._stats.popitem(last=False)
+        return fresh
+
+    def _kept_stats(self, tenant: str) -> Stats | None:
         with self._lock:
             made, kept = self._stats.get(tenant, (0.0, None))
-        if kept is not None and time.monotonic() - made < STATS_SECONDS:
-            return kept
-        fresh = self._listing.stats(tenant)
-        with self._lock:
-            self._stats[tenant] = (time.monotonic(), fresh)
-            self._stats.move_to_end(tenant)
-            if len(self._stats) > TENANTS_OPEN_MAX:
-                self._stats.popitem(last=False)
-        return fresh
+        return kept if time.monotonic() - made < STATS_SECONDS else None
 
     def entries(self, tenant: str) -> Iterator[CatalogEntry]:
         """Yield what the index keeps of every version, deleted ones too, by key and version."""
@@ -260,7 +290,10 @@ class Catalogue:
 
     def check(self) -> None:
         """Raise where the object store does not answer."""
-        self._objects.size_bytes(descriptor.NAME)
+        try:
+            self._objects.size_bytes(descriptor.NAME)
+        except NotFound as err:
+            raise StoreUnavailable(f"{descriptor.NAME}: it is gone, and with it what the store is") from err
 
     def _tenant(self, name: str) -> _Tenant:
         with self._lock:
@@ -280,4 +313,4 @@ class Catalogue:
 def _after(after: str) -> tuple[str, int | None]:
     """Return the key, and the version if there is one, of what was said for more."""
     key, _, number = after.partition("\0")
-    return key, int(number) if number.isascii() and number.isdigit() else None
+    return key, min(int(number), VERSION_MAX) if number.isascii() and number.isdigit() else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError
 from nearkin.runners import logs
 

@@ -17,7 +17,6 @@ class Counted:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        metrics.CORRUPT.labels("restore")  # there from the start, so that the first one is seen as a change
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on; count it when it has ended, however it did."""

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from nearkin.formats.answers import deletion_json
 from nearkin_gateway import models
 from nearkin_gateway.access import Caller, Deleter, Reader
-from nearkin_gateway.catalogue import LISTED_MAX
+from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX
 from nearkin_gateway.intake import check_idempotency_key, check_writable
 from nearkin_gateway.keys import BlobKey, Key
 from nearkin_gateway.listing import damaged_json
@@ -22,7 +22,6 @@ from nearkin_gateway.problems import responses
 from nearkin_gateway.ranges import check_match
 from nearkin_gateway.state import Gateway, gateway_of
 
-VERSION_MAX = (1 << 63) - 1
 router = APIRouter(tags=["deletion"])
 
 OneVersion = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version alone.")]

@@ -1,7 +1,7 @@
 """Embedded ingest. Invariant: `finish` returns when the version is committed and durable in this process's store.
 
-    request tasks                 one writer thread
-    spool to disk   -- queue -->  put_many: what waits together is committed together
+    request tasks                 one writer thread                                       one collector thread, at times
+    spool to disk   -- queue -->  put_many: what waits together is committed together     a round of garbage collection
 
 A body waits on disk, not in the writer: one slow client must not hold up the others, and there is but one writer.
 """
@@ -28,11 +28,12 @@ from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.formats.answers import gc_json
 from nearkin.index.catalog import CatalogEntry
 from nearkin.records import PutResult, Stats
+from nearkin.rounds import Schedule
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.sources import check_key, check_metadata
 from nearkin.store import descriptor
 from nearkin.store.objects import LocalObjects
-from nearkin.store.opening import with_parity
+from nearkin.store.opening import as_set
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ending, Intent, committed_event
@@ -40,12 +41,18 @@ from nearkin_gateway.listing import after
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.scrubbing import Scrubbing
-from nearkin_gateway.state import Gateway
+from nearkin_gateway.state import HAND_OVERS_MAX, Gateway
 from nearkin_gateway.tokens import token_file
 
 GROUP_BLOBS_MAX = 256
 GROUP_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_SECONDS_MAX = 60.0
+ROUND_WAITS_SECONDS = 600.0
+"""So long a round waits for the put that is at work as it begins: a body can be large."""
+BROKEN_SECONDS = 60.0
+"""After a round or a scrub that could not even begin, the next look is so much later."""
+PAUSED_SECONDS = 2.0
+"""So often it is looked whether a round that is due is still paused; at each passing that took all of a core."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -58,13 +65,17 @@ class _Job:
     loop: asyncio.AbstractEventLoop
 
 
+class _Wake:
+    """In the queue where a round is asked for, or has ended: the writer has nothing else to wake up for."""
+
+
 def embedded_gateway(settings: Settings) -> Gateway:
     """Return the parts of a gateway that is a whole store in one process. Raises NearkinError."""
     if settings.store is None:
         raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
     root = Path(settings.store).expanduser()
     store = open_store(root, settings=settings)
-    objects = with_parity(LocalObjects(root), settings)
+    objects = as_set(LocalObjects(root), settings)
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)
 
@@ -82,6 +93,7 @@ def embedded_gateway(settings: Settings) -> Gateway:
         deletions=store.deletions,
         resumable=Resumable(objects, settings.gateway.resumable_max),
         collecting=ingest,
+        pauses=store.pauses,
     )
 
 
@@ -94,11 +106,18 @@ class EmbeddedIngest:
         self._store = store
         self._outcomes = outcomes
         self._settings = settings
-        self._queue: Queue[_Job | None] = Queue(settings().gateway.uploads_max + 1)
+        # Bodies of uploads, of resumable ones handed over, a word that a round is wanted, that one has ended, to stop.
+        self._queue: Queue[_Job | _Wake | None] = Queue(settings().gateway.uploads_max + HAND_OVERS_MAX + 3)
         UPLOADS.watch(self, "writer")
         self._scrubbing = Scrubbing(store)
         self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
         self._collected: dict[str, object] | None = None
+        self._asked = threading.Event()
+        self._schedule = Schedule(time.monotonic())
+        self._collector: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._paused_until = 0.0
+        self._broken_until = 0.0
 
     @property
     def queued(self) -> int:
@@ -116,9 +135,12 @@ class EmbeddedIngest:
 
     async def close(self) -> None:
         """Commit what is queued; give the lock back."""
+        self._closing.set()
         if self._thread.is_alive():
             self._queue.put_nowait(None)
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS_MAX)
+        if (collector := self._collector) is not None:
+            await asyncio.to_thread(collector.join, CLOSE_SECONDS_MAX)
         await asyncio.to_thread(self._store.close)
 
     async def begin(self, intent: Intent) -> EmbeddedUpload:
@@ -152,25 +174,17 @@ class EmbeddedIngest:
         self._outcomes.add(committed_event(intent, began.replace("+00:00", "Z"), result))
 
     def _run(self) -> None:
-        collected = time.monotonic()
         while True:
-            interval_seconds = self._settings().gc.interval_seconds
-            gc_due = collected + interval_seconds if interval_seconds else None
-            gc_waits = None if gc_due is None else max(0.0, gc_due - time.monotonic())
-            waits = [wait for wait in (gc_waits, self._scrubbing.waits_seconds()) if wait is not None]
             try:
-                job = self._queue.get(timeout=min(waits, default=None))
+                job = self._queue.get(timeout=self._waits_seconds())
             except Empty:
-                if gc_due is not None and time.monotonic() >= gc_due:
-                    self._collect()
-                    collected = time.monotonic()
-                else:
-                    self._scrubbing.step_if_due()
+                self._look_after()
                 continue
             if job is None:
                 self._scrubbing.close()
                 return
-            jobs, waiting_bytes, last = [job], job.ending.size_bytes, False
+            jobs: list[_Job | _Wake] = [job]
+            waiting_bytes, last = 0 if isinstance(job, _Wake) else job.ending.size_bytes, False
             while len(jobs) < GROUP_BLOBS_MAX and waiting_bytes < GROUP_BYTES_MAX:
                 try:
                     more = self._queue.get_nowait()
@@ -180,23 +194,93 @@ class EmbeddedIngest:
                     last = True
                     break
                 jobs.append(more)
-                waiting_bytes += more.ending.size_bytes
-            self._put(jobs)
-            self._scrubbing.step_if_due()  # else a gateway that is always busy would never scrub
+                waiting_bytes += 0 if isinstance(more, _Wake) else more.ending.size_bytes
+            if blobs := [one for one in jobs if not isinstance(one, _Wake)]:
+                self._put(blobs)
             if last:
                 self._scrubbing.close()
                 return
+            self._look_after()  # here too, or a gateway that is always busy would never collect or scrub
+
+    def _waits_seconds(self) -> float | None:
+        """Return how long the writer has nothing to do but puts; None: until it is woken."""
+        if self._collects():
+            return None
+        if self._asked.is_set():  # and could not begin
+            return max(0.0, self._broken_until - time.monotonic())
+        gc_due = self._schedule.next_round(self._settings().gc.interval_seconds)
+        gc_waits = None if gc_due is None else max(0.0, max(gc_due, self._paused_until) - time.monotonic())
+        wait = min((wait for wait in (gc_waits, self._scrubbing.waits_seconds()) if wait is not None), default=None)
+        return None if wait is None else max(wait, self._broken_until - time.monotonic())
+
+    def _look_after(self) -> None:
+        """Begin a round that is due, or scrub. What breaks in it must not end this thread, or nothing is put."""
+        if self._collects() or time.monotonic() < self._broken_until:
+            return
+        try:
+            self._begin_upkeep()
+        except Exception:
+            _log.exception("looking after the store broke; it is tried again in %.0f s", BROKEN_SECONDS)
+            self._broken_until = time.monotonic() + BROKEN_SECONDS
+
+    def _begin_upkeep(self) -> None:
+        """Never both at once: they would meet at the same containers."""
+        if self._round_is_due():
+            asked = self._asked.is_set()
+            self._asked.clear()
+            self._store.settings = self._settings()
+            self._collector = threading.Thread(target=self._collect, name="nearkin-gateway-collector", daemon=True)
+            try:
+                self._collector.start()
+            except RuntimeError:  # the system lets this process have no more threads
+                self._collector = None
+                if asked:
+                    self._asked.set()
+                raise
+        else:
+            self._scrubbing.step_if_due()
+
+    def _collects(self) -> bool:
+        collector = self._collector  # which a round that ends takes away
+        return collector is not None and collector.is_alive()
 
     def collected(self) -> dict[str, object] | None:
         """Return what the last round of garbage collection did, or why it failed; None before the first one."""
         return self._collected
 
-    def _collect(self) -> None:
-        """Do a round of garbage collection: here, since nobody else may write this store. Puts wait meanwhile."""
+    def ask(self) -> None:
+        """Ask for a round: it begins next, or once the one at work has ended."""
+        if not self._asked.is_set():
+            self._asked.set()
+            self._queue.put_nowait(_Wake())
+
+    def _round_is_due(self) -> bool:
+        if self._asked.is_set():
+            return True
+        gc_due, now = self._schedule.next_round(self._settings().gc.interval_seconds), time.monotonic()
+        if gc_due is None or now < max(gc_due, self._paused_until):
+            return False
         try:
-            self._store.settings = self._settings()
-            report = self._store.gc()
-        except NearkinError as err:  # damage, or a full disk: the next round tries again
+            paused = self._store.pauses.read() is not None
+        except NearkinError as err:  # doubt pauses, and puts go on
+            _log.error("garbage is not collected, whether that is paused is not known: %s", err)
+            paused = True
+        if paused:
+            self._paused_until = now + PAUSED_SECONDS
+        return not paused
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise StoreUnavailable("the gateway stops: the next round does the rest")
+
+    def _collect(self) -> None:
+        """Do a round of garbage collection: here, since nobody else may write this store. Puts wait for its steps."""
+        due_seconds: float | None = None
+        try:
+            report = self._store.gc(wait_seconds=ROUND_WAITS_SECONDS, go_on=self._check_open)
+        except Exception as err:  # damage, or a full disk: the next round tries again
+            if not isinstance(err, NearkinError):
+                _log.exception("a round of garbage collection broke")
             self._collected = {"ended": _now(), "failure": str(err)}
             metrics.count_collected(None)
             _log.error("garbage was not collected: %s", err)
@@ -204,6 +288,12 @@ class EmbeddedIngest:
             self._collected = {"ended": _now(), "failure": None, **gc_json(report)}
             metrics.count_collected(report)
             _log.info("a round of garbage collection freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
+            if report.due is not None:
+                due_seconds = report.due.timestamp() - time.time()
+        interval_seconds = self._settings().gc.interval_seconds
+        self._schedule = self._schedule.after(time.monotonic(), interval_seconds, due_seconds)
+        self._collector = None
+        self._queue.put(_Wake())
 
     def _put(self, jobs: list[_Job]) -> None:
         """Commit a group; what was committed before a failure stays committed and is told so."""
@@ -259,9 +349,9 @@ class EmbeddedUpload:
 
     async def abort(self, why: str) -> None:
         """Drop the body: nothing of it has reached the store."""
-        if self._file is not None:
-            self._file.close()
-        self._file = self._first = None
+        file, self._file, self._first = self._file, None, None
+        if file is not None:
+            await asyncio.to_thread(file.close)  # to free the room of a large one takes long
 
     def _spool(self, frame: bytes | bytearray) -> None:
         try:
@@ -274,7 +364,9 @@ class EmbeddedUpload:
                 self._first = None
             _write_all(self._file, frame)
         except OSError as err:
-            raise StoreUnavailable(f"spool {self._ingest.scratch}: {err.strerror}; make room and try again") from err
+            raise StoreUnavailable(
+                f"the body cannot be kept meanwhile: {err.strerror}; make room and try again"
+            ) from err
 
 
 class StoreListing:
@@ -309,7 +401,7 @@ class StoreListing:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from nearkin.errors import NearkinError, NotFound
+from nearkin.runners import tracing
 from nearkin_gateway.bodies import frames
 from nearkin_gateway.intake import one_at_a_time, take
 from nearkin_gateway.problems import Problem
@@ -25,37 +26,54 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 async def handed_over(gateway: Gateway, tenant: str, number: str) -> None:
-    """Hand a whole upload over, and wait for that as long as an answer may wait."""
-    task = asyncio.create_task(_hand_over(gateway, tenant, number))
-    gateway.background.add(task)
-    task.add_done_callback(gateway.background.discard)
+    """Hand a whole upload over, and wait for that as long as an answer may wait. Raises NotFound where it is gone."""
+    task = _begun(gateway, tenant, number)
     with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
+        if not await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS):
+            # It expired, or was dropped, as its last bytes came: "204, all is there" would be the last word of it.
+            await asyncio.to_thread(gateway.resumable.load, tenant, number)
 
 
-async def _hand_over(gateway: Gateway, tenant: str, number: str) -> None:
-    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once."""
+def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool]:
+    """Return the task that hands an upload over: one for each, however often a HEAD or a sweep asks for it."""
+    task = gateway.background.get(number)
+    if task is None:
+        task = gateway.background[number] = asyncio.create_task(_hand_over(gateway, tenant, number))
+        task.add_done_callback(lambda _: gateway.background.pop(number, None))
+    return task
+
+
+async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool:
+    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once.
+
+    Returns whether the upload was there to the end.
+    """
     resumable = gateway.resumable
     try:
         async with gateway.hand_overs:
             staged = await asyncio.to_thread(resumable.load, tenant, number)
             if staged.done is not None:
-                return
+                return True
             meta = staged.meta
             sha256 = None if meta.sha256 is None else bytes.fromhex(meta.sha256)
             origin = bytes.fromhex(number)
-            with one_at_a_time(gateway, origin):
+            with one_at_a_time(gateway, origin), tracing.span("resumable upload", None, begins=True) as trace:
                 try:
-                    blob, _ = await take(
-                        gateway,
-                        frames(_parts(gateway, staged)),
-                        tenant,
-                        meta.key,
-                        metadata=meta.metadata,
-                        origin=origin,
-                        sha256=sha256,
-                    )  # 1
-                    done = Done(blob.hex())
+                    earlier = gateway.outcomes.of_origin(origin)  # it was stored, and could not be noted
+                    if earlier is not None:
+                        done = Done(str(earlier["id"]))
+                    else:
+                        blob, _ = await take(
+                            gateway,
+                            frames(_parts(gateway, staged)),
+                            tenant,
+                            meta.key,
+                            metadata=meta.metadata,
+                            origin=origin,
+                            sha256=sha256,
+                            trace=None if trace is None else trace.decode(),
+                        )  # 1
+                        done = Done(blob.hex())
                 except Problem as err:
                     if err.status != 400:
                         raise
@@ -63,8 +81,10 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> None:
                 await asyncio.to_thread(resumable.finish, staged, done)  # 2, 3
     except NotFound:
         _log.info("upload %s: another gateway has handed it over, or it was terminated", number)
+        return False
     except (NearkinError, Problem) as err:
         _log.warning("upload %s: not handed over yet: %s", number, err)
+    return True
 
 
 async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[bytes]:
@@ -78,12 +98,14 @@ async def sweep_for_ever(gateway: Gateway) -> None:
     loop = asyncio.get_running_loop()
 
     def hand_over(staged: Staged) -> None:
-        asyncio.run_coroutine_threadsafe(_hand_over(gateway, staged.meta.tenant, staged.id), loop)
+        loop.call_soon_threadsafe(_begun, gateway, staged.meta.tenant, staged.id)
 
     while True:
         try:
             await asyncio.to_thread(gateway.resumable.sweep, hand_over)
         except NearkinError as err:
             _log.warning("resumable uploads were not swept: %s", err)
+        except Exception:  # nobody would begin the sweeper again
+            _log.exception("resumable uploads were not swept")
         # Jitter: several gateways should not all find the same upload at the same time.
         await asyncio.sleep(SWEEP_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311

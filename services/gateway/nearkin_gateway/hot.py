@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.errors import BadInput, ConfigError
 from nearkin.runners.kafka.hot import HotSettings, checked_changes, config_message
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from confluent_kafka import (
@@ -34,6 +34,7 @@ from tenacity import RetryCallState, Retrying, wait_random_exponential
 from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import BadInput, Retryable, StoreUnavailable
+from nearkin.runners import tracing
 from nearkin.runners.kafka.clients import (
     ADMIN_SECONDS_MAX,
     Outbox,
@@ -141,6 +142,13 @@ class IngestConsumer:
 
     # --- one record --------------------------------------------------------------------------------------------------
 
+    def _send(self, intake: Intake, attempt: bytes, origin: bytes, place: _Place) -> None:
+        """Queue a record's blob; the trace that its producer began goes on, or one may begin here."""
+        told = tracing.about(attempt, intake.tenant)
+        with tracing.span(STAGE, intake.traceparent, told, begins=True) as traceparent:
+            traced = replace(intake, traceparent=traceparent)
+            send_blob(self._outbox, traced, attempt, origin, self._pieces(intake, place))
+
     def _one(self, record: UserRecord) -> bool:
         """Bring one record to its end; False where it, and what follows in its partition, comes again."""
         place = (record.topic, record.partition)
@@ -151,7 +159,7 @@ class IngestConsumer:
             if intake is not None:
                 origin = origin_of(self._cluster, self._topic_id(record.topic), record)
                 attempt = attempt_id(intake.tenant, intake.key, self._settings.kafka.partitions)
-                send_blob(self._outbox, intake, attempt, origin, self._pieces(intake, place))
+                self._send(intake, attempt, origin, place)
         except _Revoked:
             return False
         except Away as err:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from nearkin.config import Settings
+from nearkin.config import STORE_FOLDERS, Settings
 from nearkin.errors import BadInput
 from nearkin.formats.message import BLOB_BYTES
 from nearkin.limits import TENANT_BYTES_MAX
@@ -128,6 +128,8 @@ def object_named(reference: bytes, tenant: str, settings: Settings) -> str:
     root = settings.object_store.url
     name = text.removeprefix(f"{root.rstrip('/')}/") if root is not None and "://" in root else text
     parts = name.split("/")
+    if parts[0] in STORE_FOLDERS:  # a tenant may be called so, where the prefix begins with it
+        raise BadInput(f"dataref {text!r:.200}: {parts[0]}/ is the store's own")
     if (
         len(name) > DATAREF_CHARACTERS_MAX
         or not name.startswith(allowed)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import click
 
-from nearkin.config import Settings, load
+from nearkin.config import Settings
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable
-from nearkin.runners import logs
+from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
@@ -51,7 +52,11 @@ def main(config_file: Path | None, worker: str, verbose: bool) -> None:
     try:
         settings = load(config_file)[0]
         logs.start(settings, logging.INFO if verbose else logging.WARNING)
-        run(settings, config_file, worker, stop)
+        tracing.start(settings, STAGE, worker)
+        try:
+            run(settings, config_file, worker, stop)
+        finally:
+            tracing.stop()
     except NearkinError as err:
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)

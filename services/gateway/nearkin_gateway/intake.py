@@ -18,8 +18,9 @@ from typing import Any
 from blake3 import blake3
 from starlette.requests import ClientDisconnect
 
+from nearkin.failpoints import failpoint
 from nearkin.limits import FRAME_BYTES_MAX
-from nearkin.runners import logs
+from nearkin.runners import logs, tracing
 from nearkin_gateway.ingest import FAILED, Ending, Intent, Upload
 from nearkin_gateway.outcomes import new_id
 from nearkin_gateway.problems import RETRY_SECONDS, Problem, from_error
@@ -100,14 +101,18 @@ async def take(
     blob = new_id()
     intent = Intent(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace)
     logs.bind(blob, tenant, trace)
+    tracing.describe(trace, tracing.about(blob, tenant))
     upload = await gateway.ingest.begin(intent)
+    failpoint("intake.begun")
     try:
         ending = await _stream(pieces, upload, with_sha256 or sha256 is not None)
         check_sha256(ending, sha256)
     except BaseException as err:
         await _abort(upload, err)
         raise
+    failpoint("intake.sent")
     await upload.finish(ending)
+    failpoint("intake.durable")
     _log.info("blob %s: %d bytes taken", blob.hex(), ending.size_bytes)
     return blob, ending
 

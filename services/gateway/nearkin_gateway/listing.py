@@ -6,12 +6,13 @@ index being made  -> the manifests themselves, each read once and remembered: th
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
-from nearkin.errors import StoreUnavailable
+from nearkin.errors import NotFound, Permanent, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.redis import RedisIndex
@@ -24,6 +25,7 @@ from nearkin.sums import sum_up
 UNINDEXED_MAX = 50_000
 """Manifests that are listed without an index: some 15 MB remembered, and 20 s of reading at 2 ms each by 8 threads."""
 READERS = 8
+_log = logging.getLogger("nearkin.gateway")
 
 
 class PipelineListing:
@@ -34,7 +36,8 @@ class PipelineListing:
         self._secret, self._bits = bytes.fromhex(found.secret), found.fingerprint_bits
         self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
         self._manifests = ManifestStore(objects)
-        self._read: dict[str, tuple[str, str, int]] = {}
+        self._read: dict[str, tuple[str, str, int] | None] = {}
+        """(tenant, key, version) by name; None for one that cannot be read."""
         self._lock = threading.Lock()
 
     @property
@@ -86,10 +89,20 @@ class PipelineListing:
                 )
             fresh = [name for name in names if name not in self._read]
             with ThreadPoolExecutor(READERS, "nearkin-listing") as threads:
-                for name, manifest in zip(fresh, threads.map(self._manifests.read, fresh), strict=True):
-                    self._read[name] = (manifest.tenant, manifest.key, manifest.version)
-            found = [self._read[name] for name in names]
+                self._read.update(zip(fresh, threads.map(self._version_of, fresh), strict=True))
+            found = [version for name in names if (version := self._read[name]) is not None]
         return sorted((key, version) for owner, key, version in found if owner == tenant and key.startswith(prefix))
+
+    def _version_of(self, name: str) -> tuple[str, str, int] | None:
+        """Return (tenant, key, version); None where it cannot be read: nobody knows whose it is, so nobody is told."""
+        try:
+            manifest = self._manifests.read(name)
+        except NotFound:  # collected meanwhile
+            return None
+        except Permanent as err:
+            _log.error("not listed while the index is made anew: %s", err)
+            return None
+        return manifest.tenant, manifest.key, manifest.version
 
     def _unindexed_marked(self, tenant: str, prefix: str) -> list[str]:
         """Return them from the marks themselves, the first of each version."""
@@ -98,8 +111,18 @@ class PipelineListing:
         if len(first) > UNINDEXED_MAX:
             raise StoreUnavailable(f"the index is being made anew, and {len(first)} deletions are too many without it")
         with ThreadPoolExecutor(READERS, "nearkin-listing") as threads:
-            found = list(threads.map(self._manifests.read_mark, first.values()))
-        return sorted({mark.key for mark in found if mark.tenant == tenant and mark.key.startswith(prefix)})
+            found = list(threads.map(self._owner_of, first.values()))
+        return sorted({key for owner, key in filter(None, found) if owner == tenant and key.startswith(prefix)})
+
+    def _owner_of(self, name: str) -> tuple[str, str] | None:
+        try:
+            mark = self._manifests.read_mark(name)
+        except NotFound:
+            return None
+        except Permanent as err:
+            _log.error("not listed while the index is made anew: %s", err)
+            return None
+        return mark.tenant, mark.key
 
 
 def damaged_json(damaged: Iterable[Damage]) -> list[dict[str, object]]:

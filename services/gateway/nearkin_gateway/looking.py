@@ -6,7 +6,6 @@ The dashboard shows these answers; so does whoever asks with a token. Sending de
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from nearkin.errors import BadInput, NotFound
 from nearkin_gateway import models
 from nearkin_gateway.access import Admin, Reader
-from nearkin_gateway.bodies import chunks
+from nearkin_gateway.bodies import json_member
 from nearkin_gateway.insight import Growth, Reduction
 from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.state import Gateway, gateway_of
@@ -28,6 +27,21 @@ if TYPE_CHECKING:
 
 TENANTS_SHOWN_MAX = 50
 REPLAY_BYTES_MAX = 64 * 1024
+GC_ACTIONS = ("run", "pause", "resume")
+_GC: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["action"],
+                    "properties": {"action": {"type": "string", "enum": list(GC_ACTIONS)}},
+                }
+            }
+        },
+    }
+}
 REPLAY_LETTERS_MAX = 1000
 router = APIRouter()
 _PLAIN = responses(400, 401, 403, 405, 422, 429, 431, 500, 503)
@@ -113,11 +127,8 @@ async def dead(request: Request, _caller: Admin) -> Response:
 async def replay(request: Request, _caller: Admin) -> Response:
     """Send dead letters back to the topics they came from, each once."""
     gateway = gateway_of(request)
-    data = b"".join([piece async for piece in chunks(request, gateway.bounds, REPLAY_BYTES_MAX)])
-    try:
-        names = json.loads(data)["letters"]
-    except (ValueError, RecursionError, KeyError, TypeError) as err:
-        raise Problem(400, "bad-json", 'want {"letters": ["PARTITION:OFFSET", ...]}') from err
+    want = '{"letters": ["PARTITION:OFFSET", ...]}'
+    names = await json_member(request, gateway.bounds, REPLAY_BYTES_MAX, "letters", want)
     if not isinstance(names, list) or not 1 <= len(names) <= REPLAY_LETTERS_MAX:
         raise BadInput(f"letters: want a list of 1 to {REPLAY_LETTERS_MAX}")
     if gateway.pipeline is None:
@@ -132,12 +143,45 @@ async def audit(request: Request, _caller: Admin) -> Response:
     return JSONResponse({"changes": list(reversed(gateway_of(request).hot.audit))})
 
 
-@router.get(
-    "/v1/collection", responses=_PLAIN, response_model=models.Collection, operation_id="getCollection", tags=["admin"]
+@router.get("/v1/gc", responses=_PLAIN, response_model=models.Collection, operation_id="getGc", tags=["admin"])
+async def gc(request: Request, _caller: Admin) -> Response:
+    """Return what the last round of garbage collection did, and whether collection is paused."""
+    return JSONResponse(await asyncio.to_thread(collection_json, gateway_of(request)))
+
+
+@router.post(
+    "/v1/gc",
+    status_code=202,
+    responses={**_PLAIN, **responses(408, 409, 413)},
+    response_model=models.Collection,
+    openapi_extra=_GC,
+    operation_id="changeGc",
+    tags=["admin"],
 )
-async def collection(request: Request, _caller: Admin) -> Response:
-    """Return what the last round of garbage collection did, where the gateway does them itself."""
-    return JSONResponse(collection_json(gateway_of(request)))
+async def change_gc(request: Request, caller: Admin) -> Response:
+    """Ask for a round of garbage collection, pause collection, or resume it; answers as GET does.
+
+    A round is done as soon as a writer or janitor is free: `last.ended` tells when it was.
+    """
+    gateway = gateway_of(request)
+    want = '{"action": "run"}, "pause" or "resume"'
+    action = await json_member(request, gateway.bounds, REPLAY_BYTES_MAX, "action", want)
+    if action not in GC_ACTIONS:
+        raise BadInput(f"action {str(action)[:60]!r}: choose {', '.join(GC_ACTIONS)}")
+    return JSONResponse(await asyncio.to_thread(_gc_changed, gateway, action, caller.name), status_code=202)
+
+
+def _gc_changed(gateway: Gateway, action: str, who: str) -> dict[str, Any]:
+    pauses, told = gateway.pauses, collection_json(gateway)
+    if action == "pause":
+        pauses.pause(who)
+    elif action == "resume":
+        pauses.resume()
+    else:
+        pauses.check()
+        gateway.collecting.ask()
+        return told  # as it was: whoever asked waits until `last.ended` is another
+    return collection_json(gateway)
 
 
 @router.get("/asyncapi.json", include_in_schema=False)
@@ -180,7 +224,8 @@ def tenants_json(gateway: Gateway, own: str) -> list[dict[str, Any]]:
     rows = []
     for name in list(names)[:TENANTS_SHOWN_MAX]:
         with suppress(NotFound):  # an embedded gateway sums up its own alone
-            rows.append({**tenant_json(name, gateway.insight.reduction(name)), "prefixes": []})
+            found = gateway.insight.reduction(name) if name == own else gateway.insight.total(name)
+            rows.append({**tenant_json(name, found), "prefixes": []})
     return sorted(rows, key=lambda row: -int(row["logical_bytes"]))
 
 
@@ -220,12 +265,13 @@ async def dead_json(gateway: Gateway) -> dict[str, Any]:
 
 def collection_json(gateway: Gateway) -> dict[str, Any]:
     """Return how garbage is collected here."""
-    own = gateway.collecting
+    pause = gateway.pauses.read()
     return {
-        "embedded": own is not None,
-        "interval_seconds": gateway.settings.gc.interval_seconds if own is not None else 0,
+        "embedded": gateway.pipeline is None,
+        "interval_seconds": gateway.settings.gc.interval_seconds,
         "grace_seconds": gateway.settings.gc.grace_seconds,
-        "last": None if own is None else own.collected(),
+        "paused": None if pause is None else {"since": _moment(pause.at_us / 1e6), "by": pause.who},
+        "last": gateway.collecting.collected(),
     }
 
 

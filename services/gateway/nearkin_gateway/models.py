@@ -291,14 +291,17 @@ class Audit(BaseModel):
 
 
 class Collection(BaseModel):
-    """Garbage collection, where the gateway does it itself."""
+    """Garbage collection: by the gateway itself where it is embedded, else by the janitors."""
 
     model_config = ConfigDict(extra="allow")
 
     embedded: bool
     interval_seconds: int = Field(description="0: never by itself.")
     grace_seconds: int
-    last: dict[str, Any] | None = Field(description="What the last round did since this gateway began.")
+    paused: dict[str, Any] | None = Field(description="Since when and by whom; null where it is not.")
+    last: dict[str, Any] | None = Field(
+        description="What the last round did; an embedded gateway remembers those since it began."
+    )
 
 
 class ResumableUpload(BaseModel):

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import socket
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from nearkin.config import Settings
 from nearkin.errors import Retryable
 from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.rounds import ToldRounds
 from nearkin.retention import guard_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
@@ -22,6 +24,7 @@ from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
 from nearkin.store.opening import open_store_of
+from nearkin.store.pauses import Pauses
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest_kafka import KafkaIngest
@@ -84,9 +87,32 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
         deletions=Deletions(ManifestStore(objects), index.mark_many, guard=guard_of(settings.retention, time.time)),
         resumable=Resumable(objects, settings.gateway.resumable_max),
+        collecting=JanitorRounds(index),
+        pauses=Pauses(objects),
         workers=watch,
         pipeline=ingest.state,
     )
+
+
+class JanitorRounds:
+    """Rounds that the janitors of the fleet do, as Redis knows of them."""
+
+    def __init__(self, index: RedisIndex) -> None:
+        self._told = ToldRounds(index)
+
+    def collected(self) -> dict[str, object] | None:
+        """Return what the last round did, and why a later one did not end; None before the first one."""
+        last = self._told.last()
+        if last is None:
+            return None
+        at = last.pop("failed_at", None) if "failure" in last else last.get("at")
+        last.pop("regular_at", None), last.pop("freeing_at", None)  # between janitors
+        moment = datetime.fromtimestamp(float(at or 0), UTC).isoformat(timespec="milliseconds")
+        return {"failure": None, **last, "ended": moment.replace("+00:00", "Z")}
+
+    def ask(self) -> None:
+        """Ask the janitors for a round."""
+        self._told.ask()
 
 
 def _connected(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, RedisIndex]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -19,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from nearkin import metrics
-from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew, NotFound, Retained, Retryable
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, FormatTooNew, NotFound, Paused, Retained, Retryable
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
@@ -27,6 +28,8 @@ TUS_VERSION = "1.0.0"
 """Of the resumable uploads: the protocol wants it in every answer."""
 ERRORS_MAX = 20
 DETAIL_CHARACTERS_MAX = 1000
+_ADDRESS = re.compile(r"[a-z0-9+]+://[^\s,;\"']+|(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{2,5}\b")
+_PATH = re.compile(r"(?<![\w.)~-])~?(?:/[\w.+@%-]+)+/?")
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -85,6 +88,10 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             return err
         case NotFound():
             return Problem(404, "not-found", str(err))
+        case Erased():
+            return Problem(410, "erased", str(err))
+        case Paused():
+            return Problem(409, "paused", str(err))
         case Retained():
             return Problem(409, "retained", str(err))
         case ConfigError():
@@ -95,9 +102,14 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             metrics.CORRUPT.labels("restore").inc()
             return Problem(500, "corrupt", str(err))
         case Retryable():
-            return Problem(503, "unavailable", str(err), headers={"Retry-After": str(RETRY_SECONDS)})
+            return Problem(503, "unavailable", _told(err), headers={"Retry-After": str(RETRY_SECONDS)})
         case _:
             return Problem(500, "internal", "an error in the gateway; its log says more")
+
+
+def _told(err: Retryable) -> str:
+    """Return an error's text without folders and addresses of the servers behind; the log has all of it."""
+    return _PATH.sub("(a folder)", _ADDRESS.sub("(an address)", str(err)))
 
 
 def answer(request: Request, problem: Problem) -> Response:
@@ -150,7 +162,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
-    for kind in (Problem, NotFound, Retained, ConfigError, BadInput, Corrupt, FormatTooNew, Retryable, Exception):
+    refusals = NotFound, Erased, Paused, Retained, ConfigError, BadInput
+    for kind in (Problem, *refusals, Corrupt, FormatTooNew, Retryable, Exception):
         app.add_exception_handler(kind, ours)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, suppress
 
 from starlette.responses import Response
@@ -26,7 +26,7 @@ class BlobResponse(Response):
 
     def __init__(
         self,
-        pieces: Iterator[memoryview],
+        pieces: Generator[memoryview, None, None],
         first: memoryview | None,
         status: int,
         headers: Mapping[str, str],
@@ -72,9 +72,11 @@ class BlobResponse(Response):
             raise
         finally:
             gone.cancel()
-            if coming is not None and not coming.done():  # a generator must not be dropped while a thread runs it
+            if coming is not None and not coming.done():  # a generator must not be closed while a thread runs it
                 with suppress(Exception):
                     await asyncio.shield(coming)
+            # Dropped, it would be closed by whoever drops it: this loop, which would wait for what is being read.
+            await asyncio.shield(asyncio.to_thread(self._pieces.close))
 
 
 async def _disconnected(receive: Receive) -> None:

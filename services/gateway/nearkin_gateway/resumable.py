@@ -16,6 +16,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from nearkin.errors import Corrupt, NearkinError, NotFound
 from nearkin.limits import FRAME_BYTES_MAX
@@ -28,6 +31,8 @@ PART_BYTES = 4 * FRAME_BYTES_MAX
 UNSEEN_SECONDS = 60.0
 """An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
 _ID = re.compile("[0-9a-f]{32}", re.ASCII)
+_PART = re.compile("parts/([0-9a-f]{16})", re.ASCII)
+Parsed = TypeVar("Parsed")
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -81,6 +86,7 @@ class Resumable:
         self._objects = objects
         self._uploads_max = uploads_max
         self._open = 0
+        self._begun = 0
         self._suspects: dict[str, float] = {}
 
     def create(self, meta: Meta) -> str:
@@ -88,6 +94,7 @@ class Resumable:
         number = os.urandom(ID_BYTES).hex()
         self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
         self._open += 1
+        self._begun += 1
         return number
 
     @property
@@ -136,7 +143,8 @@ class Resumable:
         names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
         for name in sorted(names, key=lambda name: name.endswith("/meta")):
             self._objects.delete(name)
-        self._open = max(0, self._open - 1)
+        if f"{ROOT}/{number}/done" not in names:  # counted when it ended; twice, whoever drops what is done makes room
+            self._open = max(0, self._open - 1)
 
     def sweep(self, hand_over: Callable[[Staged], None]) -> None:
         """Remove what has expired; hand over what is whole and was left by a gateway that died.
@@ -144,6 +152,7 @@ class Resumable:
         Costs a listing of `uploads/`, and one read for each upload. An error leaves an upload for the next time.
         """
         found: dict[str, set[str]] = {}
+        begun = self._begun
         for name, _ in self._objects.names(ROOT):
             _, number, rest = (*name.split("/", 2), "", "")[:3]
             if _ID.fullmatch(number) is not None:
@@ -156,7 +165,7 @@ class Resumable:
                 still_open += self._swept(number, kinds, now, hand_over)
             except NearkinError as err:
                 _log.warning("upload %s: not swept: %s", number, err)
-        self._open = still_open
+        self._open = still_open + self._begun - begun  # a sweep of thousands takes long, and more begin meanwhile
 
     def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> bool:
         """Return whether the upload is open."""
@@ -182,15 +191,13 @@ class Resumable:
 
     def _load(self, number: str) -> Staged:
         what = f"{ROOT}/{number}/meta"
-        try:
-            meta = Meta(**json.loads(self._objects.get(what)))
-        except (ValueError, TypeError) as err:
-            raise Corrupt(f"{what}: does not parse: {err}") from err
+        meta = _parsed(_META, self._objects.get(what), what)
         parts, is_done = [], False
         for name, size_bytes in self._objects.names(f"{ROOT}/{number}"):
             _, _, rest = name.split("/", 2)
-            if rest.startswith("parts/"):
-                parts.append((int(rest.removeprefix("parts/"), 16), size_bytes))
+            part = _PART.fullmatch(rest)
+            if part is not None:
+                parts.append((int(part[1], 16), size_bytes))
             is_done |= rest == "done"
         parts.sort()
         chain, end = [], 0
@@ -202,7 +209,19 @@ class Resumable:
         return Staged(number, meta, tuple(chain if not is_done else parts), self._done(number) if is_done else None)
 
     def _done(self, number: str) -> Done:
-        return Done(**json.loads(self._objects.get(f"{ROOT}/{number}/done")))
+        what = f"{ROOT}/{number}/done"
+        return _parsed(_DONE, self._objects.get(what), what)
+
+
+_META, _DONE = TypeAdapter(Meta), TypeAdapter(Done)
+
+
+def _parsed(kind: TypeAdapter[Parsed], data: bytes, what: str) -> Parsed:
+    try:
+        return kind.validate_json(data, strict=True)
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise Corrupt(f"{what}: does not parse: {'.'.join(map(str, first['loc']))}: {first['msg']}") from err
 
 
 def _part(number: str, offset: int) -> str:

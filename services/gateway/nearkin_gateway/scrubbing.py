@@ -46,10 +46,8 @@ class Scrubbing:
     def step(self) -> None:
         """Do a step, and deal with what it found."""
         try:
-            done = self._scrubber.step()
+            done = self._scrubber.step(self._attend)
             metrics.count_scrubbed(done.read_bytes, done.objects, done.ended)
-            if done.damaged:
-                self._attend(done)
         except NearkinError as err:
             self._put_off(err)
 
@@ -62,11 +60,11 @@ class Scrubbing:
             _log.warning("scrub: %s", err)
 
     def _attend(self, done: Step) -> None:
-        metrics.SCRUB_DAMAGED.inc(len(done.damaged))
-        metrics.CORRUPT.labels("scrub").inc(len(done.damaged))
         for problem in done.damaged.values():
             _log.error("scrub: %s", problem)
         repaired, left = self._store.attend(done)
+        metrics.SCRUB_DAMAGED.inc(len(done.damaged))
+        metrics.CORRUPT.labels("scrub").inc(len(done.damaged))
         metrics.SCRUB_REPAIRED.inc(len(repaired))
         for damage in left:
             touched = ", ".join(f"{key!r} version {version}" for key, version in damage.versions[:8])

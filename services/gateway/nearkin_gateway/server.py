@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nearkin.config import Settings
+from nearkin.config import GatewaySettings, Settings
 from nearkin.errors import ConfigError
+from nearkin.runners import tracing
 from nearkin.runners.monitor import Check, Monitor
 from nearkin_gateway.app import create_app, served
 from nearkin_gateway.protocol import bounded_protocol
@@ -20,6 +22,8 @@ from nearkin_gateway.state import Gateway
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
+FILES_BESIDE = 1024
+"""Open at most beside connections: bodies on disk, what 64 threads read or write, the index, Kafka, Redis, S3."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -111,10 +115,32 @@ def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], Non
     )
 
 
+def make_room_for_files(bounds: GatewaySettings) -> None:
+    """Let the process have as many files open as its bounds may take.
+
+    With the usual soft limit of 1024 whoever held 1000 idle connections, no token needed, kept every put and get from
+    opening a file.
+    """
+    wanted = bounds.connections_max + FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+    if room < wanted:
+        _log.warning(
+            "gateway.connections_max %d: wants %d open files, the system lets this process have %d; raise its limit "
+            "(ulimit -Hn) or lower the setting",
+            bounds.connections_max, wanted, room,
+        )  # fmt: skip
+
+
 def serve(settings: Settings, config_file: Path | None = None, ready: Callable[[str], None] | None = None) -> None:
     """Serve until told to stop; `ready` is told the URL. Raises NearkinError."""
     monitor = Monitor(settings.monitor)
     monitor.start()
+    tracing.start(settings, "gateway", socket.gethostname())
+    make_room_for_files(settings.gateway)
     try:
         gateway = make_gateway(settings, config_file)
         server = make_server(settings, gateway, ready)
@@ -129,6 +155,7 @@ def serve(settings: Settings, config_file: Path | None = None, ready: Callable[[
                 f'gateway.port "{port}" on {host}: cannot be listened on: another program does, or {host} is not here'
             ) from end
     finally:
+        tracing.stop()
         monitor.stop()
 
 

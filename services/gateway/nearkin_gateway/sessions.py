@@ -27,6 +27,8 @@ SECURE_COOKIE = "__Host-nearkin-session"
 CSRF_HEADER = "x-nearkin-csrf"
 CLOSED_MAX = 10_000
 """Sessions that were logged out and are not over yet; the one longest ago is forgotten first."""
+SKEW_SECONDS = 60
+"""A session may have been opened by a gateway whose clock is so far ahead: the next page is of another one."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _COOKIE = re.compile(r"1\.([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})", re.ASCII)
@@ -67,7 +69,8 @@ class Sessions:
         if not hmac.compare_digest(mac, self._mac("cookie", cookie.rpartition(".")[0], token)):
             return None
         ends = int(opened) + self.session_seconds
-        return Session(token, ends, self._mac("csrf", cookie, token)) if int(opened) <= now < ends else None
+        is_open = int(opened) <= now + SKEW_SECONDS and now < ends
+        return Session(token, ends, self._mac("csrf", cookie, token)) if is_open else None
 
     def close(self, cookie: str) -> None:
         """Take no more of this cookie."""
@@ -98,8 +101,15 @@ def check_same_origin(request: HTTPConnection, *, must_say: bool) -> None:
         if must_say:
             raise _cross_site("it names no Origin")
         return
-    if urlsplit(origin).netloc.lower() != host.lower():
+    if not host or _host_of(origin) != host.lower():
         raise _cross_site(f"Origin {origin:.80} is not this gateway ({host:.80})")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # [ without ]
+        return None
 
 
 def check_loopback_host(request: HTTPConnection) -> None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from nearkin.config import GatewaySettings, Settings
 from nearkin.errors import NearkinError
 from nearkin.store.deletion import Deletions
+from nearkin.store.pauses import Pauses
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ingest
@@ -24,6 +25,8 @@ from nearkin_gateway.tokens import TokenFile
 if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does without
     from nearkin_gateway.pipeline_state import PipelineState
 
+EXPLANATIONS_MAX = 4
+"""At a time: each takes up to 300 MB, of 200,000 chunks and 60 MB of JSON."""
 HAND_OVERS_MAX = 4
 """Resumable uploads that are streamed on at a time, each with a part of 3.6 MiB in memory."""
 
@@ -36,10 +39,13 @@ class Workers(Protocol):
 
 
 class Collecting(Protocol):
-    """What an embedded gateway tells of its rounds of garbage collection."""
+    """Rounds of garbage collection: of this process, or of the janitors of a fleet. All calls may block."""
 
     def collected(self) -> dict[str, object] | None:
         """Return what the last round did, None before the first one."""
+
+    def ask(self) -> None:
+        """Ask for a round, due or not: it begins as soon as somebody is free to do it."""
 
 
 @dataclass
@@ -54,11 +60,12 @@ class Gateway:
     catalogue: Catalogue
     deletions: Deletions
     resumable: Resumable
+    collecting: Collecting
+    """Rounds of garbage collection."""
+    pauses: Pauses
     workers: Workers | None = None
     pipeline: PipelineState | None = None
     """How far the stages are; None where all runs in one process."""
-    collecting: Collecting | None = None
-    """Its rounds of garbage collection, where it does them itself."""
     stopping: bool = False
     failure: NearkinError | None = None
     """Why it could not begin."""
@@ -66,7 +73,8 @@ class Gateway:
     """Idempotency keys whose upload is running here."""
     resuming: set[str] = field(default_factory=set)
     """Resumable uploads that a request is adding to here."""
-    background: set[asyncio.Task[None]] = field(default_factory=set)
+    background: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
+    """Hand-overs of resumable uploads, by upload."""
 
     def __post_init__(self) -> None:
         """Make the counters of the limits."""
@@ -75,6 +83,7 @@ class Gateway:
         self.uploads = Slots("uploads", bounds.uploads_max)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = Slots("downloads", bounds.downloads_max)
+        self.explanations = Slots("explanations", EXPLANATIONS_MAX)
         self.insight = Insight(self.catalogue)
         self.sessions = (
             None

@@ -114,8 +114,9 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._seen = self._mark()  # before it is read: what changes in between is seen by the next look
         self._tokens = _read(path)
-        self._seen = self._mark()
+        self._failed: tuple[int, ...] | None = None
         self._looked = time.monotonic()
 
     def find(self, text: str) -> Token | None:
@@ -145,18 +146,22 @@ class TokenFile:
         mark = self._mark()
         if mark == self._seen:
             return
-        self._seen = mark
         try:
-            self._tokens = _read(self._path)
+            self._tokens, self._failed = _read(self._path), None
             _log.info("%s: read again, %d tokens", self._path, len(self._tokens))
         except ConfigError as err:
-            _log.error("%s; the tokens read before stay", err)
+            if mark != self._failed:
+                _log.error("%s; the tokens read before stay", err)
+            self._failed = mark
+            if isinstance(err.__cause__, OSError):
+                return  # no descriptor to spare, no permission: that ends, the mark stays, and so would who was revoked
+        self._seen = mark
 
-    def _mark(self) -> tuple[int, int, int] | None:
+    def _mark(self) -> tuple[int, ...]:
         try:
             found = self._path.stat()
         except OSError:
-            return None
+            return ()
         return found.st_ino, found.st_mtime_ns, found.st_size
 
 

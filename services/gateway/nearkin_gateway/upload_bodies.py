@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from nearkin.errors import StoreUnavailable
 from nearkin.store.objects import AlreadyExists
 from nearkin_gateway.bodies import chunks
 from nearkin_gateway.problems import RETRY_SECONDS, Problem
@@ -84,7 +85,11 @@ async def _checked(request: Request, gateway: Gateway, staged: Staged, room_byte
     with tempfile.SpooledTemporaryFile(SPOOL_MEMORY_BYTES) as spool:
         async for piece in chunks(request, gateway.bounds, bytes_max):
             hasher.update(piece)
-            await asyncio.to_thread(spool.write, piece)
+            try:
+                await asyncio.to_thread(spool.write, piece)
+            except OSError as err:
+                why = f"the body cannot be kept until its checksum is known: {err.strerror}; make room and try again"
+                raise StoreUnavailable(why) from err
         if hasher.digest() != wanted:
             raise Problem(460, "checksum-mismatch", f"Upload-Checksum: the body's {name} is another; send it again")
         spool.seek(0)

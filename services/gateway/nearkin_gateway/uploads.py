@@ -9,6 +9,7 @@ import asyncio
 import base64
 import re
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from starlette.responses import JSONResponse, Response
 
+from nearkin.errors import NearkinError
 from nearkin.sources import check_key, check_metadata
 from nearkin_gateway import models
 from nearkin_gateway.access import Writer
@@ -120,7 +122,12 @@ async def create(
     number = await asyncio.to_thread(gateway.resumable.create, meta)
     staged, offset = Staged(number, meta, (), None), 0
     if with_body:
-        offset = await receive(request, gateway, staged)
+        try:
+            offset = await receive(request, gateway, staged)
+        except BaseException:  # nobody was told where it is: it would keep its place, and what came, until it expires
+            with suppress(NearkinError):
+                await asyncio.shield(asyncio.to_thread(gateway.resumable.remove, number))
+            raise
     if offset == meta.length_bytes:
         await handed_over(gateway, caller.tenant, number)
     return _answer(201, Location=f"/v1/uploads/{number}", **_progress(meta, offset))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from nearkin.fingerprints import Fingerprinter, domain_of
-from nearkin.index.protocols import Index
+from nearkin.index.protocols import Index, Marked
 from nearkin.index.redis import rebuild_in_background
-from nearkin.local_index import super_features_of
+from nearkin.local_mending import super_features_of
 from nearkin.recoding import BlockRecoder
+from nearkin.retention import apply_policies, guard_of
 from nearkin.runners.kafka.lag import LagWatch
 from nearkin.runners.kafka.worker import Context, command
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
+from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
+from nearkin.store.quarantine import Quarantine, joined
 from nearkin_janitor.collect import require_marking
+from nearkin_janitor.keys import Keys
 from nearkin_janitor.rebuild import rebuild_index
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.scrubbing import BackgroundScrub
@@ -38,8 +43,8 @@ def start(context: Context) -> Callable[[], None]:
         settings = context.settings
         containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
         tenants = Tenants(fingerprinter, [settings.tenant], manifests)
-        condemned = CondemnedStore(context.objects).read()
-        return rebuild_index(containers, manifests, index, tenants, super_features_of, condemned=condemned)
+        left_out = joined(CondemnedStore(context.objects).read(), Quarantine(context.objects, time.time).read())
+        return rebuild_index(containers, manifests, index, tenants, super_features_of, condemned=left_out)
 
     stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
     stop_looking = LagWatch(context.settings).start()
@@ -55,7 +60,28 @@ def start(context: Context) -> Callable[[], None]:
         tenants = Tenants(fingerprinter, [settings.tenant], manifests)
         return Rewriter(found, tenants, fingerprinter(settings.tenant), BlockRecoder(settings))
 
-    rounds = Rounds(context.index, context.objects, lambda: context.current().gc, containers, rewriter).start()
+    keys = Keys()
+
+    def forgetting(objects: ObjectStore, check: Callable[[], None]) -> tuple[int, int]:
+        settings, listed = context.current(), ManifestStore(objects)
+
+        def note(marks: Sequence[Marked]) -> None:
+            check()
+            context.index.mark_many(marks)
+
+        deletions = Deletions(listed, note, guard=guard_of(settings.retention, time.time))
+        undelete_seconds = settings.deletion.undelete_seconds
+        found = keys.of(listed) if settings.retention.policies else ()
+        return apply_policies(settings.retention, found, listed, deletions, undelete_seconds, time.time())
+
+    rounds = Rounds(
+        context.index,
+        context.objects,
+        lambda: context.current().gc,
+        containers,
+        rewriter,
+        forgetting=forgetting,
+    ).start()
 
     def stop() -> None:
         rounds.stop()

@@ -101,7 +101,8 @@ def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: floa
     heir = np.where(sums.roots > 0, sums.roots, sums.dead + mean)
     gain = sums.dead + sums.leaning - heir - np.maximum(sums.leaners - 1, 0) * least
     some_dead = sums.dead > 0
-    if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of[some_dead].sum():
+    # Of all, not of these families: what is written for it may be all there is, whatever little has changed.
+    if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of.sum():
         return {}
     chosen = some_dead & (gain > share / 2 * sums.all_of)
     given_up: Masks = {}

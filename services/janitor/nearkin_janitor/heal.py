@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, Permanent
-from nearkin.fingerprints import Fingerprinter
-from nearkin.formats import container as fmt
-from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable
-from nearkin.records import NAME_BYTES, U8, U32, ContainerId, Locations
-from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.formats import layout
+from nearkin.formats.block import EncodedBlock, decode_block, lost_block
+from nearkin.formats.container import copied_block, decode_container, encode_container
+from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, positions_in_blocks
+from nearkin.records import U8, U32, ContainerId, Locations
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.rewrite import Part, Recoder
-from nearkin_janitor.tenants import Tenants
 
 HEALED_BLOCK_BYTES = 4 * 1024 * 1024
 """Blocks of chunks that were found again are closed at this."""
@@ -100,6 +99,24 @@ class Healer:
             return Healed(None, 0, len(rows))
         return self._anew(directory, records, broken, found)
 
+    def raw(self, data: bytes, copies: Iterable[Copies]) -> bytes:
+        """Return a copy of a container with all deltas raw that can be decoded: how deep they were later nobody knows.
+
+        What was put since leans on them as they lay in a generation that is lost, perhaps less deep than in this one.
+        Raises Corrupt for a broken copy, and where no numbers of blocks are left.
+        """
+        directory = decode_container(data, "a copy of a container")
+        blocks, chunks = directory.blocks, directory.chunks
+        records = {}
+        for number in np.flatnonzero(blocks.raw).tolist():
+            records[number] = bytes(data[blocks.record(number)])
+        rows = np.flatnonzero(chunks.there & (chunks.depths > 0))
+        names = {row: chunks.names[row].tobytes() for row in rows.tolist()}
+        found = self._found(directory.domain, frozenset(names.values()), copies) if names else {}
+        moved = sorted({int(chunks.blocks[row]) for row, name in names.items() if name in found})
+        healed = self._anew(directory, records, moved, found).data if moved else None
+        return data if healed is None else healed
+
     def _record(self, container: ContainerId, number: int) -> bytes:
         try:
             return self._containers.record(container, number)
@@ -129,7 +146,7 @@ class Healer:
     ) -> Healed:
         blocks, chunks = directory.blocks, directory.chunks
         kept = [
-            _copied(directory, number, records[number]) if number in records and number not in broken else None
+            copied_block(directory, number, records[number]) if number in records and number not in broken else None
             for number in range(len(blocks))
         ]
         prefixes = [directory.prefixes.of(number) if kept[number] else Locations.empty() for number in range(len(kept))]
@@ -142,22 +159,22 @@ class Healer:
                 payload = np.concatenate([found[chunks.names[row].tobytes()] for row in part.tolist()])
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
                 lengths = chunks.lengths[part]
-                whole = Part(fmt.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
+                whole = Part(layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
                 new.move(part, self._recode(whole).block)
             was = records[number]
             for part in _portions(rows[~there], chunks.lengths):
-                new.move(part, fmt.lost_block(int(chunks.lengths[part].sum(dtype=np.uint64)), was))
+                new.move(part, lost_block(int(chunks.lengths[part].sum(dtype=np.uint64)), was))
                 was = b""  # kept once
             count += int(np.count_nonzero(there))
             lost_count += int(np.count_nonzero(~there))
-        if len(new.blocks) > fmt.BLOCKS_MAX:  # one that was written anew some ten thousand times
+        if len(new.blocks) > layout.BLOCKS_MAX:  # one that was written anew some ten thousand times
             raise Corrupt(f"{object_name(directory.container)}: no numbers of blocks are left, so it is not healed")
-        positions = fmt.positions_in_blocks(new.numbers, new.encoded)
+        positions = positions_in_blocks(new.numbers, new.encoded)
         table = ChunkTable(
             chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
         )
         bounds = np.cumsum([0, *(len(prefix) for prefix in new.prefixes)]).astype(np.uint32)
-        data, _, _ = fmt.encode_container(
+        data, _, _ = encode_container(
             directory.container,
             directory.domain,
             directory.depth_max,
@@ -167,64 +184,16 @@ class Healer:
             directory.segments,
             PrefixTable(bounds, Locations.join(new.prefixes)),
         )
-        fmt.decode_container(data, f"{object_name(directory.container)}, healed")
+        decode_container(data, f"{object_name(directory.container)}, healed")
         return Healed(data, count, lost_count)
-
-
-class StoredCopies:
-    """Chunks of other containers of the same domain, found by reading all directories once."""
-
-    def __init__(self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
-        self._containers = containers
-        self._tenants = tenants
-        self._any_fingerprinter = any_fingerprinter
-
-    def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes): each decoded, and compared with its name."""
-        own = self._containers.of(domain)
-        reader, missing = ChunkReader(own), set(names)
-        for container, _ in sorted(self._containers.ids(), reverse=True):  # what was put again is new
-            if not missing:
-                return
-            try:
-                directory = own.directory(container)
-            except Permanent:
-                continue
-            table = directory.chunks.names
-            whole = table.tobytes()
-            for row in range(len(table)):
-                name = whole[row * NAME_BYTES : (row + 1) * NAME_BYTES]
-                content = self._content(reader, container, row, domain) if name in missing else None
-                if content is not None:
-                    missing.discard(name)
-                    yield name, content
-
-    def _content(self, reader: ChunkReader, container: ContainerId, row: int, domain: bytes) -> U8 | None:
-        here = Locations(np.array([container], np.uint64), np.array([row], np.uint32))
-        try:
-            plan = reader.plan(here)
-            payload = reader.fetch(plan)
-        except Permanent:  # it is the broken one, or leans on it
-            return None
-        fingerprinter = self._tenants.fingerprinter(domain)
-        found = (fingerprinter or self._any_fingerprinter).name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
-        compared = np.ones(NAME_BYTES, np.bool_)
-        compared[20:28] = fingerprinter is not None
-        return None if np.any((found != plan.names)[:, compared]) else payload
 
 
 def _is_sound(record: bytes, what: str) -> bool:
     try:
-        fmt.decode_block(record, what)
+        decode_block(record, what)
     except Permanent:
         return False
     return True
-
-
-def _copied(directory: Directory, number: int, record: bytes) -> EncodedBlock:
-    blocks, head = directory.blocks, fmt.BLOCK.size
-    sizes = int(blocks.raw[number]), int(blocks.codecs[number]), int(blocks.kinds[number]), int(blocks.depths[number])
-    return EncodedBlock(record[:head], record[head:], *sizes)
 
 
 def _portions(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:

@@ -1,12 +1,12 @@
 """New bases. Invariant: a chunk is offered living chunks that are less deep than it was: it never gets deeper.
 
 So whatever leans on it stays sound at every moment, and every chain still ends by depth, in whatever order containers
-are written anew. Offered are those of its family that came last before it.
+are written anew. Offered are those of its family that came last before it, and what stands beside these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from nearkin.records import U8, U32, U64, Locations
 from nearkin.store.chunks import grouped
 from nearkin_janitor.families import NONE, Families
-from nearkin_janitor.reach import Reach
+from nearkin_janitor.reach import Masks, Reach
 
 OFFERED_MAX = 4
 """Living chunks before it that each chunk is offered as bases, the nearest ones that are less deep."""
 LOOK_BACK = 8
 """So many before it are looked at for those."""
+NOWHERE = 256
+"""Deeper than anything."""
 
 
 class Heirs:
@@ -34,6 +36,7 @@ class Heirs:
         self._families = families
         self._starts: dict[int, int] = {}
         self._depths: dict[int, U8] = {}
+        self._live: Masks = {}
         members, at = [np.zeros(0, np.uint64)], 0
         for container in sorted(families.of):
             family, live = families.of[container], reach.chunks.get(container)
@@ -43,6 +46,7 @@ class Heirs:
             rows = rows[(family[rows] != NONE) & wanted[family[rows]]]
             if len(rows) or container in containers:
                 self._starts[container] = at
+                self._live[container] = live
                 self._depths[container] = reach.directory(container).chunks.depths.copy()
                 members.append(_keys(family[rows], at + rows))
                 at += len(family)
@@ -59,10 +63,37 @@ class Heirs:
         """Return the families of some chunks, NONE where they have none."""
         return self._families.chosen(container, ordinals)
 
-    def offered(self, container: int, ordinals: U32, depth_below: int) -> Locations:
-        """Return what some chunks of a container may lean on, each once: chunks less deep than `depth_below`."""
+    def depths_below(self, container: int, ordinals: U32) -> U8:
+        """Return uint8[n], how deep the bases of some chunks may not be: less deep than they are, and yet less deep
+        where a later one of the family would find nothing else that is less deep than it is.
+        """
+        family = self.family(container, ordinals)
+        below = self._depths[container][ordinals].astype(np.int64)
+        asking = np.flatnonzero(family != NONE)
+        family, position = family[asking], self._starts[container] + ordinals[asking].astype(np.int64)
+        at = np.searchsorted(self._members, _keys(family, position)).astype(np.int64)
+        before, behind = np.full(len(at), NOWHERE), np.full(len(at), NOWHERE)
+        for step in range(1, LOOK_BACK + 1):
+            for least, other in ((before, at - step), (behind, at + step)):
+                rows = np.flatnonzero((other >= 0) & (other < len(self._members)))
+                rows = rows[(self._members[other[rows]] >> np.uint64(32)).astype(np.int64) == family[rows]]
+                depths = self._depth_of(other[rows]).astype(np.int64)
+                if least is behind:
+                    depths[depths == 0] = NOWHERE  # it leans on nothing
+                least[rows] = np.minimum(least[rows], depths)
+        leaned_on = asking[before >= behind]
+        below[leaned_on] = np.minimum(below[leaned_on], behind[before >= behind] - 1)
+        return below.astype(np.uint8)
+
+    def offered(self, container: int, ordinals: U32, depths_below: U8) -> Locations:
+        """Return what some chunks of a container, in order, may lean on: chunks before all of them.
+
+        `depths_below` uint8[n]: of each one's family those that are less deep; and, however deep, what stands beside
+        these, for what one chunk holds now may have been cut in two, of different families.
+        """
         family = self.family(container, ordinals)
         asking = family != NONE
+        below = depths_below[asking]
         family, position = family[asking], self._starts[container] + ordinals[asking].astype(np.int64)
         at = np.searchsorted(self._members, _keys(family, position)).astype(np.int64)
         found, counts = [np.zeros(0, np.int64)], np.zeros(len(at), np.int64)
@@ -70,10 +101,22 @@ class Heirs:
             before = at - back
             rows = np.flatnonzero((before >= 0) & (counts < OFFERED_MAX))
             rows = rows[(self._members[before[rows]] >> np.uint64(32)).astype(np.int64) == family[rows]]
-            rows = rows[self._depth_of(before[rows]) < depth_below]
+            rows = rows[self._depth_of(before[rows]) < below[rows]]
             counts[rows] += 1
             found.append(before[rows])
-        return self._located(np.unique(np.concatenate(found)))
+        members = self._located(np.unique(np.concatenate(found)))
+        some = Locations.join([members, *self._beside(members)])
+        here = some.containers == container
+        return some.take((some.containers < container) | (here & (some.ordinals < ordinals[0])))
+
+    def _beside(self, members: Locations) -> Iterator[Locations]:
+        """Yield the living chunks that stand right before and behind some, in their containers."""
+        for container, rows in grouped(members.containers):
+            live, ordinals = self._live[container], members.ordinals[rows].astype(np.int64)
+            beside = np.concatenate([ordinals - 1, ordinals + 1])
+            beside = beside[(beside >= 0) & (beside < len(live))]
+            beside = beside[live[beside]]
+            yield Locations(np.full(len(beside), container, np.uint64), beside.astype(np.uint32))
 
     def _located(self, members: NDArray[np.int64]) -> Locations:
         positions = self._members[members] & np.uint64(0xFFFFFFFF)

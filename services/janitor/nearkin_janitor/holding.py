@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nearkin.formats import container as fmt
+from nearkin.formats import layout
 from nearkin.formats.condemned import Record
-from nearkin.formats.container import Directory
+from nearkin.formats.directory import Directory
 from nearkin.records import Bools
 from nearkin_janitor.reach import Masks, Reach, filled
 
@@ -47,7 +47,7 @@ def held_by(reach: Reach, without_undeletable: Reach, ids: Iterable[int], record
 def bytes_of_chunks(directory: Directory) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return float64[n]: each chunk's share of its block as stored, and of the directory."""
     blocks, chunks = directory.blocks, directory.chunks
-    ratio = (blocks.stored + float(fmt.BLOCK.size)) / np.maximum(blocks.raw, 1)
+    ratio = (blocks.stored + float(layout.BLOCK.size)) / np.maximum(blocks.raw, 1)
     shares: np.ndarray[tuple[int], np.dtype[np.float64]] = chunks.encoded * ratio[chunks.blocks] + NAME_AND_ROW_BYTES
     shares[~chunks.there] = 0
     return shares

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from nearkin.errors import Permanent
-from nearkin.formats.container import Directory
+from nearkin.formats.directory import Directory
 from nearkin.records import U8, ZERO, Bools, ContainerId, Locations
 from nearkin.store.chunks import ChunkReader, grouped
 from nearkin.store.containers import ContainerStore

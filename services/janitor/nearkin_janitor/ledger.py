@@ -9,7 +9,8 @@ held        key digest 16, version 8, segment 12 -> nothing (refcount)
 counts      segment 12 -> how many rows of `open` and `past`, or of `held`, 8; expiry: needed up to when, 8
 nominated   segment 12, or container 8          -> nothing: since marking last looked, nothing needed it any more
 containers  container 8                         -> nothing: it was looked at
-meta        mode, marked, services
+summaries   manifest's name -> what it names (summaries.py)
+meta        mode, marked, whole, services
 
 A row is keyed by who holds what, so counting again, after a crash or whatever, counts nothing twice. Segment: container
 8 (big-endian), ordinal 4. Not counted are chunks: whether one is needed, and by which bases, marking finds.
@@ -18,8 +19,8 @@ Memory: 200 bytes a version and container of the store, 100 a segment of the key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,21 @@ import numpy as np
 
 from nearkin.config import EXPIRY, HYBRID, REFCOUNT
 from nearkin.errors import Permanent, StoreUnavailable
-from nearkin.formats.container import Directory
+from nearkin.failpoints import failpoint
+from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.index.environments import acquire, release
 from nearkin.records import ZERO, Bools
 from nearkin.store.chunks import grouped
 from nearkin_janitor.reach import Masks, filled, reached
+from nearkin_janitor.summaries import Summaries
 
 FORMAT = 1
-TABLES = ("versions", "open", "past", "held", "counts", "nominated", "containers", "meta")
+TABLES = ("versions", "open", "past", "held", "counts", "nominated", "containers", "summaries", "meta")
 MARK_AT_LEAST_US = 7 * 86_400 * 1_000_000
 """Marking is the truth: it looks once a week, whatever is nominated."""
+SUMMARISE_AT_LEAST_US = 7 * 86_400 * 1_000_000
+"""So often every manifest is decoded, whatever is known of it."""
 EXPIRY_US = 7 * 86_400 * 1_000_000
 """No version says at its put when it will be deleted: in mode expiry its segments are needed for a week at a time."""
 _KEY_BYTES = 16
@@ -68,6 +73,7 @@ class Ledger:
         self._folder, self._mode = folder, mode
         self.told = Told(True, 0, 0)
         """What was told last."""
+        self._summaries: Summaries | None = None
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -107,15 +113,17 @@ class Ledger:
                 count = {HYBRID: self._intervals, REFCOUNT: self._references, EXPIRY: self._expiries}[self._mode]
                 known = rows.known()
                 for key in sorted(wanted.keys() | known.keys()):
-                    count(rows, key, wanted.get(key, {}), known.get(key, {}), read, now_us)
+                    count(rows, _Versions(key, wanted.get(key, {}), known.get(key, {}), read, now_us))
                 if self._mode == EXPIRY:
                     rows.expire(now_us)
                 _look_at(rows, containers, directory)
+                failpoint("ledger.counted")
                 nominated = rows.count("nominated")
                 marked_us = int(rows.txn.get(b"marked", b"0", db=rows.tables["meta"]))
                 by_services = rows.txn.get(b"services", db=rows.tables["meta"]) is not None
                 late = not marked_us <= now_us < marked_us + MARK_AT_LEAST_US
                 self.told = Told(bool(nominated) or late or by_services, nominated, rows.touched)
+            failpoint("ledger.written")
         except Permanent:
             self.told = Told(True, 0, 0)
         return self.told
@@ -126,6 +134,14 @@ class Ledger:
             found = [bytes(segment) for segment, _ in rows.txn.cursor(rows.tables["counts"])]
         return {(int.from_bytes(segment[:8]), int.from_bytes(segment[8:])) for segment in found}
 
+    def summaries(self, now_us: int) -> Summaries:
+        """Return what is known of manifests; once a week nothing is believed, and all is made again."""
+        with self._writing() as rows:
+            whole_us = int(rows.txn.get(b"whole", b"0", db=rows.tables["meta"]))
+        anew = not whole_us <= now_us < whole_us + SUMMARISE_AT_LEAST_US
+        self._summaries = Summaries(_SummaryRows(self._writing), anew=anew)
+        return self._summaries
+
     @property
     def _name(self) -> bytes:
         return f"{self._mode} {FORMAT}".encode()
@@ -135,18 +151,14 @@ class Ledger:
         with self._writing() as rows:
             rows.txn.drop(rows.tables["nominated"], delete=False)
             rows.txn.put(b"marked", str(now_us).encode(), db=rows.tables["meta"])
+            if self._summaries is not None and self._summaries.anew:
+                rows.txn.put(b"whole", str(now_us).encode(), db=rows.tables["meta"])
+        failpoint("ledger.confirmed")
 
     # --- hybrid: the current version of each key counts, what was current before is held by the versions it was in ----
 
-    def _intervals(
-        self,
-        rows: _Rows,
-        key: bytes,
-        wanted: dict[int, str],
-        known: dict[int, int],
-        read: Callable[[str], Manifest],
-        now_us: int,
-    ) -> None:
+    def _intervals(self, rows: _Rows, of: _Versions) -> None:
+        key, wanted, known = of.key, of.wanted, of.known
         if wanted and known and min(wanted.keys() - known.keys(), default=max(known)) < max(known):
             for table in ("open", "past"):  # one came late: the key is counted anew
                 for row, _ in rows.under(table, key):
@@ -158,7 +170,7 @@ class Ledger:
         held = {row[_KEY_BYTES:]: first for row, first in rows.under("open", key)} if new and known else {}
         last = max(known, default=0)
         for version in new:
-            now_held = set(_segments(rows, read(wanted[version])))
+            now_held = set(_segments(rows, of.read(wanted[version])))
             for segment in sorted(held.keys() - now_held):
                 rows.delete("open", key + segment)
                 rows.put("past", key + _number(last) + segment, held.pop(segment))
@@ -184,17 +196,10 @@ class Ledger:
 
     # --- refcount: every version counts ------------------------------------------------------------------------------
 
-    def _references(
-        self,
-        rows: _Rows,
-        key: bytes,
-        wanted: dict[int, str],
-        known: dict[int, int],
-        read: Callable[[str], Manifest],
-        now_us: int,
-    ) -> None:
+    def _references(self, rows: _Rows, of: _Versions) -> None:
+        key, wanted, known = of.key, of.wanted, of.known
         for version in sorted(wanted.keys() - known.keys()):
-            for segment in _segments(rows, read(wanted[version])):
+            for segment in _segments(rows, of.read(wanted[version])):
                 rows.put("held", key + _number(version) + segment, b"")
                 rows.hold(segment)
             rows.put("versions", key + _number(version), _number(0))
@@ -207,23 +212,53 @@ class Ledger:
 
     # --- expiry: a version that is there says so again before its time is over, one that is gone does nothing ---------
 
-    def _expiries(
-        self,
-        rows: _Rows,
-        key: bytes,
-        wanted: dict[int, str],
-        known: dict[int, int],
-        read: Callable[[str], Manifest],
-        now_us: int,
-    ) -> None:
+    def _expiries(self, rows: _Rows, of: _Versions) -> None:
+        key, wanted, known = of.key, of.wanted, of.known
         for version, name in sorted(wanted.items()):
-            if known.get(version, 0) >= now_us + EXPIRY_US // 2:
+            if known.get(version, 0) >= of.now_us + EXPIRY_US // 2:
                 continue
-            until = _number(now_us + EXPIRY_US)
-            for segment in _segments(rows, read(name)):
+            until = _number(of.now_us + EXPIRY_US)
+            for segment in _segments(rows, of.read(name)):
                 rows.put("counts", segment, until)
             rows.put("versions", key + _number(version), until)
         rows.forget_versions(key, known.keys() - wanted.keys())
+
+
+class _SummaryRows:
+    """The table of summaries, each call in a transaction of its own."""
+
+    def __init__(self, writing: Callable[[], AbstractContextManager[_Rows]]) -> None:
+        self._writing = writing
+
+    def get_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        with self._writing() as rows:
+            found = {name: rows.txn.get(name.encode(), db=rows.tables["summaries"]) for name in names}
+        return {name: row for name, row in found.items() if row is not None}
+
+    def put_many(self, new: Mapping[str, bytes]) -> None:
+        if new:
+            with self._writing() as rows:
+                for name, row in sorted(new.items()):
+                    rows.put("summaries", name.encode(), row)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        wanted = {name.encode() for name in names}
+        with self._writing() as rows:
+            if rows.count("summaries") > len(wanted):
+                gone = [bytes(name) for name, _ in rows.txn.cursor(rows.tables["summaries"]) if name not in wanted]
+                for name in gone:
+                    rows.delete("summaries", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Versions:
+    """A key's versions: `wanted` those there are, by their manifests' names; `known` those counted, and until when."""
+
+    key: bytes
+    wanted: dict[int, str]
+    known: dict[int, int]
+    read: Callable[[str], Manifest]
+    now_us: int
 
 
 class _Rows:

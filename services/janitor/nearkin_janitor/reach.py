@@ -7,20 +7,22 @@ Memory: a byte for each chunk and each segment of the store, and the directories
 
 from __future__ import annotations
 
+import copy
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from nearkin.errors import Corrupt, NotFound, Permanent
-from nearkin.formats import container as fmt
-from nearkin.formats.container import Directory
-from nearkin.formats.manifest import NO_ORIGIN
+from nearkin.formats import layout
+from nearkin.formats.directory import Directory
+from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
+from nearkin_janitor.summaries import Bits, Summaries, Summary, masks_of
 
 Masks = dict[int, Bools]
 """By container: a bool for each ordinal; shorter where none of the last ones is set."""
@@ -38,9 +40,16 @@ class Reach:
     """What the roots name in recipes, before any base: chunks and segments of each container."""
 
     def __init__(
-        self, containers: ContainerStore, manifests: ManifestStore, names: Iterable[str], young: Iterable[int] = ()
+        self,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        names: Iterable[str],
+        young: Iterable[int] = (),
+        summaries: Summaries | None = None,
     ) -> None:
         """Read the manifests named, and the recipes of their segments. Of the containers `young` all is named.
+
+        `summaries`: what is known of manifests that lie there as they did.
 
         Raises Corrupt where one cannot be read: what it needs is not known, so nothing may be freed.
         """
@@ -49,16 +58,21 @@ class Reach:
         self.chunks: Masks = {}
         self.by_services: str | None = None
         """The name of a manifest, if any is there, that the services behind Kafka have committed."""
-        for name in names:
-            try:
-                manifest = manifests.read(name)
-            except (Corrupt, NotFound) as err:
-                raise _unknown(err) from err
+        bits = Bits()
+        for name, manifest in _read(manifests, names, summaries):
+            if isinstance(manifest, Summary):
+                if manifest.by_services:
+                    self.by_services = name
+                for container, number in manifest.segments.items():
+                    bits[container] = bits.get(container, 0) | number
+                continue
             segments = manifest.segments
             if manifest.origin != NO_ORIGIN:
                 self.by_services = name
             for container, rows in grouped(segments.containers):
                 reached(self.segments, container, segments.ordinals[rows])
+        for container, mask in masks_of(bits).items():
+            reached(self.segments, container, np.flatnonzero(mask).astype(np.uint32))
         for container in young:
             whole = self.readable(container)
             if whole is not None:
@@ -72,6 +86,12 @@ class Reach:
                 )
             rows = np.repeat(filled(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
             _reach(self.chunks, directory.segments.chunks.take(rows))
+
+    def naming(self) -> Reach:
+        """Return a copy of its own, to name more in."""
+        other = copy.copy(self)
+        other.chunks = {container: mask.copy() for container, mask in self.chunks.items()}
+        return other
 
     def directory(self, container: int) -> Directory:
         """Return the directory of a container that is needed. Raises Corrupt: nothing may be freed."""
@@ -127,7 +147,7 @@ class Reach:
                 in_use = np.zeros(len(blocks), np.bool_)
                 in_use[chunks.blocks[mine]] = True
                 used &= in_use
-            deltas = chunks.there & used[chunks.blocks] & (blocks.kinds[chunks.blocks] == fmt.XDELTA3)
+            deltas = chunks.there & used[chunks.blocks] & (blocks.kinds[chunks.blocks] == layout.XDELTA3)
             if not every_block:
                 deltas &= mine
             bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])
@@ -138,6 +158,25 @@ class Reach:
                     changed.add(other)
             mine = found[container]
         return changed
+
+
+def _read(
+    manifests: ManifestStore, names: Iterable[str], summaries: Summaries | None
+) -> Iterator[tuple[str, Summary | Manifest]]:
+    """Yield each manifest, or what is known of it, by its name. Raises Corrupt where it cannot be read."""
+
+    def read(name: str) -> Manifest:
+        try:
+            return manifests.read(name)
+        except (Corrupt, NotFound) as err:
+            raise _unknown(err) from err
+
+    if summaries is None:
+        yield from ((name, read(name)) for name in names)
+        return
+    named = list(names)
+    yield from summaries.of(named, manifests.stored, read)
+    summaries.ended(named)
 
 
 _NONE: Bools = np.zeros(0, np.bool_)
@@ -165,7 +204,7 @@ def blocks_leaning(directory: Directory, on: Masks) -> Bools:
     """Return which blocks of a container lean on any of the chunks `on`."""
     chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
     found = np.zeros(len(blocks), np.bool_)
-    deltas = np.flatnonzero(chunks.there & (blocks.kinds[chunks.blocks] == fmt.XDELTA3))
+    deltas = np.flatnonzero(chunks.there & (blocks.kinds[chunks.blocks] == layout.XDELTA3))
     found[chunks.blocks[deltas][is_in(on, chunks.bases.take(deltas))]] = True
     of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
     found[of_prefix[is_in(on, prefixes.bases)]] = True

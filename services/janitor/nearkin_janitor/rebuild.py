@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from nearkin.errors import Corrupt, Permanent
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Record
-from nearkin.formats.container import Directory
+from nearkin.formats.directory import Directory
 from nearkin.formats.mark import Kind
 from nearkin.index.protocols import Index, Marked
 from nearkin.records import (
@@ -45,6 +46,8 @@ READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and sketched so many bytes at a time."""
 NO_MARKS: Mapping[str, int] = MappingProxyType({})
 NOTHING_CONDEMNED: Record = MappingProxyType({})
+PUBLISH_CHUNKS = 1 << 16
+"""Chunks go into the index so many at a time, all of their containers: 6 MB of claims, while the next are decoded."""
 COMMIT_VERSIONS = 256
 """Versions go into the catalog so many a transaction."""
 
@@ -87,23 +90,24 @@ def rebuild_index(
     sound = {int(container) for container in known_containers}
     chunks = segments = 0
     everyones = containers.of(None)
-    for done, container in enumerate(leaning_last(ids, lambda container: _leans_on(everyones, container))):
-        try:
-            directory = everyones.directory(ContainerId(container))
-            own = containers.of(directory.domain)
-            if container in condemned and condemned[container].whole:
-                continue  # it may lean on what is gone already
-            claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned)
-        except Permanent:
-            skipped.append(object_name(ContainerId(container)))
-        else:
-            index.publish(claims)
-            failpoint("rebuild.container")
-            sound.add(container)
-            chunks += len(claims.directory.chunks)
-            segments += len(claims.directory.segments)
-        if progress is not None:
-            progress(done + 1, len(ids) + len(names))
+    with _Publisher(index) as publisher:
+        for done, container in enumerate(leaning_last(ids, lambda container: _leans_on(everyones, container))):
+            try:
+                directory = everyones.directory(ContainerId(container))
+                own = containers.of(directory.domain)
+                if container in condemned and condemned[container].whole:
+                    continue  # it may lean on what is gone already
+                claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned)
+            except Permanent:
+                skipped.append(object_name(ContainerId(container)))
+            else:
+                publisher.add(claims)
+                sound.add(container)
+                chunks += len(claims.directory.chunks)
+                segments += len(claims.directory.segments)
+            if progress is not None:
+                progress(done + 1, len(ids) + len(names))
+        publisher.finish()
     found = []
     collected = _collected(manifests, marks)
     for name, size_bytes in names:
@@ -122,6 +126,48 @@ def rebuild_index(
     index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
     failpoint("rebuild.marks")
     return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
+
+
+class _Publisher:
+    """Publishes beside whoever decodes: one batch waits at most. The order stays."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._batch: list[ContainerClaims] = []
+        self._chunks = 0
+        self._thread = ThreadPoolExecutor(1, "rebuild-publish")
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def add(self, claims: ContainerClaims) -> None:
+        """Take what a container claims. Raises what publishing those before it did."""
+        self._batch.append(claims)
+        self._chunks += len(claims.directory.chunks)
+        if self._chunks >= PUBLISH_CHUNKS:
+            self._next()
+
+    def finish(self) -> None:
+        """Return when all is published. Raises what publishing did."""
+        self._next()
+        self._next()
+
+    def _next(self) -> None:
+        before, self._running = self._running, None
+        if before is not None:
+            before.result()
+        if self._batch:
+            batch, self._batch, self._chunks = self._batch, [], 0
+            self._running = self._thread.submit(self._publish, batch)
+
+    def _publish(self, batch: list[ContainerClaims]) -> None:
+        self._index.publish_many(batch)
+        for _ in batch:
+            failpoint("rebuild.container")
 
 
 def _collected(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[str]:

@@ -2,23 +2,29 @@
 generation, and the one before goes only after that is durable.
 
 parity -> the object's own bytes      a copy of the object -> its own bytes      copies of chunks -> a new generation
+
+A copy of another generation is taken as a whole only where the directory of the one that is there is lost. Its chunks
+may lie deeper in it than in that one, and newer ones lean on them: so its deltas are made raw.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from nearkin.errors import Corrupt, NotFound, Permanent
-from nearkin.formats import container as fmt
+from nearkin.failpoints import failpoint
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block
 from nearkin.formats.condemned import Condemned
-from nearkin.formats.container import Directory
+from nearkin.formats.container import decode_container
+from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import decode_manifest
 from nearkin.formats.mark import decode_mark
-from nearkin.records import U32, ContainerId, Repaired
+from nearkin.records import U32, ContainerId, Locations, Repaired
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.manifests import mark_name
 from nearkin.store.manifests import object_name as manifest_name
@@ -40,18 +46,18 @@ class Given:
     data: bytes
     whole: bool
     """Of a container: whether it is of generation 0, which holds all that any later one does."""
+    sealed_as: str | None = None
+    """Under which name, its generation in it, it was sealed by a key of this store: no other object has that name."""
 
 
 def given_object(data: bytes, what: str) -> Given | None:
     """Return what object a file is a copy of, None where it is none of a store's. Raises Corrupt for a broken one."""
     match data[:4]:
         case b"NKC1":
-            directory = fmt.decode_container(data, what)
+            directory = decode_container(data, what)
             for block in np.flatnonzero(directory.blocks.raw).tolist():
-                start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
-                end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
-                fmt.decode_block(data[start:end], f"{what} block {block}")
-            whole = int.from_bytes(data[4:6], "little") <= fmt.VERSION_WHOLE
+                decode_block(data[directory.blocks.record(block)], f"{what} block {block}")
+            whole = int.from_bytes(data[4:6], "little") <= layout.VERSION_WHOLE
             return Given(object_name(directory.container), data, whole)
         case b"NKM1":
             manifest = decode_manifest(data, what)
@@ -66,12 +72,18 @@ def given_object(data: bytes, what: str) -> Given | None:
 class Repairer:
     """Puts right what is damaged, one object at a time. Who calls it holds the store's lock or lease."""
 
-    def __init__(self, objects: ParityObjects, containers: ContainerStore, healer: Healer) -> None:
+    def __init__(
+        self,
+        objects: ParityObjects,
+        containers: ContainerStore,
+        healer: Healer,
+        renew: Callable[[Directory], None],
+    ) -> None:
+        """`renew` tells the index what a new generation holds, before the one until now goes."""
+        self._renew = renew
         self._objects = objects
         self._containers = containers.of(None)
         self._healer = healer
-        self.renewed: list[Directory] = []
-        """Containers that have another generation now: the index is to be told."""
         self.sound: set[ContainerId] = set()
         """Containers in which nothing of their own was broken."""
 
@@ -101,29 +113,66 @@ class Repairer:
                 whole, by = given.data, "a copy"
             if whole is None:
                 return None
-            self._objects.replace(name, whole)
+            self._replace(name, whole)
             return Repaired(name, by)
         generation = self._containers.generation(container)
         stored = object_name(container, generation)
         whole = self._objects.mended(stored)
-        if whole is not None and whole != self._stored(stored):
-            self._objects.replace(stored, whole)
+        if whole is not None and self._stored(stored) != whole:
+            self._replace(stored, whole)
             self._containers.forget_read()
             return Repaired(name, "parity")
-        if given is not None and self._from_copy(container, generation, stored, given):
+        if given is not None and self._from_copy(container, generation, stored, given, copies):
             return Repaired(name, "a copy")
         return self._heal(container, generation, copies)
 
-    def _from_copy(self, container: ContainerId, generation: int, stored: str, given: Given) -> bool:
+    def _from_copy(
+        self, container: ContainerId, generation: int, stored: str, given: Given, copies: Sequence[Copies]
+    ) -> bool:
         there = self._stored(stored)
-        same = there is not None and len(there) == len(given.data) and there[-fmt.FOOTER.size :] == given.data[-32:]
-        if same or (given.whole and not generation):
-            self._objects.replace(stored, given.data)
-        elif given.whole:
-            self._new_generation(container, generation, given.data)
+        same = there is not None and len(there) == len(given.data) and there[-layout.FOOTER.size :] == given.data[-32:]
+        first = given.whole and not generation  # or it is not known that there was a later one
+        reads = not same and self._reads(container)
+        if same or given.sealed_as == stored or (first and (reads or not self._too_deep(given.data))):
+            self._replace(stored, given.data)
+        elif not reads:  # of whatever generation: there is nothing else
+            self._new_generation(container, generation, self._raw(container, given.data, copies))
         else:
-            return False
+            return False  # chunk by chunk: what is sound in the generation that is there stays
         self._containers.forget_read()
+        return True
+
+    def _raw(self, container: ContainerId, data: bytes, copies: Sequence[Copies]) -> bytes:
+        try:
+            return self._healer.raw(data, copies)
+        except Corrupt as err:
+            _log.warning("%s: %s: its copy is taken as it is", object_name(container), err)
+            return data
+
+    def _too_deep(self, data: bytes) -> bool:
+        """Return whether anything leans on a chunk that is no shallower in this copy: it was less deep later."""
+        copy = decode_container(data, "a copy of a container")
+        for other, _ in self._containers.ids():
+            try:
+                directory = self._containers.directory(other)
+            except Permanent:
+                continue
+            chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
+            deltas = chunks.there & (chunks.depths > 0)
+            bases = Locations.join([chunks.bases.take(deltas), prefixes.bases])
+            depths = np.concatenate([chunks.depths[deltas], np.repeat(blocks.depths, np.diff(prefixes.bounds))])
+            mine = (bases.containers == np.uint64(copy.container)) & (bases.ordinals < len(copy.chunks))
+            if np.any(copy.chunks.depths[bases.ordinals[mine]] >= depths[mine]):
+                return True
+        return False
+
+    def _reads(self, container: ContainerId) -> bool:
+        """Return whether the directory of a container can be read."""
+        self._containers.forget_read(container)
+        try:
+            self._containers.directory(container)
+        except Corrupt:
+            return False
         return True
 
     def _heal(self, container: ContainerId, generation: int, copies: Sequence[Copies]) -> Repaired | None:
@@ -140,10 +189,17 @@ class Repairer:
         return Repaired(object_name(container), "copies of chunks", healed.found, healed.lost)
 
     def _new_generation(self, container: ContainerId, generation: int, data: bytes) -> None:
+        """1 put  2 index  3 the one until now goes: whoever dies in between leaves two, and a round ends it."""
         self._containers.put(container, data, generation + 1)
-        directory = self._containers.directory(container)
-        self.renewed.append(directory)
+        failpoint("heal.put")
+        self._renew(self._containers.directory(container))
+        failpoint("heal.renewed")
         self._containers.delete(container, generation)
+        failpoint("heal.removed")
+
+    def _replace(self, name: str, data: bytes) -> None:
+        self._objects.replace(name, data)
+        failpoint("repair.replaced")
 
     def _stored(self, name: str) -> bytes | None:
         try:
@@ -191,6 +247,11 @@ class ParityCheck:
         """Compare the parity of one object. What is wrong with the object itself is told by others."""
         try:
             data = self._objects.get(name)
+        except NotFound:
+            data = b""
+        except Permanent:
+            return
+        try:
             problem = self._objects.damage_of(name, data)
         except NotFound:
             if self._objects.adds:
@@ -204,4 +265,4 @@ class ParityCheck:
     def _is_of_damaged(self, name: str) -> bool:
         """Return whether the object is not what it was: then its parity is needed as it is."""
         whole = self._objects.mended(name)
-        return whole is not None and whole != self._objects.get(name)
+        return whole is not None and not self._objects.is_stored(name, whole)

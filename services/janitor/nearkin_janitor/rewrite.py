@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats import container as fmt
-from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
+from nearkin.formats import layout
+from nearkin.formats.block import EncodedBlock, decode_block
+from nearkin.formats.container import copied_block, decode_container, encode_container
+from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.kernels.overlap import shared_bytes
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
 from nearkin.stage import Contents
+from nearkin.store.bases import BaseReader
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.heirs import Heirs
@@ -84,8 +87,11 @@ class Rebasing:
 class FreshBlocks(Protocol):
     """Gathers chunks into blocks as the delta stage would."""
 
-    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents) -> U8:
-        """Take the chunks that one of `bases` is worth it for; return how deep each is at most, 0 for the others."""
+    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
+        """Take the chunks that one of `bases` is worth it for; return how deep each is at most, 0 for the others.
+
+        `depths_below` uint8[n]: each takes only bases that are less deep.
+        """
 
     def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
         """Take chunks as they are."""
@@ -147,6 +153,7 @@ class Rewriter:
         self._any_fingerprinter = any_fingerprinter
         self._recode = recode
         self._reader = ChunkReader(self._containers)
+        self._bases = BaseReader(self._containers)
 
     def over(self, containers: ContainerStore) -> Rewriter:
         """Return what does the same for the containers of another store, such as one that is a preview's."""
@@ -177,6 +184,7 @@ class Rewriter:
         joined = self._joined(directory, kept)
         raw = kept & joined[old.blocks]
         if rebasing is not None:
+            again |= directory.blocks.depths > 0  # what leans on living ones too, or newer puts find it as deep as ever
             rows = np.flatnonzero(kept & again[old.blocks])
             raw_too, next_number = self._lay_rebased(new, directory, rows, rebasing, next_number)
             raw[raw_too] = True
@@ -192,10 +200,10 @@ class Rewriter:
         next_number = self._lay_raw(new, directory, np.flatnonzero(raw), next_number)
         new.end(next_number)
         names = np.where(kept[:, None], old.names, np.uint8(0))
-        positions = fmt.positions_in_blocks(new.numbers, new.encoded)
+        positions = positions_in_blocks(new.numbers, new.encoded)
         chunks = ChunkTable(names, new.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks)
         bounds = np.cumsum([0, *(len(prefix) for prefix in new.prefixes)]).astype(np.uint32)
-        data, _, _ = fmt.encode_container(
+        data, _, _ = encode_container(
             container,
             directory.domain,
             directory.depth_max,
@@ -205,21 +213,13 @@ class Rewriter:
             _segments(directory.segments, drop.segments),
             PrefixTable(bounds, Locations.join(new.prefixes)),
         )
-        fmt.decode_container(data, f"{object_name(container)}, written anew")
+        decode_container(data, f"{object_name(container)}, written anew")
         return data
 
     def _copied(self, directory: Directory, number: int) -> EncodedBlock:
         record = self._containers.record(directory.container, number)
-        fmt.decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
-        blocks, head = directory.blocks, fmt.BLOCK.size
-        return EncodedBlock(
-            bytes(record[:head]),
-            record[head:],
-            int(blocks.raw[number]),
-            int(blocks.codecs[number]),
-            int(blocks.kinds[number]),
-            int(blocks.depths[number]),
-        )
+        decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
+        return copied_block(directory, number, record)
 
     def _fill(self, new: _Tables, rows: NDArray[np.intp], number: int, directory: Directory) -> None:
         old = directory.chunks
@@ -236,7 +236,7 @@ class Rewriter:
         self._fill(new, rows, next_number, directory)
         new.depths[rows] = recoded.block.depth
         new.encoded[rows] = part.lengths if recoded.encoded is None else recoded.encoded
-        if recoded.block.kind == fmt.RAW:
+        if recoded.block.kind == layout.RAW:
             new.bases.containers[rows], new.bases.ordinals[rows], new.ranks[rows] = 0, 0, 0
 
     def _joined(self, directory: Directory, kept: Bools) -> Bools:
@@ -246,34 +246,36 @@ class Rewriter:
         """
         blocks = directory.blocks
         left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(blocks))
-        small: Bools = (blocks.raw > 0) & (blocks.kinds == fmt.RAW) & (left > 0) & (left * 2 < self._recode.raw_bytes)
+        small: Bools = (
+            (blocks.raw > 0) & (blocks.kinds == layout.RAW) & (left > 0) & (left * 2 < self._recode.raw_bytes)
+        )
         return small if np.count_nonzero(small) > 1 else np.zeros(len(blocks), np.bool_)
 
     def _lay_rebased(
         self, new: _Tables, directory: Directory, rows: NDArray[np.intp], rebasing: Rebasing, next_number: int
     ) -> tuple[NDArray[np.intp], int]:
-        """Give chunks other bases, those of one depth after those of lesser ones.
+        """Give chunks other bases, in stream order.
 
-        Decided group by group: of one family each may lean on what was decided before. Returns the rows that find none,
-        and the number after the last block.
+        Decided group by group: each may lean on what was decided before. Returns the rows that find none, and the
+        number after the last block.
         """
         container, old, heirs = directory.container, directory.chunks, rebasing.heirs
-        depths = heirs.depths(container)
+        depths, blocks = heirs.depths(container), self._recode.fresh()
         without = [np.zeros(0, np.intp)]
-        for depth in np.flatnonzero(np.bincount(old.depths[rows])).tolist():
-            blocks = self._recode.fresh()
-            mine = rows[old.depths[rows] == depth]
-            for group in _groups(heirs.family(container, mine.astype(np.uint32)), old.lengths[mine]):
-                some = mine[group]
-                payload = self._verified(directory, some)
-                best = old.bases.take(some)
-                stay = best.take((best.containers != 0) & ~is_in(rebasing.given_up, best))
-                below = min(depth, self._recode.depth_max)
-                offered = _each_once(Locations.join([heirs.offered(container, some.astype(np.uint32), below), stay]))
-                depths[some] = blocks.add(some, payload, old.lengths[some], self._reader.contents(offered))
-                without.append(some[depths[some] == 0])
-            next_number = self._lay_all(new, directory, blocks.end(), next_number)
-            depths[mine] = new.depths[mine]
+        for group in _groups(heirs.family(container, rows.astype(np.uint32)), old.lengths[rows]):
+            some = rows[group]
+            ordinals, payload = some.astype(np.uint32), self._verified(directory, some)
+            best = old.bases.take(some)
+            stay = best.take((best.containers != 0) & ~is_in(rebasing.given_up, best))
+            below = np.minimum(heirs.depths_below(container, ordinals), np.uint8(self._recode.depth_max))
+            offered = _each_once(Locations.join([heirs.offered(container, ordinals, below), stay]))
+            contents = self._bases.contents(offered)
+            mine = offered.containers == container  # read from what is there, and as deep as they are going to be
+            contents.depths[mine] = depths[offered.ordinals[mine]]
+            depths[some] = blocks.add(some, payload, old.lengths[some], contents, below)
+            without.append(some[depths[some] == 0])
+        next_number = self._lay_all(new, directory, blocks.end(), next_number)
+        depths[rows] = new.depths[rows]
         return np.concatenate(without), next_number
 
     def _lay_raw(self, new: _Tables, directory: Directory, rows: NDArray[np.intp], next_number: int) -> int:
@@ -290,9 +292,9 @@ class Rewriter:
             new.lay(next_number, recoded.block, recoded.prefix)
             new.numbers[rows], new.depths[rows] = next_number, recoded.block.depth
             new.encoded[rows] = directory.chunks.lengths[rows] if recoded.encoded is None else recoded.encoded
-            if recoded.block.kind != fmt.RAW:
+            if recoded.block.kind != layout.RAW:
                 new.bases.containers[rows], new.bases.ordinals[rows] = one.best.containers, one.best.ordinals
-                new.ranks[rows] = fmt.LOCALITY_RANK
+                new.ranks[rows] = layout.LOCALITY_RANK
             next_number += 1
         return next_number
 
@@ -316,11 +318,11 @@ class Rewriter:
         lengths, best = old.lengths[rows], old.bases.take(rows)
         none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
         depth = int(directory.blocks.depths[number])
-        if kind == fmt.RAW:
+        if kind == layout.RAW:
             return Part(kind, depth, payload, lengths, none, none, no_bytes, no_lengths)
-        if kind == fmt.XDELTA3:
+        if kind == layout.XDELTA3:
             record = self._containers.record(directory.container, number)
-            deltas = fmt.decode_block(record, f"{object_name(directory.container)} block {number}")
+            deltas = decode_block(record, f"{object_name(directory.container)} block {number}")
             pieces = [
                 deltas[start : start + length]
                 for start, length in zip(old.positions[rows].tolist(), old.encoded[rows].tolist(), strict=True)

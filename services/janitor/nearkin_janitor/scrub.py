@@ -15,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nearkin.config import ScrubSettings
-from nearkin.errors import NearkinError, NotFound, Permanent
+from nearkin.errors import NearkinError, NotFound, Permanent, Retryable
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.key import FOLDER as KEYS
 from nearkin.records import ContainerId
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.encrypted import EncryptedObjects, key_names
 from nearkin.store.manifests import MARK_SUFFIX, ManifestStore
 from nearkin.store.parity import ParityObjects
 from nearkin.store.scrubbed import ScrubState, ScrubStates
@@ -27,12 +29,12 @@ from nearkin_janitor.repair import ParityCheck
 from nearkin_janitor.soundness import Soundness
 from nearkin_janitor.tenants import Tenants
 
-DAY_US = 86_400 * 1_000_000
+DAY_SECONDS = 86_400
 SAVE_SECONDS = 60.0
 CACHE_BYTES = 16 * 1024 * 1024
 """Of decoded blocks, for bases that lie in other containers."""
 NAMES_STEP = 64
-"""Manifests and marks of one step: some 100 KB."""
+"""Manifests, marks and keys of one step: some 100 KB."""
 _log = logging.getLogger("nearkin")
 
 
@@ -61,8 +63,8 @@ class Scrubber:
     ) -> None:
         self._objects = objects
         # What lies there is looked at, not what parity makes of it.
-        self._containers = containers.of(None).apart(objects.inner, CACHE_BYTES)
-        self._manifests = ManifestStore(objects.inner)
+        self._containers = containers.of(None).apart(objects.bare, CACHE_BYTES)
+        self._manifests = ManifestStore(objects.bare)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._settings = settings
@@ -88,19 +90,22 @@ class Scrubber:
             return None
         wait = self._next - time.monotonic()
         if not state.running:
-            due_us = state.begun_us + settings.every_days * DAY_US
-            wait = max(wait, (due_us - self._clock() * 1e6) / 1e6 if state.begun_us else 0.0)
+            since_seconds = self._clock() - state.begun_us / 1e6
+            if state.begun_us and since_seconds >= 0:  # negative: begun by a clock that was wrong
+                wait = max(wait, settings.every_days * DAY_SECONDS - since_seconds)
         return max(0.0, wait)
 
-    def step(self) -> Step:
+    def step(self, attend: Callable[[Step], None] | None = None) -> Step:
         """Do the next step, due or not; the one after it is due when this one's bytes may have been read.
 
-        Raises StoreUnavailable: the same step is done again.
+        `attend` deals with what it found, before the pass counts as this far. Raises StoreUnavailable, and what
+        `attend` raises: after a Retryable the same step is done again.
         """
         if not self.state.running:
             self._begin()
-        started = time.monotonic()
+        before, started = self.state, time.monotonic()
         done = self._containers_step() or self._names_step()
+        self._next = started + done.read_bytes / max(1, int(self._settings().rate_bytes))
         state = self.state
         self._state = replace(
             state,
@@ -108,11 +113,16 @@ class Scrubber:
             read_objects=state.read_objects + done.objects,
             damaged_objects=state.damaged_objects + len(done.damaged),
         )
-        if done.ended:
-            self._end()
-        elif done.damaged or time.monotonic() - self._saved >= SAVE_SECONDS:
-            self.save()
-        self._next = started + done.read_bytes / max(1, int(self._settings().rate_bytes))
+        try:
+            if done.damaged and attend is not None:
+                attend(done)
+            if done.ended:
+                self._end()
+            elif done.damaged or time.monotonic() - self._saved >= SAVE_SECONDS:
+                self.save()
+        except Retryable:
+            self._state, self._ids, self._names = before, None, None
+            raise
         return done
 
     def save(self) -> None:
@@ -121,10 +131,10 @@ class Scrubber:
         self._saved = time.monotonic()
 
     def _begin(self) -> None:
-        before = self.state
+        before, now_us = self.state, int(self._clock() * 1e6)
         self._state = ScrubState(
-            begun_us=max(int(self._clock() * 1e6), before.ended_us + 1),
-            ended_us=before.ended_us,
+            begun_us=now_us,
+            ended_us=min(before.ended_us, now_us - 1),  # a pass of the future was one by a clock that was wrong
             ended_bytes=before.ended_bytes,
             ended_objects=before.ended_objects,
             ended_damaged=before.ended_damaged,
@@ -169,7 +179,7 @@ class Scrubber:
         state = self.state
         if self._names is None:
             manifests, marks = self._manifests.names_and_marks()
-            self._names = sorted(name for name, _ in (*manifests, *marks))
+            self._names = sorted([*(name for name, _ in (*manifests, *marks)), *key_names(self._objects)])
         at = bisect_left(self._names, state.names_from)
         some = self._names[at : at + NAMES_STEP]
         read_bytes, damaged = 0, {}
@@ -189,7 +199,9 @@ class Scrubber:
 
     def _read(self, name: str) -> None:
         if name == descriptor.NAME:
-            descriptor.read(self._objects.inner)
+            descriptor.read(self._objects.bare)
+        elif isinstance(self._objects, EncryptedObjects) and name.startswith(f"{KEYS}/"):
+            self._objects.keyring.check(name)
         elif name.endswith(MARK_SUFFIX):
             self._manifests.read_mark(name)
         else:

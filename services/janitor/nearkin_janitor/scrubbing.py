@@ -13,21 +13,23 @@ from collections.abc import Callable, Mapping
 
 from nearkin import metrics
 from nearkin.config import Settings
-from nearkin.errors import NearkinError
+from nearkin.errors import Corrupt, NearkinError, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.protocols import SupportsCollection
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
-from nearkin.store.parity import ParityObjects
+from nearkin.store.parity import FOLDER, SUFFIX, ParityObjects
 from nearkin.store.quarantine import Quarantine
 from nearkin_janitor.choosing import Choice
 from nearkin_janitor.scrub import Scrubber
+from nearkin_janitor.soundness import Unsound
 from nearkin_janitor.tenants import Tenants
 from nearkin_janitor.verify import Verifier
 
 RETRY_SECONDS = 60.0
 IDLE_SECONDS_MAX = 3600.0
+NOTE_TRIES = 5
 _log = logging.getLogger("nearkin.janitor")
 
 
@@ -71,10 +73,8 @@ class BackgroundScrub:
 
     def step(self) -> None:
         """Do a step, and deal with what it found. Raises StoreUnavailable."""
-        done = self._scrubber.step()
+        done = self._scrubber.step(lambda found: self._attend(found.damaged))
         metrics.count_scrubbed(done.read_bytes, done.objects, done.ended)
-        if done.damaged:
-            self._attend(done.damaged)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -94,8 +94,6 @@ class BackgroundScrub:
             _log.warning("scrub: %s", err)
 
     def _attend(self, damaged: Mapping[str, str]) -> None:
-        metrics.SCRUB_DAMAGED.inc(len(damaged))
-        metrics.CORRUPT.labels("scrub").inc(len(damaged))
         for name, problem in damaged.items():
             _log.error("scrub: %s", problem)
             if self._mended(name):
@@ -107,29 +105,50 @@ class BackgroundScrub:
         report = verifier.run(Choice(only=ids))
         if verifier.broken:
             unsound = verifier.unsound()
-            try:
-                self._quarantine.note(unsound.chunks, unsound.segments, everything=False)
-            except AlreadyExists:  # another janitor's record; the next pass adds to it
-                _log.warning("scrub: quarantined by another janitor at the same moment")
+            self._note(unsound)
             if isinstance(self._index, SupportsCollection):
                 self._index.forget(unsound.chunks, unsound.segments, ())
+        metrics.SCRUB_DAMAGED.inc(len(damaged))
+        metrics.CORRUPT.labels("scrub").inc(len(damaged))
         for damage in report.damage:
             touched = [*((tenant, *version) for version in damage.versions), *damage.of_other_tenants]
             named = ", ".join(f"{key!r} version {version} of {whose!r}" for whose, key, version in touched[:8])
             more = f" and {len(touched) - 8} more" if len(touched) > 8 else ""
             _log.error("scrub: %s is damaged and touches %s%s", damage.object_name, named or "no version", more)
 
+    def _note(self, unsound: Unsound) -> None:
+        """Quarantine what is broken; whoever adds to the record at the same moment goes first. Raises AlreadyExists."""
+        for left in reversed(range(NOTE_TRIES)):
+            try:
+                self._quarantine.note(unsound.chunks, unsound.segments, everything=False)
+            except AlreadyExists:
+                if not left:
+                    raise
+            else:
+                return
+
     def _mended(self, name: str) -> bool:
         """Put an object's own bytes back, as its parity has them; a broken parity is made anew from its object."""
-        if name.startswith("parity/"):
-            of = name.removeprefix("parity/").removesuffix(".nkp")
-            self._objects.renew_parity(of, self._objects.get(of))
-            return True
-        container = id_of(name)
-        stored = name if container is None else object_name(container, self._containers.generation(container))
-        whole = self._objects.mended(stored)
-        if whole is None or whole == self._objects.get(stored):
+        try:
+            if name.startswith(f"{FOLDER}/"):
+                of = name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
+                self._objects.renew_parity(of, self._objects.get(of))
+                return True
+            container = id_of(name)
+            stored = name if container is None else object_name(container, self._containers.generation(container))
+            whole = self._objects.mended(stored)
+            if whole is None or whole == self._stored(stored):
+                return False
+        except Permanent as err:  # collected meanwhile, or nothing of it can be read
+            _log.warning("scrub: %s", err)
             return False
         self._objects.replace(stored, whole)
         self._containers.forget_read()
         return True
+
+    def _stored(self, name: str) -> bytes | None:
+        """Return an object as it lies there, None where the device cannot read it. Raises NotFound."""
+        try:
+            return self._objects.get(name)
+        except Corrupt:
+            return None

@@ -7,27 +7,35 @@ The lease is the one under which the index is rebuilt: what a rebuild publishes,
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from nearkin import metrics
 from nearkin.config import GcSettings
-from nearkin.errors import NearkinError
+from nearkin.errors import NearkinError, Paused, Retryable
+from nearkin.failpoints import failpoint
+from nearkin.formats.answers import gc_json
 from nearkin.index.protocols import Collected, ContainerSummary
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.lease import LEASE_SECONDS, Lease
+from nearkin.index.redis.rounds import ToldRounds
+from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.records import U32, GcReport
+from nearkin.rounds import Schedule
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.fenced import FencedObjects
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
+from nearkin.store.pauses import Pauses
 from nearkin_janitor.collect import Collector
+from nearkin_janitor.erased import sweep_erased
 from nearkin_janitor.rewrite import Rewriter
 
 POLL_SECONDS = 5.0
@@ -45,11 +53,15 @@ class FencedIndex:
         self._check = check
 
     def forget(
-        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+        self,
+        chunks: Mapping[int, U32 | None],
+        segments: Mapping[int, U32],
+        containers: Collection[int],
+        looked_up: object = None,
     ) -> None:
         """Let go of entries. Raises LeaseOver."""
         self._check()
-        self._index.forget(chunks, segments, containers)
+        self._index.forget(chunks, segments, containers, looked_up)
 
     def renew(self, summary: ContainerSummary) -> None:
         """Tell of a container that was written anew. Raises LeaseOver."""
@@ -62,8 +74,18 @@ class FencedIndex:
         self._index.collect_many(versions)
 
 
+def _schedule(last: Mapping[str, Any] | None) -> Schedule | None:
+    if last is None:
+        return None
+    regular = last.get("regular_at", last.get("at", 0))  # one that failed first has told neither
+    return Schedule(float(regular), None if last.get("freeing_at") is None else float(last["freeing_at"]))
+
+
 class Rounds:
-    """A thread that does a round every `gc.interval_seconds`, counted over all janitors and their restarts."""
+    """A thread that does a round every `gc.interval_seconds`, and one more once what that condemned is due.
+
+    Counted over all janitors and their restarts.
+    """
 
     def __init__(
         self,
@@ -73,10 +95,16 @@ class Rounds:
         containers: Callable[[ObjectStore], ContainerStore],
         rewriter: Callable[[ContainerStore], Rewriter],
         *,
+        forgetting: Callable[[ObjectStore, Callable[[], None]], tuple[int, int]] | None = None,
         lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`settings` are those in force; `containers` and `rewriter` make what works over an object store."""
+        """`settings` are those in force; `containers` and `rewriter` make what works over an object store.
+
+        `forgetting` deletes what retention's policies do not keep, over an object store, asking before each index call;
+        it returns how many versions, and the bytes of their marks.
+        """
+        self._forgetting = forgetting
         self._index = index
         self._objects = objects
         self._settings = settings
@@ -84,8 +112,8 @@ class Rounds:
         self._rewriter = rewriter
         self._lease = Lease(index, lease_seconds)
         self._clock = clock
-        self._told = f"{index.prefix}:{{m}}:gc"
-        self._asked = f"{index.prefix}:{{m}}:gc-ask"
+        self._told = ToldRounds(index)
+        self._pauses = Pauses(objects, clock)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nearkin-gc", daemon=True)
 
@@ -102,29 +130,38 @@ class Rounds:
 
     def last(self) -> dict[str, Any] | None:
         """Return what was told of the last round, by whichever janitor; None where there was none."""
-        told = self._index.server.one(("GET", self._told))
-        return None if told is None else dict(json.loads(told))
+        return self._told.last()
 
     def run_once(self) -> GcReport | None:
-        """Do a round if one is due or asked for, the index is whole and nobody else works. Raises what the round does.
+        """Do a round if one is due or asked for, none is paused, the index is whole and nobody else works.
+
+        Raises what the round does.
 
         Returns None where none was done.
         """
         settings = self._settings()
-        if not self._is_due(settings) or self._index.check() or not self._lease.take():
+        if not self._is_due(settings) or self._pauses.read() is not None:
+            return None
+        if self._index.check() or not self._lease.take():
             return None
         with self._lease:
             if not self._is_due(settings):  # another did it meanwhile
                 return None
+            self._check_clock()
             try:
                 report = self._round(settings)
-            except Exception:
+            except Paused:
+                _log.warning("gc: paused in the middle of a round")
+                return None
+            except Exception as err:
                 metrics.count_collected(None)
+                with suppress(NearkinError):
+                    self._told.tell_failure(self._clock(), str(err))
                 raise
             metrics.count_collected(report)
-            told = {"at": self._clock(), **{name: value for name, value in asdict(report).items() if name != "due"}}
             self._lease.check()
-            self._index.server.run([("SET", self._told, json.dumps(told)), ("DEL", self._asked)])
+            self._told.tell({**self._told_of(settings, report), **gc_json(report)})
+            failpoint("round.told")
         _log.warning(
             "gc: %d bytes freed, %d containers removed, %d written anew, %d condemned, %.1f s",
             report.freed_bytes,
@@ -146,15 +183,43 @@ class Rounds:
             self._rewriter(containers),
             clock=self._clock,
             online=True,
+            go_on=self._pauses.check,
         )
-        return collector.run(FencedIndex(self._index, self._lease.check))
+        index = FencedIndex(self._index, self._lease.check)
+        freed_bytes = sweep_erased(self._objects, index, self._lease.check)
+        report = collector.run(index)
+        forgotten = 0
+        if self._forgetting is not None:
+            forgotten, marks_bytes = self._forgetting(objects, self._lease.check)
+            freed_bytes -= marks_bytes
+        return replace(report, forgotten=forgotten, freed_bytes=report.freed_bytes + freed_bytes)
+
+    def _check_clock(self) -> None:
+        """Refuse to work by a clock that is wrong: what another janitor condemned would go before its grace is over.
+
+        Workers lean on what is condemned until they hear of it, and are given half a grace to be done with that.
+        """
+        skew_seconds = abs(self._lease.skew_seconds())
+        if skew_seconds > CLOCK_SKEW_SECONDS_MAX:
+            raise Retryable(
+                f"this machine's clock and Redis' are {skew_seconds:.0f} s apart (at most {CLOCK_SKEW_SECONDS_MAX}): "
+                "set the wrong one; no garbage is collected meanwhile"
+            )
 
     def _is_due(self, settings: GcSettings) -> bool:
-        if self._index.server.one(("EXISTS", self._asked)):
+        if self._told.asked:
             return True
-        last = self.last()
-        interval = settings.interval_seconds
-        return bool(interval) and (last is None or self._clock() - float(last["at"]) >= interval)
+        schedule = _schedule(self.last())
+        if schedule is None:
+            return bool(settings.interval_seconds)
+        return schedule.is_due(self._clock(), settings.interval_seconds)
+
+    def _told_of(self, settings: GcSettings, report: GcReport) -> dict[str, float | None]:
+        """Return when a round ended, and what whoever looks for the next one has to know."""
+        now, before = self._clock(), _schedule(self.last())
+        due_seconds = None if report.due is None else report.due.timestamp() - now
+        after = (before or Schedule(-math.inf)).after(now, settings.interval_seconds, due_seconds)
+        return {"at": now, "regular_at": after.regular, "freeing_at": after.freeing}
 
     def _run(self) -> None:
         wait_seconds = 0.0

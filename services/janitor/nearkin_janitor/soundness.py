@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats import container as fmt
-from nearkin.formats.container import Directory
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block
+from nearkin.formats.container import decode_container
+from nearkin.formats.directory import Directory
 from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
 from nearkin.store.chunks import ChunkReader, grouped, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
@@ -27,15 +29,22 @@ READ_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found of one container: some 200 bytes, and 12 for each broken chunk.
+    """What was found of one container: some 200 bytes, and 12 to 16 for each broken chunk.
 
-    `broken` uint32[b] ordinals, ascending; `blamed` uint64[b] the container in which the damage of each lies.
+    `broken` uint32[b] ordinals, ascending; `blamed` uint64[b] the container in which the damage of each lies. Those
+    that were `collected` are among them, since whatever needs one is broken; they are no damage.
     """
 
     domain: bytes
     chunks: int
     broken: U32
     blamed: U64
+    collected: U32
+
+    @property
+    def damaged(self) -> U32:
+        """Return the ordinals of broken chunks that should be there."""
+        return np.setdiff1d(self.broken, self.collected, assume_unique=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +81,9 @@ class Soundness:
         name = object_name(container)
         try:
             if deep:
-                data = self._containers.raw(container)
+                data = self._raw(container, name)
                 self.bytes_read += len(data)
-                directory = fmt.decode_container(data, name)
+                directory = decode_container(data, name)
                 if directory.container != container:
                     raise Corrupt(f"{name}: holds container {directory.container:016x}")
             else:
@@ -91,8 +100,31 @@ class Soundness:
         self._check_bases(directory, blamed)
         if deep:
             self._check_names(directory, blamed, name)
+        if name in self.problems and self._is_gone(container):  # a round came by
+            del self.problems[name]
+            self._checked[container] = None
+            return
         broken = np.flatnonzero(blamed).astype(np.uint32)
-        self._checked[container] = Checked(directory.domain, len(blamed), broken, blamed[broken])
+        collected = np.flatnonzero(~directory.chunks.there).astype(np.uint32)
+        self._checked[container] = Checked(directory.domain, len(blamed), broken, blamed[broken], collected)
+
+    def _is_gone(self, container: ContainerId) -> bool:
+        try:
+            self._everyones.raw(container)
+        except Permanent as err:
+            return isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)
+        return False
+
+    def _raw(self, container: ContainerId, name: str) -> bytes:
+        """Return a container's bytes; of one of which a part cannot be read, all others. Raises Permanent."""
+        try:
+            return self._containers.raw(container)
+        except Corrupt as err:
+            salvaged = self._containers.salvaged(container)
+            if salvaged is None:
+                raise
+            self.problems.setdefault(name, str(err))
+            return salvaged
 
     def directory(self, container: int, domain: bytes) -> Directory | None:
         """Return a container's directory for a version of `domain`; None, and a problem, where it is no use to it."""
@@ -137,8 +169,9 @@ class Soundness:
             self.check(ContainerId(container), deep=False)
         chunks: dict[int, U32 | None] = {}
         for container, checked in self._checked.items():
-            if checked is None or len(checked.broken):
-                chunks[container] = None if checked is None else checked.broken
+            damaged = None if checked is None else checked.damaged
+            if damaged is None or len(damaged):
+                chunks[container] = damaged
         segments: dict[int, U32] = {}
         for container in known if chunks else []:
             checked = self._checked[container]
@@ -167,15 +200,13 @@ class Soundness:
 
     def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str) -> None:
         for block in np.flatnonzero(directory.blocks.raw).tolist():
-            start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
-            end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
             said = int(directory.blocks.raw[block])
             try:
-                decoded = fmt.decode_block(memoryview(data)[start:end], f"{name} block {block}")
+                decoded = decode_block(memoryview(data)[directory.blocks.record(block)], f"{name} block {block}")
             except Permanent as err:
                 problem = str(err)
             else:
-                found = said if directory.blocks.kinds[block] == fmt.PATCH else len(decoded)  # when it is decoded
+                found = said if directory.blocks.kinds[block] == layout.PATCH else len(decoded)  # when it is decoded
                 problem = "" if found == said else f"{name} block {block}: {found} bytes, not {said}"
             if problem:
                 self.problems.setdefault(name, problem)
@@ -190,7 +221,7 @@ class Soundness:
         for depth in range(1, int(chunks.depths.max(initial=0)) + 1):
             rows = np.flatnonzero((chunks.depths == depth) & (blamed == 0))
             blamed[rows] = self._blame_bases(directory, chunks.bases.take(rows), blamed)
-            for block in np.flatnonzero((blocks.depths == depth) & (blocks.kinds == fmt.PATCH)).tolist():
+            for block in np.flatnonzero((blocks.depths == depth) & (blocks.kinds == layout.PATCH)).tolist():
                 culprits = self._blame_bases(directory, prefixes.of(block), blamed)
                 if culprits.any():
                     mine = (chunks.blocks == block) & (blamed == 0)

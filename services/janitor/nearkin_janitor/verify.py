@@ -19,12 +19,12 @@ from nearkin.formats.manifest import Manifest
 from nearkin.records import ZERO, ContainerId, Damage, Locations, VerifyReport
 from nearkin.store import descriptor
 from nearkin.store.chunks import grouped
-from nearkin.store.condemned import CondemnedStore, record_name
+from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name
+from nearkin.store.encrypted import EncryptedObjects, key_names
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin.store.parity import ParityObjects
 from nearkin.store.quarantine import Quarantine
-from nearkin.store.quarantine import record_name as quarantine_name
 from nearkin_janitor.choosing import EVERYTHING, Choice
 from nearkin_janitor.index_check import IndexCheck, ReadableIndex
 from nearkin_janitor.order import leaning_last
@@ -76,11 +76,17 @@ class Verifier:
         condemned: CondemnedStore | None = None,
         quarantine: Quarantine | None = None,
         objects: ParityObjects | None = None,
+        lists: Callable[[VersionName], bool | None] = lambda _: None,
+        is_whole: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`lists` asks the index of that moment whether it lists a version, None: there is none; `is_whole`, whether it
+        lists all that is committed: nobody writes.
+        """
+        self._lists, self._is_whole = lists, is_whole
         self._manifests = manifests
         self._containers, self._stored = containers, manifests
         if objects is not None and objects.has_some:  # what lies there is looked at, not what parity makes of it
-            self._containers, self._stored = containers.apart(objects.inner), ManifestStore(objects.inner)
+            self._containers, self._stored = containers.apart(objects.bare), ManifestStore(objects.bare)
         self._tenant = tenant
         self._remembered = remembered
         self._condemned = condemned
@@ -121,7 +127,7 @@ class Verifier:
             if progress is not None:
                 progress(done + 1, total)
         for name, (whose, key, version) in self._remembered.items():
-            if name not in listed:
+            if name not in listed and not self._has_ended(name):
                 problem = f"{name}: missing, and the index lists {key!r} version {version}"
                 self._findings.found(name, problem, (whose, key, version))
         for done, name in enumerate(names):
@@ -150,6 +156,7 @@ class Verifier:
             seed=None if choice.sample is None else choice.seed,
             index_entries=entries,
             parity_missing=parity_missing,
+            erased_objects=len(self._objects.erased()) if isinstance(self._objects, EncryptedObjects) else 0,
         )
 
     @property
@@ -165,6 +172,8 @@ class Verifier:
         try:
             manifest = self._stored.read(name)
         except Permanent as err:
+            if isinstance(err, NotFound) and self._has_ended(name):
+                return
             known = self._mended(name)
             of = [self._remembered[name]] if name in self._remembered else []
             if known is not None:
@@ -191,16 +200,26 @@ class Verifier:
             self._marked.add(of)
             self._stored.read_mark(name)
         except Permanent as err:
+            if isinstance(err, NotFound) and self._has_ended(of):
+                return
             whose = self._seen.get(of) or self._remembered.get(of)
             self._findings.found(name, str(err), *([whose] if whose is not None else []))
 
+    def _has_ended(self, name: str) -> bool:
+        """Return whether a manifest that is not there belongs to a version that a round has ended meanwhile.
+
+        It leaves the index first: one that is lost is listed still.
+        """
+        whose = self._seen.get(name) or self._remembered.get(name)
+        return whose is None or self._lists(whose) is False
+
     def _records(self) -> None:
-        """Read what is condemned, and what is quarantined: no version is touched where a record cannot be read."""
-        kept: list[tuple[CondemnedStore | Quarantine | None, Callable[[int], str]]] = [
-            (self._condemned, record_name),
-            (self._quarantine, quarantine_name),
-        ]
-        for store, named in kept:
+        """Read what is condemned or quarantined, and keys: whose versions a lost key touches, it alone could say."""
+        if isinstance(self._objects, EncryptedObjects):
+            for name, problem in self._objects.keyring.problems().items():
+                self._findings.found(name, problem)
+        kept: list[CondemnedStore | Quarantine | None] = [self._condemned, self._quarantine]
+        for store in kept:
             if store is None:
                 continue
             for sequence in sorted(store.listed()):
@@ -209,20 +228,20 @@ class Verifier:
                 except NotFound:  # replaced meanwhile
                     continue
                 except Permanent as err:
-                    self._findings.found(named(sequence), str(err))
+                    self._findings.found(store.name(sequence), str(err))
 
     def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
         """Compare parity with what it is of, where there is any or should be; return what has none yet."""
         if self._objects is None or not (self._objects.adds or self._objects.has_some):
             return ()
         try:
-            descriptor.read(self._objects.inner)
+            descriptor.read(self._objects.bare)
         except Permanent as err:
             self._findings.found(descriptor.NAME, str(err))
         check = ParityCheck(self._objects)
         for container in sorted(chosen):
             check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))
-        for name in (*names, descriptor.NAME):
+        for name in (*names, *key_names(self._objects), descriptor.NAME):
             check.check(name)
         for name, problem in check.problems.items():
             self._findings.found(name, problem)
@@ -242,12 +261,17 @@ class Verifier:
         unlisted = {
             name: f"{key!r} version {version}"
             for name, (_, key, version) in self._seen.items()
-            if whole and name not in known and name not in self._marked
+            if whole and name not in known and name not in self._marked and self._is_unlisted(name)
         }
         found = IndexCheck(self._containers, self._tenants).run(index, unlisted)
         if found.problems:
             self._findings.found("index", f"{'; '.join(found.problems)}: run `nearkin rebuild-index`")
         return found.entries
+
+    def _is_unlisted(self, name: str) -> bool:
+        """Return whether the index of now does not list a version that was read, and that is there still."""
+        whole, listed = self._is_whole(), self._lists(self._seen[name])
+        return whole and listed is False and self._manifests.is_committed(*self._seen[name])
 
     def _touching(self, manifest: Manifest) -> dict[str, str]:
         """Return what breaks this version: object name -> problem."""

@@ -111,6 +111,10 @@ def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
         line = json.dumps({"error": {"kind": kind, "message": line}})
     else:
         line = f"nearkin: {line}"
+        if not line.isprintable():  # a path, or what a server said
+            from nearkin.cli.output import printable
+
+            line = printable(line)
     if sys.stderr is not None:
         print(line, file=sys.stderr, flush=True)
     return code

@@ -92,7 +92,7 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, object]:
             raise BadInput(f"setting {name!r}: given twice")
         try:
             value: object = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = text
         below[last] = value if isinstance(value, bool | int | float | str) else text
     return changes
@@ -195,7 +195,14 @@ def walk(folder: Path, prefix: str, store: str | None, notice: Callable[[str, st
                 Path(entry.path), f"{check_key(key)}/", store, notice
             )  # bounds the recursion: 512 folders deep
         elif entry.is_file(follow_symlinks=False):
-            yield TreeFile(check_key(key), Path(entry.path), entry.stat(follow_symlinks=False).st_size)
+            try:
+                size_bytes = entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:  # a tree that is in use: it might as well have gone before it was listed
+                notice(entry.path, "gone since it was listed")
+                continue
+            except OSError as err:
+                raise BadInput(f'source "{entry.path}": {_reason(err)}') from err
+            yield TreeFile(check_key(key), Path(entry.path), size_bytes)
         else:
             notice(entry.path, "neither file nor folder")
 

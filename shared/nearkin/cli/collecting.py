@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from datetime import UTC
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nearkin.cli.session import current_session
+from nearkin.errors import Paused
 
 if TYPE_CHECKING:
+    from nearkin.client.remote import RemoteStore
     from nearkin.records import GcReport
 
 REASONS = {
@@ -19,12 +22,27 @@ REASONS = {
 }
 
 
+ROUND_SECONDS_MAX = 3600.0
+"""So long a command waits for a round that a server was asked for; the round goes on without it."""
+POLL_SECONDS = 0.5
+
+
 def collect(*, dry_run: bool, deleted_too: bool) -> None:
-    """Do a round, or look what it would do, and print what it did."""
+    """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for."""
     from nearkin.cli.output import print_json, say
     from nearkin.formats.answers import gc_json
 
     session = current_session()
+    settings, server = session.choose()
+    if server is not None and not dry_run:
+        with session.connect(server, settings) as remote:
+            last = _collected_by(remote)
+        if session.as_json:
+            print_json(last)
+        else:
+            for line in told_lines(last):
+                say(line)
+        return
     with session.open_local(read_only=dry_run) as store:
         report = store.gc(dry_run=dry_run, deleted_too=deleted_too)
     if session.as_json:
@@ -32,6 +50,79 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
     else:
         for line in gc_lines(report):
             say(line)
+
+
+def _collected_by(store: RemoteStore) -> Mapping[str, Any]:
+    """Ask for a round, and return what it did once it has ended."""
+    from nearkin.errors import StoreUnavailable
+
+    before = _ended(store.change_gc("run"))
+    deadline = time.monotonic() + ROUND_SECONDS_MAX
+    while _ended(state := store.gc_state()) == before:
+        if state["paused"] is not None:
+            raise Paused(f"garbage collection was paused by {state['paused']['by']} before the round ended")
+        if time.monotonic() > deadline:
+            raise StoreUnavailable(f"no round has ended in {ROUND_SECONDS_MAX:.0f} s; `nearkin gc --status` tells")
+        time.sleep(POLL_SECONDS)
+    last: Mapping[str, Any] = state["last"]
+    if last["failure"]:
+        raise StoreUnavailable(f"the round did not end: {last['failure']}")
+    return last
+
+
+def _ended(state: Mapping[str, Any]) -> object:
+    return (state["last"] or {}).get("ended")
+
+
+def change(action: str) -> None:
+    """Pause or resume collection, or tell how it stands, here or behind a server."""
+    from nearkin.api import Store
+    from nearkin.cli.output import print_json, printable, say
+    from nearkin.formats.answers import gc_state_json
+    from nearkin.store.deletion import user_and_host
+
+    session = current_session()
+    with session.open() as store:
+        if isinstance(store, Store):
+            if action == "pause":
+                store.pauses.pause(user_and_host())
+            elif action == "resume":
+                store.pauses.resume()
+            state = gc_state_json(store.gc_state())
+        else:
+            state = store.gc_state() if action == "status" else store.change_gc(action)
+    if session.as_json:
+        print_json(state)
+        return
+    paused, last = state["paused"], state.get("last")
+    by = None if paused is None else printable(paused["by"]) or "nobody known"
+    say("running" if paused is None else f"paused       since {paused['since']} by {by}")
+    if state.get("condemned_containers"):
+        say(f"condemned    {state['condemned_containers']:,} containers, to go from {state['due']} on")
+    if last is not None:
+        say(f"last round   {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
+        if not last["failure"]:
+            for line in told_lines(last):
+                say(line)
+
+
+def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a round that a server tells of, for people."""
+    from nearkin.cli.ledger import counted
+
+    gone = ", ".join(
+        (
+            f"{counted(last['versions'], 'version')} for good",
+            counted(last["containers_deleted"], "container"),
+            f"{last['containers_rewritten']:,} rewritten",
+        )
+    )
+    yield f"freed {last['freed_bytes']:,} bytes: {gone}"
+    if last["due"]:
+        condemned = counted(last["condemned_containers"], "container")
+        yield f"condemned    {condemned}: {last['freed_later_bytes']:,} bytes more from {last['due']} on"
+    if last["forgotten"]:
+        yield f"deleted      {counted(last['forgotten'], 'version')} that retention.policies do not keep"
 
 
 def gc_lines(report: GcReport) -> Iterator[str]:

@@ -15,6 +15,7 @@ import click
 from nearkin.cli.bench import bench
 from nearkin.cli.dead import dlq
 from nearkin.cli.documents import docs
+from nearkin.cli.keys import keys
 from nearkin.cli.serving import serve, token
 from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
 from nearkin.errors import BadInput, Corrupt
@@ -361,20 +362,33 @@ def repair(files: tuple[Path, ...]) -> int:
 @nearkin.command()
 @click.option("--dry-run", is_flag=True, help="Say what a round would free, and what holds the rest; change nothing.")
 @click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
+@click.option("--pause", is_flag=True, help="Begin no rounds, and end one that is at work before its next step.")
+@click.option("--resume", is_flag=True, help="Let rounds be done again.")
+@click.option("--status", is_flag=True, help="Tell whether collection is paused, and of the last round.")
 @shared_options
-def gc(dry_run: bool, deleted_too: bool) -> None:
+def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool) -> None:
     """Free what no version needs: one round.
 
     Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
-    condemned, and freed by a later round when gc.grace_seconds are over (a day, if not set otherwise). At its end a
+    condemned, and freed by a later round when gc.grace_seconds are over (12 hours, if not set otherwise). At its end a
     round deletes the versions that retention.policies do not keep, as rm does.
+
+    put, rm, get and all that only reads go on meanwhile: a put waits for a step of the round, some 0.1 s. A round does
+    not begin while another process writes; beside `nearkin serve` ask that for one, with --server.
 
     nearkin gc --dry-run
     nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
     nearkin gc --json | jq .freed_bytes
+    nearkin gc --pause                       # whoever would do rounds of this store: commands, gateways, janitors
     """
-    from nearkin.cli.collecting import collect
+    from nearkin.cli.collecting import change, collect
 
+    actions = [name for name, given in (("pause", pause), ("resume", resume), ("status", status)) if given]
+    if len(actions) + dry_run > 1:
+        raise BadInput("--dry-run, --pause, --resume, --status: one of them")
+    if actions:
+        change(actions[0])
+        return
     if deleted_too and not dry_run:
         raise BadInput("--deleted-too: only with --dry-run")
     collect(dry_run=dry_run, deleted_too=deleted_too)
@@ -469,5 +483,6 @@ def version() -> None:
 nearkin.add_command(serve)
 nearkin.add_command(token)
 nearkin.add_command(dlq)
+nearkin.add_command(keys)
 nearkin.add_command(bench)
 nearkin.add_command(docs)

@@ -36,7 +36,7 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
     import logging
     import signal
 
-    from nearkin.config import with_changes
+    from nearkin.config_layers import with_changes
 
     session = current_session()
     if folder is not None:
@@ -74,7 +74,7 @@ def _token_of_this_run(settings: Settings) -> Iterator[tuple[Settings, str]]:
     """Yield the settings with a tokens file of their own, which goes in the end, and its one token."""
     import tempfile
 
-    from nearkin.config import with_changes
+    from nearkin.config_layers import with_changes
     from nearkin_gateway import tokens
 
     with tempfile.TemporaryDirectory(prefix="nearkin-serve-") as folder:

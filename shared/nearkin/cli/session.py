@@ -5,7 +5,6 @@ A command works on one store: a local one (--store) or one behind a gateway (--s
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import cleandoc
@@ -14,10 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from nearkin.interrupts import interrupts_wait
+
 if TYPE_CHECKING:
     from nearkin.api import Store
     from nearkin.client.remote import RemoteStore
-    from nearkin.config import Origin, Settings
+    from nearkin.config import Settings
+    from nearkin.config_layers import Origin
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -48,7 +50,7 @@ class Session:
 
     def load(self, more: Mapping[str, object] | None = None) -> tuple[Settings, dict[str, Origin]]:
         """Return the settings and where each came from; `more` is what else the command line says."""
-        from nearkin.config import load
+        from nearkin.config_layers import load
 
         return load(self.config, {"store": self.store, "server": self.server, **(more or {})})
 
@@ -114,7 +116,7 @@ class Session:
 
         folder = store_folder(settings.store)
         self._log_to_stderr()
-        with _interrupts_wait():
+        with interrupts_wait():
             from nearkin.api import open_store
 
             if not read_only:
@@ -128,19 +130,6 @@ class Session:
         import logging
 
         logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back for as long as the block runs: one that falls into the import of a compiled module is lost."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

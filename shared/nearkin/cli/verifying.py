@@ -114,9 +114,9 @@ def parse_since(text: str, now: datetime) -> datetime:
         return now - timedelta(seconds=parse_duration("since", text))
     try:
         found = datetime.fromisoformat(text)
-    except ValueError as err:
+        return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as err:
         raise BadInput(f"since {text!r}: want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d") from err
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
 def verify_json(report: VerifyReport, sample: float | None, since: datetime | None) -> dict[str, object]:
@@ -136,6 +136,7 @@ def verify_json(report: VerifyReport, sample: float | None, since: datetime | No
         "untagged_containers": report.untagged_containers,
         "forgotten": report.forgotten,
         "parity_missing": len(report.parity_missing),
+        "erased_objects": report.erased_objects,
         "damage": damage_json(report.damage),
         "seconds": report.seconds,
     }
@@ -146,6 +147,8 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
     yield from damage_lines(report.damage)
     if report.parity_missing:
         yield f"{counted(len(report.parity_missing), 'object')} without parity: `nearkin repair` adds it"
+    if report.erased_objects:
+        yield f"{counted(report.erased_objects, 'object')} of erased tenants, no damage: `nearkin gc` removes them"
     if report.untagged_containers:
         yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
     if report.forgotten is not None:

@@ -76,7 +76,8 @@ class AsyncRemoteStore:
         """Store many blobs, one sent while those before it are being committed. Yields results in order."""
         waiting: deque[Accepted] = deque()
         async for key, source in _each(items):
-            done = await self._hold(conversations.accept(key, Upload(source, progress), {}, None, 0.0))
+            upload = Upload(source, progress)
+            done = await self._hold(conversations.accept(key, upload, {}, None, 0.0, self._commit_seconds))
             if isinstance(done, Accepted):
                 waiting.append(done)
             while waiting and (isinstance(done, PutResult) or len(waiting) >= PUTS_IN_FLIGHT_MAX):

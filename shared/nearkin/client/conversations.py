@@ -46,9 +46,17 @@ class Accepted(NamedTuple):
 
 
 def accept(
-    key: str, upload: Upload, metadata: Mapping[str, str], sha256: bytes | None, wait_seconds: float
+    key: str,
+    upload: Upload,
+    metadata: Mapping[str, str],
+    sha256: bytes | None,
+    wait_seconds: float,
+    commit_seconds: float,
 ) -> Conversation[PutResult | Accepted]:
-    """Send a blob; the gateway may wait up to `wait_seconds` for its commit before it answers."""
+    """Send a blob; the gateway may wait up to `wait_seconds` for its commit before it answers.
+
+    Sent again after a break, it waits up to `commit_seconds` for what the first sending began.
+    """
     check_key(key)
     headers = upload.headers()
     if metadata:
@@ -65,6 +73,7 @@ def accept(
         headers,
         upload=upload,
         patience_seconds=wait_seconds,
+        commit_seconds=commit_seconds,
     )
     if answer.status != 202:
         return _stored(answer, answer.json(), upload)
@@ -119,7 +128,7 @@ def put(
     key: str, upload: Upload, metadata: Mapping[str, str], sha256: bytes | None, commit_seconds: float
 ) -> Conversation[PutResult]:
     """Send a blob and wait for its commit."""
-    done = yield from accept(key, upload, metadata, sha256, min(WAIT_SECONDS, commit_seconds))
+    done = yield from accept(key, upload, metadata, sha256, min(WAIT_SECONDS, commit_seconds), commit_seconds)
     return done if isinstance(done, PutResult) else (yield from settle(done, commit_seconds))
 
 
@@ -249,6 +258,19 @@ def change_config(changes: Mapping[str, object]) -> Conversation[dict[str, Any]]
     """Change settings of the running services (RFC 7396)."""
     headers = {"Content-Type": "application/merge-patch+json"}
     answer = yield Call("PATCH", "/v1/config", headers=headers, body=json.dumps(changes).encode())
+    return _object(answer)
+
+
+def gc_state() -> Conversation[dict[str, Any]]:
+    """Ask what the last round of garbage collection did, and whether collection is paused."""
+    answer = yield Call("GET", "/v1/gc")
+    return _object(answer)
+
+
+def change_gc(action: str) -> Conversation[dict[str, Any]]:
+    """Ask for a round (`run`), `pause` collection or `resume` it."""
+    headers = {"Content-Type": "application/json"}
+    answer = yield Call("POST", "/v1/gc", headers=headers, body=json.dumps({"action": action}).encode())
     return _object(answer)
 
 

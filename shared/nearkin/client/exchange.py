@@ -7,13 +7,14 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
-from tenacity import RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import RetryCallState, retry_if_exception, wait_random_exponential
 
 from nearkin.config_rules import Refused, ServerUrl, Token
 from nearkin.errors import (
@@ -23,6 +24,7 @@ from nearkin.errors import (
     Denied,
     NearkinError,
     NotFound,
+    Paused,
     Permanent,
     Retained,
     Retryable,
@@ -108,6 +110,8 @@ class Call:
     """Wait this long before it is sent."""
     patience_seconds: float = 0.0
     """How long the gateway may think before it answers."""
+    commit_seconds: float = 0.0
+    """How long what an earlier sending of the same began may be at work still."""
 
     @property
     def again(self) -> bool:
@@ -161,6 +165,10 @@ class ReadOnly(StoreUnavailable):
     """The operator takes no puts for now: nothing that a second try soon would change."""
 
 
+class StillRunning(StoreUnavailable):
+    """What an earlier sending of the same began is at work still: asked again later, its answer is ours."""
+
+
 _BY_NAME: dict[str, type[NearkinError]] = {
     "bad-input": BadInput,
     "bad-setting": ConfigError,
@@ -168,7 +176,8 @@ _BY_NAME: dict[str, type[NearkinError]] = {
     "not-found": NotFound,
     "read-only": ReadOnly,
     "retained": Retained,
-    "still-running": StoreUnavailable,
+    "paused": Paused,
+    "still-running": StillRunning,
     "unavailable": StoreUnavailable,
 }
 """By the last part of a problem's type, `urn:nearkin:problem:NAME`; the others are told apart by status."""
@@ -238,7 +247,12 @@ _jitter = wait_random_exponential(multiplier=0.2, max=BACKOFF_SECONDS_MAX)
 
 
 def retry_options(call: Call) -> dict[str, Any]:
-    """Return tenacity's arguments for a call: full jitter, or what the gateway asks for."""
+    """Return tenacity's arguments for a call: full jitter, or what the gateway asks for.
+
+    A body of gigabytes is committed for longer than anybody should be silent: once an earlier sending of it is said to
+    be running it is asked for up to `commit_seconds`, which is no failure and not counted as one.
+    """
+    failed, running_until = 0, 0.0
 
     def worth_it(err: BaseException) -> bool:
         ours = isinstance(err, ReadOnly | SourceFailed)  # a moment later the gateway would say the same
@@ -247,11 +261,21 @@ def retry_options(call: Call) -> dict[str, Any]:
     def wait_seconds(state: RetryCallState) -> float:
         err = state.outcome.exception() if state.outcome is not None else None
         asked = getattr(err, "retry_after_seconds", None)
+        if isinstance(err, StillRunning):
+            return min(BACKOFF_SECONDS_MAX, (asked or 1.0) * state.attempt_number)
         return _jitter(state) if asked is None else float(asked)
+
+    def enough(state: RetryCallState) -> bool:
+        nonlocal failed, running_until
+        if state.outcome is not None and isinstance(state.outcome.exception(), StillRunning):
+            running_until = running_until or time.monotonic() + call.commit_seconds
+            return time.monotonic() >= running_until
+        failed += 1
+        return failed >= ATTEMPTS_MAX
 
     return {
         "retry": retry_if_exception(worth_it),
         "wait": wait_seconds,
-        "stop": stop_after_attempt(ATTEMPTS_MAX),
+        "stop": enough,
         "reraise": True,
     }

@@ -80,7 +80,8 @@ class RemoteStore:
         """Store many blobs, one sent while those before it are being committed. Yields results in order."""
         waiting: deque[Accepted] = deque()
         for key, source in items:
-            done = self._hold(conversations.accept(key, Upload(source, progress), {}, None, 0.0))
+            upload = Upload(source, progress)
+            done = self._hold(conversations.accept(key, upload, {}, None, 0.0, self._commit_seconds))
             if isinstance(done, Accepted):
                 waiting.append(done)
             else:
@@ -142,6 +143,17 @@ class RemoteStore:
     def stats(self) -> Stats:
         """Return sums over the store."""
         return self._hold(conversations.stats())
+
+    def gc_state(self) -> dict[str, Any]:
+        """Return what the last round of garbage collection did, and whether collection is paused. Raises Denied."""
+        return self._hold(conversations.gc_state())
+
+    def change_gc(self, action: str) -> dict[str, Any]:
+        """Ask for a round (`run`), `pause` collection or `resume` it. Raises BadInput, Denied, Paused.
+
+        Returns how it stands; after `run` as it did before the round, which is done later: `last.ended` will differ.
+        """
+        return self._hold(conversations.change_gc(action))
 
     def config(self) -> dict[str, Any]:
         """Return the settings that the services run with. Raises Denied."""

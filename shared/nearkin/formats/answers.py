@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # `nearkin ls` must not wait for numpy
         Deletion,
         Explanation,
         GcReport,
+        GcState,
         Ledger,
         PutResult,
         SegmentExplained,
@@ -213,6 +214,16 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "forgotten": report.forgotten,
         "held": dict(report.held) if report.dry_run else None,
         "seconds": report.seconds,
+    }
+
+
+def gc_state_json(state: GcState) -> dict[str, Any]:
+    """Return how garbage collection stands as JSON has it."""
+    paused = state.paused_since
+    return {
+        "paused": None if paused is None else {"since": paused.astimezone(UTC).isoformat(), "by": state.paused_by},
+        "condemned_containers": state.condemned_containers,
+        "due": None if state.due is None else state.due.astimezone(UTC).isoformat(),
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
-from nearkin.formats.container import ROWS_MAX
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.records import CONTAINER_ID_MIN, U32
 
@@ -71,6 +71,22 @@ def encode_record(sequence: int, record: Record, magic: bytes = MAGIC) -> bytes:
     )
     body += columns.pack([starts.astype("<u4"), counts.astype("<u4")])
     return body + columns.check_bytes(body)
+
+
+def fitting(record: Record) -> dict[int, Condemned]:
+    """Return as many containers of a record as one may name, of those condemned first; the rest waits.
+
+    2^24 runs are 16,000 containers that are condemned here and there, in 1,000 places each.
+    """
+    found: dict[int, Condemned] = {}
+    runs = 0
+    for container in sorted(record, key=lambda container: (record[container].at_us, container)):
+        entry = record[container]
+        runs += len(_runs(entry.chunks)[0]) + len(_runs(entry.segments)[0])
+        if runs > RUNS_MAX or len(found) >= ENTRIES_MAX:
+            break
+        found[container] = entry
+    return found
 
 
 def decode_record(data: bytes, what: str, magic: bytes = MAGIC) -> tuple[int, dict[int, Condemned]]:

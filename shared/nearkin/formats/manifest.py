@@ -19,6 +19,7 @@ import numpy as np
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import ZERO, Bools, Ledger, Locations, VersionInfo
 
@@ -36,6 +37,8 @@ SEGMENTS_MAX = 1 << 24
 CREATED_US_MAX = 253_402_300_799_999_999
 """The last microsecond of the year 9999, where Python's datetime ends."""
 _HAS_SHA256 = 1
+_TENANT_BYTES_AT = 116
+assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/formats/manifest.md
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
 
@@ -88,6 +91,12 @@ class Manifest:
         )
 
 
+def tenant_of_manifest(data: bytes | memoryview) -> str:
+    """Return the tenant of a manifest that was just encoded."""
+    (tenant_bytes,) = Struct("<H").unpack_from(data, _TENANT_BYTES_AT)
+    return bytes(memoryview(data)[FIXED.size : FIXED.size + tenant_bytes]).decode()
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes. Raises BadInput for what `decode_manifest` would not read again."""
     try:
@@ -96,6 +105,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
         raise BadInput(f"tenant or key {manifest.key!r}: not valid UTF-8 (position {err.start})") from err
     metadata = encode_metadata(manifest.metadata)
     problem = _problem(len(tenant), len(key), len(metadata), manifest.created_us, len(manifest.segments))
+    ordinals = manifest.segments.ordinals
+    if problem is None and len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
+        problem = f"segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most"
     if problem is not None:
         raise BadInput(f"{manifest.key!r}: {problem}")
     table, refs = runs.container_table(manifest.segments.containers, HOLDER)
@@ -200,6 +212,8 @@ def _decode(view: memoryview, what: str) -> Manifest:
     if len(run_refs) and (int(run_refs.min()) <= ZERO or int(known.max()) > 1):
         raise Corrupt(f"{what}: a segment that lies in no container")
     refs, ordinals = runs.expand(run_refs, steps, counts, SEGMENTS_MAX, what)
+    if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:  # who marks what is named has a bit or more for each below
+        raise Corrupt(f"{what}: segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most")
     ledger = Ledger(logical_bytes=size_bytes, **dict(zip(_LEDGER_FIELDS, fields[13:21], strict=True)))
     return Manifest(
         tenant=tenant,

@@ -55,6 +55,12 @@ class Mark:
     reason: str = ""
 
 
+def tenant_of_mark(data: bytes | memoryview) -> str:
+    """Return the tenant of a mark that was just encoded."""
+    tenant_bytes = FIXED.unpack_from(data)[5]
+    return bytes(memoryview(data)[FIXED.size : FIXED.size + tenant_bytes]).decode()
+
+
 def encode_mark(mark: Mark) -> bytes:
     """Return the mark's bytes. Raises BadInput for what `decode_mark` would not read again."""
     try:

@@ -20,7 +20,7 @@ from blake3 import blake3
 from nearkin.erasure import SHARDS_MAX, parity_of, rebuilt
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats.columns import CHECK_BYTES, check_bytes
-from nearkin.formats.container import CONTAINER_BYTES_MAX
+from nearkin.formats.layout import CONTAINER_BYTES_MAX
 from nearkin.records import U8, Bools
 
 VERSION = 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nearkin.claims import ContainerClaims
-from nearkin.formats import container as fmt
-from nearkin.formats.container import Directory
+from nearkin.formats import layout
+from nearkin.formats.directory import Directory
 from nearkin.index.protocols import ContainerSummary
 from nearkin.records import Ledger
 
@@ -34,7 +34,7 @@ class CatalogEntry:
 
 def finder_name(rank: int) -> str:
     """Return what found a base of this rank."""
-    return "locality" if rank == fmt.LOCALITY_RANK else f"SF{rank}"
+    return "locality" if rank == layout.LOCALITY_RANK else f"SF{rank}"
 
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:
@@ -46,8 +46,8 @@ def summarise_directory(directory: Directory) -> ContainerSummary:
     """Return what `stats` needs of a container, from its directory."""
     chunks, blocks = directory.chunks, directory.blocks
     there = chunks.there
-    vcdiff = there & (blocks.kinds[chunks.blocks] == fmt.XDELTA3)
-    patched = int(blocks.stored[blocks.kinds == fmt.PATCH].sum())
+    vcdiff = there & (blocks.kinds[chunks.blocks] == layout.XDELTA3)
+    patched = int(blocks.stored[blocks.kinds == layout.PATCH].sum())
     ranks = np.bincount(chunks.ranks[chunks.depths > 0], minlength=1)
     deltas = chunks.depths > 0
     raw_blocks = blocks.depths == 0

@@ -67,8 +67,10 @@ INDEX_BYTES: tally.Levels[Environment] = tally.level(
 )
 
 
-def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: bool) -> Environment:
+def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: bool, durable: bool = True) -> Environment:
     """Return the environment in a folder with all databases named; without `writable` nothing is made.
+
+    Not `durable`: no transaction waits for the disk, and after a power cut the file is whatever the disk has of it.
 
     Raises IndexUnfinished: without `writable`, its maker died before the databases were there. Raises
     StoreUnavailable: not there, not writable, damaged.
@@ -80,7 +82,7 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
             file = _file(folder)
             shared = _OPEN.get(file) if file is not None else None
             if shared is None:
-                shared = _opened(folder, map_bytes, writable=writable)
+                shared = _opened(folder, map_bytes, writable=writable, durable=durable)
             try:
                 shared.open(names, writable=writable)
             except BaseException:
@@ -107,15 +109,16 @@ def release(shared: Environment) -> None:
             shared.env.close()
 
 
-def _opened(folder: Path, map_bytes: int, *, writable: bool) -> Environment:
+def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> Environment:
     """Open for writing wherever that is allowed, even for a reader: a writer of this process may ask next."""
     options: dict[str, Any] = {
         "map_size": map_bytes,
-        "max_dbs": 8,
+        "max_dbs": 16,
         "lock": True,
         "readahead": False,
         "meminit": False,
         "max_readers": READERS_MAX,
+        "sync": durable,
     }
     try:
         env, can_write = lmdb.open(str(folder), create=writable, **options), True

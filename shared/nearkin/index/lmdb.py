@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -26,17 +27,19 @@ import numpy as np
 from blake3 import blake3
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
-from nearkin.errors import FormatTooNew, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, release
+from nearkin.index.forgetting import ENTRIES_AT_ONCE, LOCATION_BYTES, Found, by_table, drop, look_up
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 
 VERSION = 3
 """Of an index of another version the store makes a new one, as if it were lost."""
 TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
+Entry = tuple[bytes, bytes]
 _LOCATION = Struct("<QI")
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
@@ -44,7 +47,7 @@ _MARKED = Struct("<IQ")
 _MARK_HEAD = b"mark"
 _NO_MARKS = _MARKED.pack(0, 0)
 _LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
-FORGET_ENTRIES = 1 << 16
+assert _LOCATION.size == LOCATION_BYTES
 _KEY_BYTES = {"chunks": NAME_BYTES, "segments": SEGMENT_ID_BYTES, "features": FEATURE_KEY_BYTES}
 _KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
@@ -53,14 +56,22 @@ _KEY_HEAD_BYTES = 400
 class LmdbIndex:
     """The embedded index: one folder, one writer, many readers."""
 
-    def __init__(self, folder: Path, domain: bytes, map_bytes: int, *, read_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, domain: bytes, map_bytes: int, *, read_only: bool = False, durable: bool = True
+    ) -> None:
+        """Not `durable`: nothing is, until `mark_complete`; for an index that counts only once it is complete."""
         self.read_only = read_only
+        self._durable = durable
         self._domain = domain
         self._folder = folder
         self._write_lock = threading.Lock()
-        self._shared: Environment | None = acquire(folder, map_bytes, TABLES, writable=not read_only)
-        self._env = self._shared.env
-        self._databases = databases = self._shared.databases
+        self._users_lock = threading.Lock()
+        self._users = 0
+        """Who reads or writes at this moment; the last one ends what was closed meanwhile."""
+        self._shared: Environment | None = None
+        self._shared = shared = acquire(folder, map_bytes, TABLES, writable=not read_only, durable=durable)
+        self._env = shared.env
+        self._databases = databases = shared.databases
         self._chunks, self._features, self._segments = (databases[name] for name in TABLES[:3])
         self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
         try:
@@ -81,9 +92,29 @@ class LmdbIndex:
             )
 
     @contextmanager
+    def _in_use(self) -> Iterator[Environment]:
+        """Keep the environment open: one that is closed under a thread that reads it kills the process (SIGSEGV).
+
+        Raises IndexClosed.
+        """
+        with self._users_lock:
+            shared = self._shared
+            if shared is None:
+                raise IndexClosed("index: was closed meanwhile; run the same again")
+            self._users += 1
+        try:
+            yield shared
+        finally:
+            with self._users_lock:
+                self._users -= 1
+                was_last = self._shared is None and not self._users
+            if was_last:
+                release(shared)
+
+    @contextmanager
     def _reading(self) -> Iterator[Any]:
         try:
-            with self._env.begin() as txn:
+            with self._in_use(), self._env.begin() as txn:
                 yield txn
         except lmdb.Error as err:
             raise _unavailable(err) from err
@@ -91,7 +122,7 @@ class LmdbIndex:
     @contextmanager
     def _writing(self) -> Iterator[Any]:
         try:
-            with self._write_lock:
+            with self._in_use(), self._write_lock:
                 with self._env.begin(write=True) as txn:
                     yield txn
                     failpoint("index.writing")
@@ -128,26 +159,37 @@ class LmdbIndex:
 
     def publish(self, claims: ContainerClaims) -> None:
         """Add a durable container's entries in one transaction; an entry that is there stays."""
-        directory = claims.directory
-        container = directory.container
-        ordinals = claims.findable
-        chunks = zip(_rows(directory.chunks.names[ordinals], NAME_BYTES), _locations(container, ordinals), strict=True)
-        claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
-        segments = zip(
-            _rows(claims.segment_ids[claimed], SEGMENT_ID_BYTES), _locations(container, claimed), strict=True
-        )
-        features: list[tuple[bytes, bytes]] = []
-        for sketch, (bases, super_features) in claims.super_features.items():
-            for rank in range(super_features.shape[1]):
-                rows = np.flatnonzero(super_features[:, rank])
-                keys = feature_keys(sketch, directory.domain, rank, super_features[rows, rank])
-                features += zip(_rows(keys, FEATURE_KEY_BYTES), _locations(container, bases[rows]), strict=True)
-        summary = summarise(claims)
+        self.publish_many([claims])
+
+    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
+        """Add durable containers' entries in one transaction; of one key the first stays."""
+        chunks: list[Entry] = []
+        features: list[Entry] = []
+        segments: list[Entry] = []
+        summaries: list[Entry] = []
+        for claims in many:
+            directory = claims.directory
+            container = directory.container
+            ordinals = claims.findable
+            chunks += zip(
+                _rows(directory.chunks.names[ordinals], NAME_BYTES), _locations(container, ordinals), strict=True
+            )
+            claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
+            segments += zip(
+                _rows(claims.segment_ids[claimed], SEGMENT_ID_BYTES), _locations(container, claimed), strict=True
+            )
+            for sketch, (bases, super_features) in claims.super_features.items():
+                for rank in range(super_features.shape[1]):
+                    rows = np.flatnonzero(super_features[:, rank])
+                    keys = feature_keys(sketch, directory.domain, rank, super_features[rows, rank])
+                    features += zip(_rows(keys, FEATURE_KEY_BYTES), _locations(container, bases[rows]), strict=True)
+            summaries.append((container.to_bytes(8, "big"), json.dumps(asdict(summarise(claims))).encode()))
         with self._writing() as txn:
-            txn.cursor(self._chunks).putmulti(chunks, overwrite=False)
-            txn.cursor(self._features).putmulti(features, overwrite=False)
-            txn.cursor(self._segments).putmulti(segments, overwrite=False)
-            txn.put(container.to_bytes(8, "big"), json.dumps(asdict(summary)).encode(), db=self._containers)
+            for db, entries in ((self._chunks, chunks), (self._features, features), (self._segments, segments)):
+                # Neighbours one after another touch each page once; of equal keys the order stays.
+                entries.sort(key=itemgetter(0))
+                txn.cursor(db).putmulti(entries, overwrite=False)
+            txn.cursor(self._containers).putmulti(summaries)
 
     def renew(self, summary: ContainerSummary) -> None:
         """Replace what is known of a container as a whole."""
@@ -192,6 +234,13 @@ class LmdbIndex:
                 for key, count in before.items():
                     if count <= 1:
                         txn.delete(key, db=self._counts)
+
+    def forget_tenants(self, tenants: Collection[str]) -> None:
+        """Let go of tenants' versions, and of all that is known of marks, in one transaction."""
+        with self._writing() as txn:
+            for head in map(_tenant_head, tenants):
+                _drop_under(txn, self._versions, head)
+                _drop_under(txn, self._meta, _MARK_HEAD + head)
 
     def mark_many(self, marks: Sequence[Marked]) -> None:
         """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
@@ -269,20 +318,35 @@ class LmdbIndex:
             keys = b"".join(txn.cursor(self._containers).iternext(keys=True, values=False))
         return np.frombuffer(keys, ">u8").astype(np.uint64)
 
+    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> Found:
+        """Return what `forget` would have to look for: a full scan of three tables, in which others may write."""
+        file, containers = self.last_written[0], self.container_ids()  # before the entries
+        unwanted = by_table(chunks, segments)
+        return Found(file, containers, {table: look_up(self.rows(table), rows) for table, rows in unwanted.items()})
+
     def forget(
-        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+        self,
+        chunks: Mapping[int, U32 | None],
+        segments: Mapping[int, U32],
+        containers: Collection[int],
+        looked_up: object = None,
     ) -> None:
         """Let go of entries that name what is lost or broken, in one transaction: a full scan of three tables.
 
         `chunks` and `segments` by container: ordinals, or None for all (of `chunks`: of its segments too); `containers`
-        are gone as a whole and no longer counted.
+        are gone as a whole and no longer counted. `looked_up`: what `look_up` found for these, or for more: it spares
+        the scan.
         """
-        lost: dict[int, U32 | None] = {container: None for container, rows in chunks.items() if rows is None}
+        unwanted = by_table(chunks, segments)
+        found = looked_up if isinstance(looked_up, Found) else None
+        if found is not None and not found.holds(self.last_written[0], self.container_ids(), unwanted):
+            found = None
         with self._writing() as txn:
-            for db, rows in ((self._chunks, chunks), (self._features, chunks), (self._segments, {**segments, **lost})):
-                _drop(txn, db, rows)
+            for table, rows in unwanted.items():
+                drop(txn, self._databases[table], rows, None if found is None else found.keys[table])
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
+                _drop_under(txn, self._counts, container.to_bytes(8, "little"))
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each published container, in stream order."""
@@ -291,13 +355,13 @@ class LmdbIndex:
         return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
 
     def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
-        """Yield (keys, locations) of a table that has these, FORGET_ENTRIES at a time, each time as it is then."""
+        """Yield (keys, locations) of a table that has these, ENTRIES_AT_ONCE at a time, each time as it is then."""
         width, last = _KEY_BYTES[table], b""
         while True:
             with self._reading() as txn:
                 cursor = txn.cursor(self._databases[table])
                 there = cursor.set_range(last + b"\0") if last else cursor.first()
-                found = list(islice(cursor, FORGET_ENTRIES)) if there else []
+                found = list(islice(cursor, ENTRIES_AT_ONCE)) if there else []
                 if not found:
                     return
                 keys = np.frombuffer(b"".join([k for k, _ in found]), np.uint8).reshape(-1, width)
@@ -330,6 +394,12 @@ class LmdbIndex:
         with self._writing() as txn:
             txn.put(b"complete", str(VERSION).encode(), db=self._meta)
             txn.put(b"version", str(VERSION).encode(), db=self._meta)
+        if not self._durable:
+            try:
+                with self._in_use():
+                    self._env.sync(True)
+            except lmdb.Error as err:
+                raise _unavailable(err) from err
 
     @property
     def behind(self) -> bool:
@@ -345,16 +415,25 @@ class LmdbIndex:
             else:
                 txn.delete(b"behind", db=self._meta)
 
+    @property
+    def last_written(self) -> tuple[tuple[int, int], int]:
+        """Return the file, and the number of the last transaction that wrote it, by whichever process."""
+        with self._in_use() as shared:
+            return shared.file, int(self._env.info()["last_txnid"])
+
     def close(self) -> None:
-        """Let go of the environment; again is fine."""
-        shared, self._shared = self._shared, None
-        if shared is not None:
+        """Let go of the environment, once whoever is at work in it has ended; again is fine."""
+        with self._users_lock:
+            shared, self._shared = self._shared, None
+            busy = self._users > 0
+        if shared is not None and not busy:
             release(shared)
 
     @property
     def current(self) -> bool:
         """Return whether this is the index that lies in its folder; a rebuild, by whom ever, puts a new one there."""
-        return self._shared is not None and self._shared.is_at(self._folder)
+        shared = self._shared
+        return shared is not None and shared.is_at(self._folder)
 
 
 def _unavailable(err: lmdb.Error) -> StoreUnavailable:
@@ -381,30 +460,12 @@ def _marks(txn: Any, meta: Any, head: bytes) -> Iterator[tuple[bytes, bytes]]:
             yield key[len(_MARK_HEAD) :], value
 
 
-def _drop(txn: Any, db: Any, unwanted: Mapping[int, U32 | None]) -> None:
-    """Delete the entries whose location is unwanted, FORGET_ENTRIES at a time: no list of all of them is held."""
-    ordinals = {
-        container.to_bytes(8, "little"): None if rows is None else frozenset(rows.tolist())
-        for container, rows in unwanted.items()
-    }
-    after = b""
-    while ordinals:
-        cursor = txn.cursor(db)
-        keys = []
-        if cursor.set_range(after) if after else cursor.first():
-            for key, value in cursor:
-                container = value[:8]
-                if container in ordinals:
-                    rows = ordinals[container]
-                    if rows is None or int.from_bytes(value[8 : _LOCATION.size], "little") in rows:
-                        keys.append(key)
-                        if len(keys) >= FORGET_ENTRIES:
-                            break
-        for key in keys:
-            txn.delete(key, db=db)
-        if len(keys) < FORGET_ENTRIES:
-            return
-        after = keys[-1]
+def _drop_under(txn: Any, db: Any, head: bytes) -> None:
+    """Delete all keys that start with `head`."""
+    cursor = txn.cursor(db)
+    there = cursor.set_range(head)
+    while there and cursor.key().startswith(head):
+        there = cursor.delete()
 
 
 def _held_segments(manifest: Manifest) -> list[bytes]:

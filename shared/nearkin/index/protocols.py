@@ -112,12 +112,17 @@ class SupportsCollection(Protocol):
     """An index that lets go of what is to be freed."""
 
     def forget(
-        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+        self,
+        chunks: Mapping[int, U32 | None],
+        segments: Mapping[int, U32],
+        containers: Collection[int],
+        looked_up: object = None,
     ) -> None:
         """Let go of entries by the container they name.
 
         `chunks` and `segments` by container: ordinals, or None for all (of `chunks`: of its segments too);
-        `containers` are gone as a whole and no longer counted. What is not there is fine.
+        `containers` are gone as a whole and no longer counted. What is not there is fine. `looked_up`: what the same
+        index found for these, or for more, in a look before; it spares some the search, and others do not heed it.
         """
 
     def renew(self, summary: ContainerSummary) -> None:
@@ -135,6 +140,9 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
 
     def publish(self, claims: ContainerClaims) -> None:
         """Make a durable container's entries findable. The first entry wins; repeating changes nothing."""
+
+    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
+        """Do that for durable containers in their order, for less than one after another."""
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a durable version to the catalog and count its segments. Repeating changes nothing."""

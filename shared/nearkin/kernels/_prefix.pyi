@@ -15,7 +15,7 @@ class BasePrefix:
 
     @property
     def content(self) -> memoryview:
-        """Return the bytes of all bases, in order: a read-only view that the next `add` or `clear` makes stale."""
+        """Return a read-only view of the bytes of all bases, in order; while it lives `add` and `clear` are refused."""
 
     def add(
         self,
@@ -31,11 +31,12 @@ class BasePrefix:
 
         Chunk r has bases bounds[r] to bounds[r + 1] of `containers`, `ordinals`, `offsets` and `lengths` (bytes, into
         `payload`); those that are there already are not taken again. An empty prefix takes the first chunk's whatever
-        they are. Raises BadInput for what leaves an array or the payload, MemoryError; nothing was taken then.
+        they are. Raises BadInput for what leaves an array or the payload, BufferError while
+        `content` is looked at, MemoryError; nothing was taken then.
         """
 
     def bases(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
         """Return (containers, ordinals, where the bytes start) of all bases, in the order of their bytes."""
 
     def clear(self) -> None:
-        """Forget all bases; the memory stays."""
+        """Forget all bases; the memory stays. Raises BufferError as `add` does."""

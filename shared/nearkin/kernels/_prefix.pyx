@@ -32,6 +32,9 @@ cdef class BasePrefix:
     cdef uint32_t *ordinals
     cdef uint64_t *starts
     cdef uint32_t *table
+    cdef Py_ssize_t seen  # views that look at the bytes: these must not move meanwhile
+    cdef Py_ssize_t shape
+    cdef Py_ssize_t stride
 
     def __cinit__(self, bytes_max, bases_max):
         reference.check_bounds(bytes_max, bases_max)
@@ -54,10 +57,31 @@ cdef class BasePrefix:
 
     @property
     def content(self):
-        # A copy would be 2 MiB a block; the view keeps this object alive, and is stale once it changes.
-        if self.used == 0:
-            return memoryview(b"")
-        return memoryview(_View(self))
+        return memoryview(self) if self.used else memoryview(b"")
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        self.shape = <Py_ssize_t>self.used
+        self.stride = 1
+        buffer.buf = self.bytes_at
+        buffer.format = b"B"
+        buffer.internal = NULL
+        buffer.itemsize = 1
+        buffer.len = self.shape
+        buffer.ndim = 1
+        buffer.obj = self
+        buffer.readonly = 1
+        buffer.shape = &self.shape
+        buffer.strides = &self.stride
+        buffer.suboffsets = NULL
+        self.seen += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.seen -= 1
+
+    cdef int check_unseen(self) except -1:
+        if self.seen:
+            raise BufferError(f"{self.seen} views look at this prefix: release them first")
+        return 0
 
     cdef bint grow_bytes(self, uint64_t wanted) noexcept nogil:
         cdef uint64_t room = self.room if self.room else <uint64_t>(1 << 16)
@@ -157,6 +181,7 @@ cdef class BasePrefix:
         cdef const uint32_t[::1] bound, ordinal, length
         cdef const uint64_t[::1] container, offset
         cdef const uint8_t *base
+        self.check_unseen()
         PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
         try:
             reference.check_rows(rows, bounds, containers, ordinals, offsets, lengths, view.len)
@@ -203,35 +228,7 @@ cdef class BasePrefix:
         return containers, ordinals, starts
 
     def clear(self):
+        self.check_unseen()
         self.count = 0
         self.used = 0
         memset(self.table, 0, self.slots * sizeof(uint32_t))
-
-
-cdef class _View:
-    """The bytes of a prefix as a buffer."""
-
-    cdef BasePrefix prefix
-    cdef Py_ssize_t shape
-    cdef Py_ssize_t stride
-
-    def __cinit__(self, BasePrefix prefix):
-        self.prefix = prefix
-        self.shape = <Py_ssize_t>prefix.used
-        self.stride = 1
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        buffer.buf = self.prefix.bytes_at
-        buffer.format = b"B"
-        buffer.internal = NULL
-        buffer.itemsize = 1
-        buffer.len = self.shape
-        buffer.ndim = 1
-        buffer.obj = self
-        buffer.readonly = 1
-        buffer.shape = &self.shape
-        buffer.strides = &self.stride
-        buffer.suboffsets = NULL
-
-    def __releasebuffer__(self, Py_buffer *buffer):
-        pass

@@ -66,7 +66,7 @@ class BasePrefix:
 
     @property
     def content(self) -> memoryview:
-        return memoryview(bytes(self._content))
+        return memoryview(self._content).toreadonly()
 
     def add(
         self,
@@ -91,8 +91,9 @@ class BasePrefix:
             if too_much and self._places:
                 return taken
             for key, i in new.items():
-                self._places[key] = len(self._content)
-                self._content += data[int(offsets[i]) : int(offsets[i]) + int(lengths[i])]
+                start = len(self._content)
+                self._content += data[int(offsets[i]) : int(offsets[i]) + int(lengths[i])]  # BufferError while seen
+                self._places[key] = start
         return len(rows)
 
     def bases(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
@@ -104,5 +105,5 @@ class BasePrefix:
         )
 
     def clear(self) -> None:
-        self._places.clear()
         self._content.clear()
+        self._places.clear()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin import tally
-from nearkin.formats.container import LOCALITY_RANK, Directory
+from nearkin.formats.directory import Directory
+from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.records import FreshBatch
 
 LEVELS = ("fresh", "segment", "chunk", "batch", "zero")

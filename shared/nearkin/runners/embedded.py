@@ -91,7 +91,9 @@ class EmbeddedWriter:
         index: Index,
         last_container: int,
         clock: Callable[[], float] = time.time,
+        arenas: Arenas | None = None,
     ) -> None:
+        """`arenas`: those of the writer before this one, where there was one."""
         large_from_system()
         self._settings = settings
         self._clock = clock
@@ -107,7 +109,7 @@ class EmbeddedWriter:
         self._delta = DeltaStage(
             settings, fingerprinter.domain, last_container, encoding=self._encoding, keeper=self._in_flight
         )
-        self._arenas = Arenas(int(settings.runner.batch_bytes))
+        self._arenas = arenas or Arenas(int(settings.runner.batch_bytes))
         self._arena = self._arenas.take()
         self._used = CARRY_BYTES_MAX
         self._runs: list[BlobRun] = []
@@ -183,6 +185,7 @@ class EmbeddedWriter:
         self._committer.stop()
         self._encoding.shutdown()
         self._in_flight.end()
+        self._arenas.give_back(self._arena)
 
     def abort(self) -> None:
         """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,12 +11,11 @@ import numpy as np
 
 from nearkin import tally
 from nearkin.claims import SealedContainer
-from nearkin.formats import container as fmt
-from nearkin.formats.container import Directory
+from nearkin.formats.directory import Directory
 from nearkin.index.pending import PendingIndex
 from nearkin.records import U8, ContainerId, Locations
 from nearkin.stage import Contents, Facts, Found, FoundBases, Reads
-from nearkin.store.chunks import ChunkReader
+from nearkin.store.bases import BaseReader
 from nearkin.store.collected import Collected
 from nearkin.store.containers import ContainerSource, ContainerStore
 from nearkin.store.neighbours import Neighbourhood
@@ -51,7 +51,7 @@ class InFlight:
     def abandon(self) -> None:
         """Forget the blocks of containers that may never be durable: a later writer may be given the same id.
 
-        With a clock behind the newest container ids count up by one, so the next writer surely is.
+        With a clock behind the newest container ids count up by a step of 20 random bits.
         """
         with self._lock:
             blocks = {container: len(sealed.claims.directory.blocks) for container, sealed in self._sealed.items()}
@@ -82,14 +82,16 @@ class InFlight:
             sealed = self._sealed.get(container)
         if sealed is None:
             return self._store.record(container, block)
-        table = sealed.claims.directory.blocks
-        start = int(table.offsets[block]) - fmt.BLOCK.size
         # A copy: what is kept must not hold on to the container, which no cache has counted.
-        return sealed.data[start : start + fmt.BLOCK.size + int(table.stored[block])]
+        return sealed.data[sealed.claims.directory.blocks.record(block)]
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep a decoded block in the store's cache."""
         self._store.keep(container, block, decoded)
+
+    def moved(self, containers: Iterable[int]) -> bool:
+        """Look whether any of these is there in a later generation than was read."""
+        return self._store.moved(containers)
 
     def room(self, size_bytes: int) -> U8:
         """Return memory for decoded bytes, undefined."""
@@ -107,7 +109,7 @@ class EmbeddedFacts:
         """`collected`: what a janitor may be about to remove, where it works beside; none of it is a base."""
         self._index = index
         self._collected = collected
-        self._reader = ChunkReader(source)
+        self._bases = BaseReader(source)
         self._neighbourhood = Neighbourhood(source)
 
     def answer(self, reads: Reads, facts: Facts) -> Facts:
@@ -131,7 +133,7 @@ class EmbeddedFacts:
         return facts
 
     def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
-        found = self._reader.contents(locations, depth_below)
+        found = self._bases.contents(locations, depth_below)
         if self._collected is None:
             return found
         condemned = self._collected.condemned(found.locations)

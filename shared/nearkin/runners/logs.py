@@ -1,7 +1,8 @@
 """What a service writes on stderr. Invariant: no secret of the settings and no token is in it, whoever logs it and how.
 
 text   2026-01-31 12:00:00,000 INFO nearkin.gateway: ...
-json   one object a line: timestamp, level, logger, event; of work on a blob also blob, tenant, trace; exception
+json   one object a line: timestamp, level, logger, event; of work on a blob also blob, tenant, and where there is a
+       trace trace_id and span_id; exception
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def _known(blob: bytes, tenant: str, trace: bytes | str | None) -> dict[str, str
     text = trace.decode("ascii", "replace") if isinstance(trace, bytes) else trace or ""
     parts = text.split("-")
     if len(parts) >= 4:  # version, trace id, span id, flags
-        known["trace"] = parts[1][:32]
+        known |= {
+            "trace_id": parts[1][:32],
+            "span_id": parts[2][:16],
+        }  # OpenTelemetry's names in logs that are not its own
     return known
 
 
@@ -99,5 +103,6 @@ def _written(text: str) -> Iterator[str]:
 def _secrets(settings: Settings) -> Iterator[str]:
     for name in SECRETS:
         value = reduce(getattr, name.split("."), settings)
-        if isinstance(value, str) and len(value) >= SECRET_CHARACTERS_MIN:
-            yield value
+        if isinstance(value, str):
+            parts = {value, *value.replace(",", " ").split()}  # several keys stand in one setting, each a secret
+            yield from (part for part in parts if len(part) >= SECRET_CHARACTERS_MIN)

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from nearkin import tally
+from nearkin.errors import StoreUnavailable
 
 Item = TypeVar("Item")
 
@@ -73,7 +74,7 @@ class Worker(Generic[Item]):
     def cancel(self) -> None:
         """Drop what is queued and end the thread."""
         if self._failure is None:
-            self._failure = RuntimeError("cancelled")
+            self._failure = StoreUnavailable("the put was ended before it was committed: put it again")
         self.stop()
 
     def _run(self) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
+from nearkin import tally
 from nearkin.errors import Corrupt, NearkinError
-from nearkin.formats import container as fmt
-from nearkin.formats.container import Directory
+from nearkin.formats import layout
+from nearkin.formats.directory import Directory
 from nearkin.limits import DEPTH_MAX, MIB
 from nearkin.records import U8, ZERO, ContainerId
 from nearkin.store.chunks import ChunkReader, Plan
@@ -30,15 +32,27 @@ AHEAD_BLOCKS_MAX = 1024
 BlockKey = tuple[ContainerId, int]
 
 
+class _Coming(NamedTuple):
+    """A block that was asked for; `plan`: the last one that did."""
+
+    reading: Future[bytes | memoryview]
+    stored_bytes: int
+    plan: int
+
+
 class ReadAhead:
     """A ContainerSource whose records are on their way before they are asked for. For one reader; end it by `close`."""
 
-    def __init__(self, store: ContainerStore) -> None:
+    def __init__(self, store: ContainerStore, plans_ahead: int) -> None:
+        """`plans_ahead`: when a plan is wanted, all but so many before it have been fetched."""
         self._store = store
+        self._plans_ahead = plans_ahead
+        self._plans = 0
         self._reader = ChunkReader(store)
         self.buffers = store.buffers
         self._threads = ThreadPoolExecutor(THREADS, "nearkin-ahead")
-        self._coming: OrderedDict[BlockKey, tuple[Future[bytes | memoryview], int]] = OrderedDict()
+        self._coming: OrderedDict[BlockKey, _Coming] = OrderedDict()
+        """What was asked for, by the plan that did so last."""
         self._coming_bytes = 0
 
     def close(self) -> None:
@@ -59,6 +73,8 @@ class ReadAhead:
 
     def want(self, plan: Plan) -> None:
         """Ask for the blocks of a plan, as far as there is room."""
+        self._plans += 1
+        self._drop_unneeded()
         try:
             for key in self._needed(plan):
                 self._ask(key)
@@ -77,9 +93,9 @@ class ReadAhead:
                 seen.add(key)
                 yield key
                 directory = self._store.directory(key[0])
-                if directory.blocks.kinds[key[1]] == fmt.PATCH:
+                if directory.blocks.kinds[key[1]] == layout.PATCH:
                     below += _blocks_of(self._reader.plan(directory.prefixes.of(key[1])))
-            deltas = np.flatnonzero(plan.kinds == fmt.XDELTA3)
+            deltas = np.flatnonzero(plan.kinds == layout.XDELTA3)
             if len(deltas):
                 plan = self._reader.plan(plan.bases.take(deltas))
                 below += _blocks_of(plan)
@@ -89,11 +105,34 @@ class ReadAhead:
                 return
             level = below
 
+    def _drop_unneeded(self) -> None:
+        """Drop what no plan took that asked for it: another reader had brought it into the cache by then."""
+        while self._coming:
+            key, oldest = next(iter(self._coming.items()))
+            if oldest.plan >= self._plans - self._plans_ahead:
+                return
+            oldest.reading.cancel()
+            tally.AHEAD_BLOCKS.add(1, "vain")
+            self._taken(key)
+
+    def _taken(self, key: BlockKey) -> Future[bytes | memoryview] | None:
+        """Return the reading of a block that was asked for, and make room for others."""
+        coming = self._coming.pop(key, None)
+        if coming is None:
+            return None
+        self._coming_bytes -= coming.stored_bytes
+        return coming.reading
+
     def _ask(self, key: BlockKey) -> None:
-        if key in self._coming or len(self._coming) >= AHEAD_BLOCKS_MAX or self._coming_bytes >= AHEAD_BYTES_MAX:
+        coming = self._coming.get(key)
+        if coming is not None:
+            self._coming[key] = coming._replace(plan=self._plans)
+            self._coming.move_to_end(key)
+            return
+        if len(self._coming) >= AHEAD_BLOCKS_MAX or self._coming_bytes >= AHEAD_BYTES_MAX:
             return
         stored_bytes = int(self._store.directory(key[0]).blocks.stored[key[1]])
-        self._coming[key] = self._threads.submit(self._store.record, *key), stored_bytes
+        self._coming[key] = _Coming(self._threads.submit(self._store.record, *key), stored_bytes, self._plans)
         self._coming_bytes += stored_bytes
 
     # --- as a ContainerSource ----------------------------------------------------------------------------------------
@@ -108,11 +147,10 @@ class ReadAhead:
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a block as it is stored: one that was asked for when it is there, else read now."""
-        coming = self._coming.pop((container, block), None)
-        if coming is None:
+        reading = self._taken((container, block))
+        tally.AHEAD_BLOCKS.add(1, "late" if reading is None else "ahead")
+        if reading is None:
             return self._store.record(container, block)
-        reading, stored_bytes = coming
-        self._coming_bytes -= stored_bytes
         try:
             return reading.result()
         except NearkinError:
@@ -125,6 +163,10 @@ class ReadAhead:
     def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
         """Return a damaged block as it was written, where parity knows."""
         return self._store.mended_record(container, block, why)
+
+    def moved(self, containers: Iterable[int]) -> bool:
+        """Look whether any of these is there in a later generation than was read."""
+        return self._store.moved(containers)
 
 
 def _blocks_of(plan: Plan) -> list[BlockKey]:

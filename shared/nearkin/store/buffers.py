@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -19,9 +20,11 @@ from nearkin.records import U8
 
 SMALLEST_BYTES = 64 * KIB
 """Less is left to malloc."""
-LARGEST_BYTES = 8 * MIB
-"""More is mapped, and goes back to the system at once. malloc, once 30 MiB were given back to it, takes such sizes from
-its heap for ever after: a process that put two Debian images in blocks of 30 MiB held 469 MiB, and so holds 335."""
+LARGEST_BYTES = 16 * MIB
+"""More is mapped, and goes back to the system at once. The bases of a batch of 8 MiB, which come together, are some
+10 MB: while they counted as more, each batch had 10 MB cleared for them."""
+ROOMY_BYTES = MIB
+"""From here on a spare of up to twice the room will do: no two batches have bases of the same size."""
 MAPPED_BYTES = 256 * KIB
 """From here on memory is mapped: of malloc's, what lies between pieces in use stays taken (ten botocore releases put
 and read in one process: 383 MiB, mapped 375)."""
@@ -50,15 +53,24 @@ class Buffers:
         if size_bytes < SMALLEST_BYTES:
             return np.empty(size_bytes, np.uint8)
         room_bytes = rounded(size_bytes)
-        try:
-            memory = self._spares[room_bytes].pop()
-        except (KeyError, IndexError):
+        memory = self._spare(room_bytes)
+        if memory is None:
             small = room_bytes < MAPPED_BYTES
             memory = (np.empty(room_bytes, np.uint8) if small else mapped(room_bytes)).data
         # Views of an array whose base is a memoryview keep that very array alive, so its end is the end of them all.
         array = np.frombuffer(memory, np.uint8, size_bytes)
         weakref.finalize(array, partial(self._give_back, memory)).atexit = False
         return array
+
+    def _spare(self, room_bytes: int) -> memoryview | None:
+        """Return the smallest spare that will do."""
+        rooms = [room_bytes]
+        if room_bytes >= ROOMY_BYTES:
+            rooms = sorted(room for room in list(self._spares) if room_bytes <= room <= 2 * room_bytes)
+        for room in rooms:
+            with suppress(KeyError, IndexError):  # another thread was here
+                return self._spares[room].pop()
+        return None
 
     def _give_back(self, memory: memoryview) -> None:
         """Runs wherever the last view ends, so it takes no lock: two at once may keep a buffer too many or too few.

@@ -3,25 +3,27 @@
 wanted rows -> plan (directories) -> encodings (one visit a block) -> deltas: the same for their bases, level by level
                a patch block -> its bases, which are rows again
 
-A chain is walked by a stack of tasks, never by recursion. What a task holds meanwhile is one batch or one prefix.
+A chain is walked by a stack of tasks, never by recursion, and level by level: all blocks of a depth, and then what they
+lean on, together. What a task holds meanwhile is one batch, or a group of blocks and their bases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import Corrupt, NotFound
-from nearkin.formats import container as fmt
+from nearkin.errors import Corrupt
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block, kind_of, raw_bytes_of
+from nearkin.formats.directory import CHUNK_ROW
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
 from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
-from nearkin.stage import Contents
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
 
 
@@ -31,6 +33,14 @@ class SupportsMendedRecords(Protocol):
 
     def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
         """Return the block, header and payload, None where it is not known."""
+
+
+@runtime_checkable
+class SupportsGenerations(Protocol):
+    """Where a container may be there twice: who wrote it anew died before the older generation went."""
+
+    def moved(self, containers: Iterable[int]) -> bool:
+        """Return whether any of these is there in a later generation than was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +107,23 @@ class Plan:
         return Plan(self.locations.take(which), self.rows[which])
 
 
-CONTENTS_BYTES_MAX = 32 * 1024 * 1024
-"""Of bases read for one batch, at most."""
-
 HELD_BYTES_MAX = 8 * 1024 * 1024
 """Of decoded blocks from which rows are copied together, and the block that passes it."""
 
 REWRITTEN_MAX = 8
 """A plan is made again so often at most: of its containers, and those below, each is written anew once a day or so."""
-MISSING_MAX = 1 << 16
-_NO_LENGTHS: U32 = np.zeros(0, np.uint32)
-Task = Generator[Any, U8, U8]
-"""Returns bytes; yields what it must have before it can go on, and is sent it."""
-Wanted = tuple[ContainerId, int] | Plan
-"""A block, as (container, number), or rows."""
+GROUP_BYTES_MAX = 4 * 1024 * 1024
+"""Of blocks that are decoded together, and of bases that are read for them together; and the one that passes it."""
+GROUP_BLOCKS_MAX = 64
+GROUP_BASES_MAX = 1 << 17
+"""Of blocks whose bases are planned together, and the one that passes it: 70 bytes each."""
+
+BlockName = tuple[ContainerId, int]
+"""A container and a block's number in it."""
+Wanted = Plan | list[BlockName]
+Task = Generator[Wanted, Any, Any]
+"""Returns bytes; yields what it must have before it can go on, and is sent it: of a plan its bytes, of blocks what the
+first of them decode to."""
 
 
 def offsets_of(lengths: U32) -> U64:
@@ -124,12 +137,10 @@ class ChunkReader:
 
     def __init__(self, source: ContainerSource) -> None:
         self._source = source
-        self._missing: set[int] = set()
-        """Containers that were collected, and that older recipes still name."""
 
     def plan(self, locations: Locations) -> Plan:
         """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
-        rows = np.zeros(len(locations), fmt.CHUNK_ROW)
+        rows = np.zeros(len(locations), CHUNK_ROW)
         for container, mine in grouped(locations.containers):
             ordinals = locations.ordinals[mine]
             if container == ZERO:
@@ -161,7 +172,7 @@ class ChunkReader:
 
     def _fetched(self, plan: Plan) -> U8:
         tasks: list[Task] = [self._rows(plan)]
-        answer: U8 | None = None
+        answer: Any = None
         while True:
             try:
                 wanted = next(tasks[-1]) if answer is None else tasks[-1].send(answer)
@@ -172,22 +183,20 @@ class ChunkReader:
                     return done.value  # type: ignore[no-any-return]  # what a Task returns
                 continue
             answer = None
-            if isinstance(wanted, Plan):
-                tasks.append(self._rows(wanted))
-                continue
-            tasks.append(self._block(*wanted))
+            tasks.append(self._rows(wanted) if isinstance(wanted, Plan) else self._blocks(wanted))
 
     def _rows(self, plan: Plan) -> Task:
         levels = [plan]
         while True:
-            deltas = np.flatnonzero(levels[-1].kinds == fmt.XDELTA3)
+            deltas = np.flatnonzero(levels[-1].kinds == layout.XDELTA3)
             if not len(deltas):
                 break
             if len(levels) > DEPTH_MAX:
                 raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
             below = self.plan(levels[-1].bases.take(deltas))
-            if np.any(below.depths >= levels[-1].depths[deltas]):
-                raise Corrupt("a delta's base is not shallower than the delta")
+            too_deep = np.flatnonzero(below.depths >= levels[-1].depths[deltas])
+            if len(too_deep):
+                raise self._too_deep(below.take(too_deep), "a delta's base is not shallower than the delta")
             levels.append(below)
         payload, lengths = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
         while levels:
@@ -196,126 +205,139 @@ class ChunkReader:
             lengths = level.lengths
         return payload
 
-    def _block(self, container: ContainerId, number: int) -> Task:
-        record = self._source.record(container, number)
-        what = f"{object_name(container)} block {number}"
-        try:
-            return (yield from self._decoded(container, number, record, what))
-        except Corrupt as err:
-            source = self._source
-            whole = source.mended_record(container, number, err) if isinstance(source, SupportsMendedRecords) else None
-            if whole is None or whole == record:
-                raise
-        return (yield from self._decoded(container, number, whole, what))
+    def _blocks(self, wanted: list[BlockName]) -> Task:
+        """Decode the first of some blocks of one depth, of which none leans on another: about GROUP_BYTES_MAX."""
+        records: list[bytes | memoryview] = []
+        raw_bytes = 0
+        for name in wanted:
+            records.append(self._source.record(*name))
+            raw_bytes += raw_bytes_of(records[-1])
+            if raw_bytes >= GROUP_BYTES_MAX:
+                break
+        found: list[U8 | None] = [None] * len(records)
+        patches = []
+        for number, record in enumerate(records):
+            if kind_of(record) == layout.PATCH:
+                patches.append(number)
+            else:
+                found[number] = self._tried(wanted[number], record, None)
+        for together in self._few_bases(wanted, patches):
+            for some, plan, bounds in self._planned(wanted, records, together):
+                payload = yield plan
+                for number, prefix in zip(some, np.split(payload, bounds), strict=True):
+                    found[number] = self._tried(wanted[number], records[number], prefix)
+        for number, record in enumerate(records):
+            if found[number] is None:
+                found[number] = yield from self._alone(wanted[number], record)
+        return found
 
-    def _decoded(self, container: ContainerId, number: int, record: bytes | memoryview, what: str) -> Task:
-        """Decode a block. All that it leans on is shallower: that ends every chain."""
-        prefix: U8 | None = None
-        if fmt.kind_of(record) == fmt.PATCH:
-            fmt.decode_block(record, what)  # its checksum, before anything is read for it
-            directory = self._source.directory(container)
-            if not directory.blocks.raw[number]:
-                raise Rewritten(f"{what} is gone: read again")
-            depth = int(directory.blocks.depths[number])
-            if directory.blocks.kinds[number] != fmt.PATCH:
-                raise Corrupt(f"{what}: a patch block, which its directory does not say")
-            plan = self.plan(directory.prefixes.of(number))
-            prefix_bytes = int(plan.lengths.sum(dtype=np.uint64))
-            if np.any(plan.depths >= depth) or prefix_bytes > fmt.PREFIX_BYTES_MAX:
-                raise Corrupt(f"{what}: bases of {prefix_bytes} bytes, or no shallower than what leans on them")
-            prefix = yield plan
-        decoded = fmt.decode_block(record, what, prefix, self._source.buffers.take)
-        self._source.keep(container, number, decoded)
+    def _tried(self, name: BlockName, record: bytes | memoryview, prefix: U8 | None) -> U8 | None:
+        """Decode a block; None where that fails: why is looked into for that block alone."""
+        try:
+            return self._decoded(name, record, prefix)
+        except Corrupt:
+            return None
+
+    def _decoded(self, name: BlockName, record: bytes | memoryview, prefix: U8 | None) -> U8:
+        decoded = decode_block(record, _called(name), prefix, self._source.buffers.take)
+        self._source.keep(*name, decoded)
         return decoded
 
-    def contents(self, locations: Locations, depth_below: int | None = None) -> Contents:
-        """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
+    def _few_bases(self, names: list[BlockName], patches: list[int]) -> Iterator[list[int]]:
+        """Yield some of `patches` after one another: each time those of GROUP_BASES_MAX, mostly all."""
+        some, bases = list[int](), 0
+        for number in patches:
+            container, block = names[number]
+            bounds = self._source.directory(container).prefixes.bounds
+            bases += int(np.diff(bounds[block : block + 2]).sum())
+            some.append(number)
+            if bases >= GROUP_BASES_MAX:
+                yield some
+                some, bases = [], 0
+        yield some
 
-        With `depth_below` chunks as deep as that are replaced as `Reads` says. What comes after CONTENTS_BYTES_MAX is
-        not available either.
+    def _planned(
+        self, names: list[BlockName], records: list[bytes | memoryview], patches: list[int]
+    ) -> Iterator[tuple[list[int], Plan, NDArray[np.intp]]]:
+        """Yield (some of `patches`, the plan of all their bases, where one's bytes end and the next one's begin).
+
+        Where not all can be planned, none is.
         """
-        if self._missing and not (there := self._there(locations)).all():
-            return self._some(locations, there, depth_below)
+        if not patches:
+            return
         try:
-            return self._contents(locations, depth_below)
-        except (Corrupt, NotFound):
-            there = self._there(locations)
-            if not there.all():  # garbage that was collected: what is around it is read as ever
-                return self._some(locations, there, depth_below)
-            return self._contents_piecewise(locations, depth_below)
+            plan, rows, ends = self._leaned_on(
+                [names[number] for number in patches], [records[number] for number in patches]
+            )
+        except Corrupt:
+            return
+        first = 0
+        while first < len(patches):
+            last = max(first + 1, int(np.searchsorted(ends, ends[first] + GROUP_BYTES_MAX, "right")) - 1)
+            some = plan.take(slice(int(rows[first]), int(rows[last])))
+            yield patches[first:last], some, ends[first + 1 : last] - ends[first]
+            first = last
 
-    def _some(self, locations: Locations, there: Bools, depth_below: int | None) -> Contents:
-        rows = np.flatnonzero(there)
-        return _spread(self.contents(locations.take(rows), depth_below), rows, locations)
-
-    def _there(self, locations: Locations) -> Bools:
-        """Return which rows are chunks that their containers have."""
-        there = np.ones(len(locations), np.bool_)
-        for container, rows in grouped(locations.containers):
-            if container == ZERO:
-                continue
-            lengths = self._lengths(container)
-            ordinals = locations.ordinals[rows]
-            there[rows] = ordinals < len(lengths)
-            beyond = np.zeros(1, np.uint32)
-            there[rows] &= np.concatenate([lengths, beyond])[np.minimum(ordinals, len(lengths))] > 0
-        return there
-
-    def _lengths(self, container: int) -> U32:
-        """Return the lengths of a container's chunks, none where it is not there."""
-        if container in self._missing:
-            return _NO_LENGTHS
+    def _alone(self, name: BlockName, record: bytes | memoryview) -> Task:
+        """Decode a block by itself, as it was written where what is stored of it is damaged. Raises Corrupt."""
         try:
-            return self._source.directory(ContainerId(container)).chunks.lengths
-        except (Corrupt, NotFound):
-            if len(self._missing) >= MISSING_MAX:
-                self._missing.clear()
-            self._missing.add(container)
-            return _NO_LENGTHS
+            return (yield from self._by_itself(name, record))
+        except Rewritten:
+            raise
+        except Corrupt as err:
+            source = self._source
+            whole = source.mended_record(*name, err) if isinstance(source, SupportsMendedRecords) else None
+            if whole is None or whole == record:
+                raise
+        return (yield from self._by_itself(name, whole))
 
-    def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
-        plan = self.plan(locations)
-        if depth_below is not None:
-            plan = self._replaced(plan, depth_below)
-        distinct, which = _distinct(plan.locations)
-        lengths = plan.lengths[distinct]
-        kept = np.cumsum(lengths, dtype=np.uint64) <= CONTENTS_BYTES_MAX
-        lengths = np.where(kept, lengths, 0).astype(np.uint32)
-        payload = self.fetch(plan.take(distinct[kept]))
-        offsets = offsets_of(lengths)
-        return Contents(plan.locations, payload, offsets[which], lengths[which], plan.depths, kept[which])
+    def _by_itself(self, name: BlockName, record: bytes | memoryview) -> Task:
+        prefix: U8 | None = None
+        if kind_of(record) == layout.PATCH:
+            plan, _, _ = self._leaned_on([name], [record])
+            prefix = yield plan
+        return self._decoded(name, record, prefix)
 
-    def _replaced(self, plan: Plan, depth_below: int) -> Plan:
-        """Return the plan of the first ancestor of each row that is less deep than `depth_below`."""
-        containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
-        replaced = Plan(Locations(containers, ordinals), plan.rows)
-        for _ in range(DEPTH_MAX + 1):
-            deep = np.flatnonzero(replaced.depths >= depth_below)
-            if not len(deep):
-                return replaced
-            below = self.plan(replaced.bases.take(deep))
-            containers[deep], ordinals[deep] = below.locations.containers, below.locations.ordinals
-            replaced.rows[deep] = below.rows
-        raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
+    def _leaned_on(
+        self, names: list[BlockName], records: list[bytes | memoryview]
+    ) -> tuple[Plan, NDArray[np.intp], NDArray[np.intp]]:
+        """Return the plan of what patch blocks lean on, one after another, and its rows and bytes up to each block.
 
-    def _contents_piecewise(self, locations: Locations, depth_below: int | None) -> Contents:
-        """Read container by container, leaving out what fails: only on the way through damage."""
-        count = len(locations)
-        lengths, depths, available = np.zeros(count, np.uint32), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
-        found = Locations(locations.containers.copy(), locations.ordinals.copy())
-        offsets, parts, position = np.zeros(count, np.uint64), [], 0
-        for _, rows in grouped(locations.containers):
-            try:
-                part = self._contents(locations.take(rows), depth_below)
-            except (Corrupt, NotFound):
-                continue
-            lengths[rows], depths[rows], available[rows] = part.lengths, part.depths, part.available
-            found.containers[rows], found.ordinals[rows] = part.locations.containers, part.locations.ordinals
-            offsets[rows] = part.offsets + np.uint64(position)
-            parts.append(part.payload)
-            position += len(part.payload)
-        payload = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-        return Contents(found, payload, offsets, lengths, depths, available)
+        Raises Corrupt; Rewritten where a block is gone. What is leaned on is shallower: that ends every chain.
+        """
+        bases, depths = [], []
+        for (container, number), record in zip(names, records, strict=True):
+            what = _called((container, number))
+            decode_block(record, what)  # its checksum, before anything is read for it
+            directory = self._source.directory(container)
+            if number >= len(directory.blocks) or not directory.blocks.raw[number]:
+                raise Rewritten(f"{what} is gone: read again")
+            if directory.blocks.kinds[number] != layout.PATCH:
+                raise Corrupt(f"{what}: a patch block, which its directory does not say")
+            bases.append(directory.prefixes.of(number))
+            depths.append(directory.blocks.depths[number])
+        plan = self.plan(Locations.join(bases))
+        counts = np.array([len(some) for some in bases], np.intp)
+        rows = np.append(0, np.cumsum(counts))
+        ends = np.append(0, np.cumsum(plan.lengths, dtype=np.intp))[rows]
+        limits = np.repeat(np.array(depths, np.uint8), counts)
+        prefix_bytes = int(np.diff(ends).max())
+        too_deep = np.flatnonzero(plan.depths >= limits)
+        if len(too_deep) or prefix_bytes > layout.PREFIX_BYTES_MAX:
+            what = ", ".join(map(_called, names))
+            why = f"{what}: bases of {prefix_bytes} bytes, or no shallower than what leans on them"
+            raise self._too_deep(plan.take(too_deep), why)
+        return plan, rows, ends
+
+    def _too_deep(self, bases: Plan, why: str) -> Corrupt:
+        """Return the error of bases as deep as what leans on them: in a later generation they may lie less deep.
+
+        What was written since leans on that one, and an older one that is there still was read.
+        """
+        containers = sorted(set(bases.locations.containers.tolist()) - {ZERO})
+        if isinstance(self._source, SupportsGenerations) and self._source.moved(containers):
+            return Rewritten(f"{why}: read again")
+        return Corrupt(why)
 
     def _level(self, plan: Plan, bases: U8, base_lengths: U32) -> Task:
         """Return the rows' bytes; `bases` are those of the deltas' bases, in order, each of its base length."""
@@ -324,7 +346,7 @@ class ChunkReader:
         out = self._source.buffers.take(total)
         starts = offsets_of(plan.lengths)
         _fill_zeros(out, np.flatnonzero(zero), starts, plan.lengths)
-        is_delta = plan.kinds == fmt.XDELTA3
+        is_delta = plan.kinds == layout.XDELTA3
         yield from self._copy(plan, np.flatnonzero(~is_delta & ~zero), out, starts)
         deltas = np.flatnonzero(is_delta)
         if len(deltas):
@@ -338,10 +360,11 @@ class ChunkReader:
             gather([decoded], np.zeros(len(deltas), np.int32), offsets_of(lengths), lengths, out, starts[deltas])
         return out
 
-    def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, U8, None]:
+    def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, Any, None]:
         """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block.
 
-        Blocks gather until HELD_BYTES_MAX are held, then all their rows are copied in one call.
+        Blocks gather until HELD_BYTES_MAX are held, then all their rows are copied in one call. Those that are not at
+        hand come last, shallow ones first: what a deeper one leans on may be among them.
         """
         if not len(wanted):
             return
@@ -349,37 +372,51 @@ class ChunkReader:
         order = np.lexsort((blocks, containers))
         wanted, containers, blocks = wanted[order], containers[order], blocks[order]
         changes = np.flatnonzero((containers[1:] != containers[:-1]) | (blocks[1:] != blocks[:-1])) + 1
-        starts = np.concatenate([np.zeros(1, np.intp), changes])
-        stops = [*changes.tolist(), len(wanted)]
+        bounds = np.concatenate([np.zeros(1, np.intp), changes, np.full(1, len(wanted))])
+        starts = bounds[:-1]
+        names = list(zip(map(ContainerId, containers[starts].tolist()), blocks[starts].tolist(), strict=True))
+
+        def copy(visits: list[int], contents: list[U8]) -> None:
+            rows = wanted[_runs(bounds, visits)]
+            which = np.repeat(np.arange(len(visits), dtype=np.int32), np.diff(bounds)[visits])
+            gather(contents, which, plan.positions[rows].astype(np.uint64), plan.encoded[rows], out, places[rows])
+
+        visits: list[int] = []
         held: list[U8] = []
-        held_bytes = first = copied = 0
-        for number, (container, block) in enumerate(
-            zip(containers[starts].tolist(), blocks[starts].tolist(), strict=True)
-        ):
-            content = self._source.decoded(container, block)
+        missing: list[int] = []
+        held_bytes = 0
+        for visit, name in enumerate(names):
+            content = self._source.decoded(*name)
             if content is None:
-                content = yield container, block
+                missing.append(visit)
+                continue
+            visits.append(visit)
             held.append(content)
             held_bytes += len(content)
-            if held_bytes >= HELD_BYTES_MAX or number == len(stops) - 1:
-                rows = wanted[copied : stops[number]]
-                sizes = np.diff(np.append(starts[first : number + 1], stops[number]))
-                which = np.repeat(np.arange(len(held), dtype=np.int32), sizes)
-                positions = plan.positions[rows].astype(np.uint64)
-                gather(held, which, positions, plan.encoded[rows], out, places[rows])
-                held, held_bytes, first, copied = [], 0, number + 1, stops[number]
+            if held_bytes >= HELD_BYTES_MAX:
+                copy(visits, held)
+                visits, held, held_bytes = [], [], 0
+        if visits:
+            copy(visits, held)
+        depths = plan.depths[wanted[starts]].tolist()
+        missing.sort(key=depths.__getitem__)
+        while missing:
+            level = [visit for visit in missing[:GROUP_BLOCKS_MAX] if depths[visit] == depths[missing[0]]]
+            held = yield [names[visit] for visit in level]
+            copy(level[: len(held)], held)
+            missing = missing[len(held) :]
 
 
-def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:
-    """Return what was found of some rows as answers for all of `locations`: the others are not available."""
-    count = len(locations)
-    replaced = Locations(locations.containers.copy(), locations.ordinals.copy())
-    replaced.containers[rows], replaced.ordinals[rows] = found.locations.containers, found.locations.ordinals
-    offsets, lengths = np.zeros(count, np.uint64), np.zeros(count, np.uint32)
-    depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
-    offsets[rows], lengths[rows] = found.offsets, found.lengths
-    depths[rows], available[rows] = found.depths, found.available
-    return Contents(replaced, found.payload, offsets, lengths, depths, available)
+def _called(name: BlockName) -> str:
+    return f"{object_name(name[0])} block {name[1]}"
+
+
+def _runs(bounds: NDArray[np.intp], which: list[int]) -> NDArray[np.intp]:
+    """Return bounds[i] .. bounds[i + 1] of each i in `which`, one run after another."""
+    sizes = np.diff(bounds)[which]
+    ends = np.cumsum(sizes)
+    runs: NDArray[np.intp] = np.arange(ends[-1]) + np.repeat(bounds[:-1][which] - (ends - sizes), sizes)
+    return runs
 
 
 def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
@@ -401,18 +438,3 @@ def _fill_zeros(out: U8, rows: NDArray[np.intp], starts: U64, lengths: U32) -> N
     firsts, lasts = rows[np.append(0, breaks + 1)], rows[np.append(breaks, len(rows) - 1)]
     for start, stop in zip(starts[firsts].tolist(), (starts[lasts] + lengths[lasts]).tolist(), strict=True):
         out[start:stop] = 0
-
-
-def _distinct(locations: Locations) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return (a row of each location, in the order of its first mention; which of these each row is)."""
-    order = np.lexsort((locations.ordinals, locations.containers))
-    containers, ordinals = locations.containers[order], locations.ordinals[order]
-    new = np.ones(len(order), np.bool_)
-    new[1:] = (containers[1:] != containers[:-1]) | (ordinals[1:] != ordinals[:-1])
-    firsts = order[new]  # lexsort is stable: each group starts with its first mention
-    by_mention = np.argsort(firsts)
-    place = np.empty(len(firsts), np.intp)
-    place[by_mention] = np.arange(len(firsts))
-    which = np.empty(len(order), np.intp)
-    which[order] = place[np.cumsum(new) - 1]
-    return firsts[by_mention], which

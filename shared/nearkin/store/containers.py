@@ -8,18 +8,19 @@ import random
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nearkin import tally
 from nearkin.errors import Corrupt, NotFound
-from nearkin.formats import container as fmt
-from nearkin.formats.container import Directory
+from nearkin.formats import directory_codec, layout
+from nearkin.formats.container import container_id_of, decode_container, footer_of
+from nearkin.formats.directory import Directory
 from nearkin.records import U8, ContainerId
 from nearkin.store.buffers import Buffers
-from nearkin.store.objects import ObjectStore
+from nearkin.store.objects import ObjectStore, SupportsSalvage
 from nearkin.store.parity import SupportsMending
 
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
@@ -84,10 +85,19 @@ class ByteBoundedCache(Generic[Key, Value]):
                 return
             self._entries[key] = (value, value_bytes)
             self._used_bytes += value_bytes
-            while self._used_bytes > self._bytes_max:
-                older = self._lot.randrange(max(1, 3 * len(self._entries) // 4))
-                _, dropped_bytes = self._entries.pop(next(islice(self._entries, older, None)))
-                self._used_bytes -= dropped_bytes
+            self._fit()
+
+    def bound(self, bytes_max: int) -> None:
+        """Hold so much at most from now on, dropping what is too much."""
+        with self._lock:
+            self._bytes_max = bytes_max
+            self._fit()
+
+    def _fit(self) -> None:
+        while self._used_bytes > self._bytes_max:
+            older = self._lot.randrange(max(1, 3 * len(self._entries) // 4))
+            _, dropped_bytes = self._entries.pop(next(islice(self._entries, older, None)))
+            self._used_bytes -= dropped_bytes
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget what these keys name; those that are not there are fine."""
@@ -95,6 +105,12 @@ class ByteBoundedCache(Generic[Key, Value]):
             for key in keys:
                 _, dropped_bytes = self._entries.pop(key, (None, 0))
                 self._used_bytes -= dropped_bytes
+
+    def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
+        """Forget what these keys name."""
+        with self._lock:
+            keys = [key for key in self._entries if unwanted(key)]
+        self.drop(keys)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -223,7 +239,7 @@ class ContainerStore:
         """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
         self._objects.put_new(object_name(container, generation), data)
         if generation:
-            self._generations[container] = generation
+            self._is_now(container, generation)
             self._directories.drop([container])
 
     def delete(self, container: ContainerId, generation: int) -> None:
@@ -233,10 +249,14 @@ class ContainerStore:
         """
         self._objects.delete(object_name(container, generation))
 
-    def forget_read(self) -> None:
-        """Let go of all that was read: containers may have gone, and nothing new may lean on them."""
-        self._directories.clear()
-        self.blocks.clear()
+    def forget_read(self, container: ContainerId | None = None) -> None:
+        """Let go of all that was read, or of one container: it may have gone, and nothing new may lean on it."""
+        if container is None:
+            self._directories.clear()
+            self.blocks.clear()
+        else:
+            self._directories.drop([container])
+            self.blocks.drop_if(lambda key: key[0] == container)
 
     def ids(self) -> Iterator[tuple[ContainerId, int]]:
         """Yield (id, bytes) of every container, in no order; of its highest generation."""
@@ -249,7 +269,7 @@ class ContainerStore:
         for container, generation, size_bytes in self._listed("containers"):
             found.setdefault(container, {})[generation] = size_bytes
             if generation > self._generations.get(container, 0):
-                self._generations[container] = generation
+                self._is_now(container, generation)
         return found
 
     def _listed(self, folder: str) -> Iterator[tuple[ContainerId, int, int]]:
@@ -259,19 +279,35 @@ class ContainerStore:
                 raise Corrupt(f"{name}: not a container's name; move it out of the store")
             yield ContainerId(int(matched[1], 16)), int(matched[2] or "0", 16), size_bytes
 
+    def _is_now(self, container: ContainerId, generation: int) -> None:
+        """Take note of another generation, and let go of the blocks of the one until now.
+
+        After a repair by a copy of the first generation, numbers that a later one had given are given again.
+        """
+        self._generations[container] = generation
+        self.blocks.drop_if(lambda key: key[0] == container)
+
     def generation(self, container: ContainerId) -> int:
         """Return the generation of a container, as far as known: `generations` looks."""
         return self._generations.get(container, 0)
 
     def _moved(self, container: ContainerId, tried: int) -> bool:
-        """Look for another generation than the one that was not found; return whether there is one."""
+        """Look for another generation than the one that was tried; return whether there is one."""
         self._directories.drop([container])
         folder = object_name(container).rpartition("/")[0]
         there = [generation for found, generation, _ in self._listed(folder) if found == container]
         if not there or max(there) == tried:
             return False
-        self._generations[container] = max(there)
+        self._is_now(container, max(there))
         return True
+
+    def moved(self, containers: Iterable[int]) -> bool:
+        """Look whether any of these is there in a later generation than was read; that one is read from now on."""
+        found = False
+        for container in map(ContainerId, containers):
+            known = self._directories.get(container)
+            found |= self._moved(container, self.generation(container) if known is None else known[1])
+        return found
 
     def raw(self, container: ContainerId) -> bytes:
         """Return a container's bytes, unchecked."""
@@ -282,6 +318,12 @@ class ContainerStore:
             if not self._moved(container, tried):
                 raise
             return self._objects.get(object_name(container, self.generation(container)))
+
+    def salvaged(self, container: ContainerId) -> bytes | None:
+        """Return a damaged container as far as it can be read, zeros where it cannot; None where that is not known."""
+        if not isinstance(self._objects, SupportsSalvage):
+            return None
+        return self._objects.salvaged(object_name(container, self.generation(container)))
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory, from the cache or with one or two reads. Raises Corrupt where it is lost."""
@@ -315,19 +357,19 @@ class ContainerStore:
             whole = self._mend(name, err)
             if whole is None:
                 raise
-            directory = fmt.decode_container(whole, name)
+            directory = decode_container(whole, name)
         self._directories.put(container, (directory, generation), directory.memory_bytes)
         return directory, generation
 
     def _stored_directory(self, container: ContainerId, name: str) -> Directory:
         size_bytes = self._objects.size_bytes(name)
-        if size_bytes < fmt.HEADER.size + fmt.FOOTER.size:
+        if size_bytes < layout.HEADER.size + layout.FOOTER.size:
             raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
         tail_start = max(0, size_bytes - TAIL_BYTES)
-        header, tail = self._objects.get_ranges(name, [0, tail_start], [fmt.HEADER.size, size_bytes])
+        header, tail = self._objects.get_ranges(name, [0, tail_start], [layout.HEADER.size, size_bytes])
         # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
-        offset, length, check = fmt.footer_of(header, tail[-fmt.FOOTER.size :], size_bytes, name)
-        found, domain = fmt.container_id_of(header, name)
+        offset, length, check = footer_of(header, tail[-layout.FOOTER.size :], size_bytes, name)
+        found, domain = container_id_of(header, name)
         if found != container:
             raise Corrupt(f"{name}: holds container {found:016x}: was it renamed?")
         if offset >= tail_start:
@@ -335,7 +377,7 @@ class ContainerStore:
         else:
             (data,) = self._objects.get_ranges(name, [offset], [offset + length])
         self.costs.read(container, len(header) + size_bytes - min(offset, tail_start), directories=1)
-        return fmt.decode_directory(data, container, domain, size_bytes, check, name)
+        return directory_codec.decode_directory(data, container, domain, size_bytes, check, name)
 
     def _mend(self, name: str, why: Corrupt) -> bytes | None:
         """Return a damaged container as it was written, where parity knows; the object itself stays as it is."""
@@ -358,8 +400,7 @@ class ContainerStore:
             return self.record(container, block)
         if whole is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
             return None
-        start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
-        return whole[start : start + fmt.BLOCK.size + int(directory.blocks.stored[block])]
+        return whole[directory.blocks.record(block)]
 
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
         """Return a decoded block from the cache."""
@@ -376,6 +417,11 @@ class ContainerStore:
             if not self._moved(container, generation):
                 name = object_name(container, generation)
                 raise Corrupt(f"{name}: missing since its directory was read: run `nearkin verify`") from err
+        except Rewritten:
+            raise
+        except Corrupt:
+            if not self._moved(container, generation):  # healed, and who did it died before this one went
+                raise
         return self._read_record(*self._known(container), block)  # its number is its own, in every generation
 
     def _read_record(self, directory: Directory, generation: int, block: int) -> bytes:
@@ -384,10 +430,15 @@ class ContainerStore:
             raise NotFound(f"{name}: has no block {block}")
         if not directory.blocks.raw[block]:
             raise Rewritten(f"{name}: block {block} is gone: read again")
-        start = int(directory.blocks.offsets[block]) - fmt.BLOCK.size
-        end = start + fmt.BLOCK.size + int(directory.blocks.stored[block])
-        (record,) = self._objects.get_ranges(name, [start], [end])
-        self.costs.read(directory.container, end - start, blocks=1)
+        place = directory.blocks.record(block)
+        try:
+            (record,) = self._objects.get_ranges(name, [place.start], [place.stop])
+        except Corrupt as err:  # a page that does not open, or a bad sector
+            whole = self._mend(name, err)
+            if whole is None:
+                raise
+            record = whole[place]
+        self.costs.read(directory.container, place.stop - place.start, blocks=1)
         return record
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:

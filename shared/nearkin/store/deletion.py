@@ -13,8 +13,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, Retryable
@@ -35,6 +36,9 @@ WHO_CHARACTERS_MAX = 64
 
 Note = Callable[[Sequence[Marked]], None]
 """Tells the index, before the marks are written."""
+Restate = Callable[[str, str, Collection[int]], None]
+"""(tenant, key, versions): marks were noted of these and not written; of those that are collected the index is told
+what is there: nobody comes after."""
 Guard = Callable[[str, str], Callable[[VersionInfo], None] | None]
 """(tenant, key) -> what raises Retained for a version that may not be deleted yet; None where any may."""
 Condition = Callable[[VersionInfo], None]
@@ -51,8 +55,10 @@ class Deletions:
         *,
         clock: Callable[[], float] = time.time,
         guard: Guard | None = None,
+        restate: Restate = lambda *_: None,
     ) -> None:
         self._guard = guard
+        self._restate = restate
         self._manifests = manifests
         self._note = note
         self._clock = clock
@@ -80,6 +86,8 @@ class Deletions:
         for _ in range(RACES_MAX):
             histories = self._histories(tenant, key, version)
             wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
+            if request is not None and version is None:
+                wanted = self._there_before(tenant, key, histories, wanted, request)
             if not wanted:
                 earlier = 0 if request is None else self._done(tenant, key, histories, request, Kind.DELETED)
                 if earlier:
@@ -180,9 +188,29 @@ class Deletions:
         odd = [history for history in histories if history.committed and history.sequence % 2]
         return [(found, self._manifests.mark(tenant, key, found.version, found.sequence)) for found in odd]
 
+    def _there_before(
+        self, tenant: str, key: str, histories: Iterable[History], wanted: list[History], request: bytes
+    ) -> list[History]:
+        """Return what a call may delete: of a repeat, what its first sending left, and nothing that was put since.
+
+        Else a client that lost the answer, and asked again, would delete what others put in between.
+        """
+        marked = [mark.at_us for mark in self._marks(tenant, key, histories, request, Kind.DELETED)]
+        if not marked:
+            return wanted
+        before = []
+        for history in wanted:
+            with suppress(Corrupt, NotFound):  # whoever wants a damaged one gone deletes it by a call of its own
+                if self._manifests.get(tenant, key, history.version).created_us <= min(marked):
+                    before.append(history)
+        return before
+
     def _done(self, tenant: str, key: str, histories: Iterable[History], request: bytes, kind: Kind) -> int:
         """Return how many versions stand as an earlier call with this `request` left them."""
-        count = 0
+        return sum(1 for _ in self._marks(tenant, key, histories, request, kind))
+
+    def _marks(self, tenant: str, key: str, histories: Iterable[History], request: bytes, kind: Kind) -> Iterator[Mark]:
+        """Yield the newest marks of versions that an earlier call with this `request` made."""
         for history in histories:
             if not history.committed or not history.sequence:
                 continue
@@ -190,8 +218,8 @@ class Deletions:
                 mark = self._manifests.mark(tenant, key, history.version, history.sequence)
             except Corrupt:
                 continue
-            count += mark.kind is kind and mark.request == request
-        return count
+            if mark.kind is kind and mark.request == request:
+                yield mark
 
     def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
         """Write the marks of a key's versions, by version; return how many were not taken by another call."""
@@ -210,14 +238,20 @@ class Deletions:
         failpoint("delete.noted")
         # The newest one is the last to go and the first to come back: an older one never stands in for it.
         *older, newest = marks
-        count = self._written(newest) if newest.kind is Kind.UNDELETED else 0
+        written: list[bool] = []
+        if newest.kind is Kind.UNDELETED:
+            written.append(self._written(newest))
+            failpoint("undelete.newest")
         if older:
             with ThreadPoolExecutor(MARK_THREADS if len(older) > 1 else 1) as threads:
-                count += sum(threads.map(self._written, older))  # 2
+                written += threads.map(self._written, older)  # 2
             failpoint("delete.older")
-        count += self._written(newest) if newest.kind is Kind.DELETED else 0  # 3
+        if newest.kind is Kind.DELETED:
+            written.append(self._written(newest))  # 3
+        if not all(written):
+            self._restate(newest.tenant, newest.key, [mark.version for mark in marks])
         failpoint("delete.marked")
-        return count
+        return sum(written)
 
     def _written(self, mark: Mark) -> bool:
         try:

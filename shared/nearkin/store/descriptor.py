@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 from blake3 import blake3
 
-from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew
+from nearkin.formats.key import ALGORITHM, ENCRYPTED_VERSION, decode_envelope
 from nearkin.store.objects import ObjectStore
 from nearkin.store.parity import read_decoded
 
@@ -55,6 +56,11 @@ def _decoded(data: bytes, _name: str) -> Descriptor:
         fields = json.loads(data)
         if fields["format"] != FORMAT or type(fields["format_version"]) is not int:
             raise ValueError("not a Nearkin store's descriptor")  # noqa: TRY301
+        if fields["format_version"] == ENCRYPTED_VERSION and "encryption" in fields and decode_envelope(data, NAME):
+            raise ConfigError(
+                f'{NAME}: this store is encrypted: set storage.encryption = "{ALGORITHM}", and storage.key_file or '
+                "NEARKIN_STORAGE__KEY with the key-encryption key that it was made with"
+            )
         if fields["format_version"] > VERSION:
             raise FormatTooNew(
                 f"store format {fields['format_version']}; this Nearkin reads up to {VERSION}: upgrade Nearkin"

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
+from nearkin.failpoints import failpoint
 from nearkin.store.objects import ObjectStore, Payload
+from nearkin.store.parity import SupportsMending
+from nearkin.store.passing import PassingObjects
 
 
-class FencedObjects:
+class FencedObjects(PassingObjects):
     """An ObjectStore that asks, before each effect, whether it still may."""
 
     def __init__(self, objects: ObjectStore, check: Callable[[], None]) -> None:
         """`check` raises where it may not."""
-        self._objects = objects
+        super().__init__(objects)
         self._check = check
 
-    @property
-    def far(self) -> bool:
-        """Return whether each read costs a trip."""
-        return self._objects.far
+    def _may(self) -> None:
+        self._check()
+        failpoint("fence.passed")
 
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object. Raises what the check raises, AlreadyExists, StoreUnavailable."""
-        self._check()
-        self._objects.put_new(name, data)
+        self._may()
+        super().put_new(name, data)
 
     def delete(self, name: str) -> None:
         """Remove an object. Raises what the check raises, StoreUnavailable."""
-        self._check()
-        self._objects.delete(name)
+        self._may()
+        super().delete(name)
 
-    def get(self, name: str) -> bytes:
-        """Return a whole object. Raises NotFound or StoreUnavailable."""
-        return self._objects.get(name)
-
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable."""
-        return self._objects.get_ranges(name, starts, ends)
-
-    def size_bytes(self, name: str) -> int:
-        """Return an object's size. Raises NotFound or StoreUnavailable."""
-        return self._objects.size_bytes(name)
-
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (name, size in bytes) below `prefix`, in no order."""
-        return self._objects.names(prefix)
+    def mended(self, name: str) -> bytes | None:
+        """Return an object as it was written, None where the store below does not know. Raises StoreUnavailable."""
+        return self.inner.mended(name) if isinstance(self.inner, SupportsMending) else None

@@ -1,6 +1,10 @@
 """The writer's lock. Invariant: one process writes a store at a time; a dead holder's lock is free at once.
 
 The kernel holds the lock (flock), so it ends with its process; a file beside it only names the holder for the error.
+
+    lock            held by whoever writes, from its first write to its close, or for one step of a round
+    lock.round      held by whoever does a round of garbage collection, from its beginning to its end
+    lock.wanted     held, shared, by whoever waits for a step of a round to end: the round lets them go first
 """
 
 from __future__ import annotations
@@ -10,21 +14,38 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nearkin.errors import StoreLocked, StoreUnavailable
+
+POLL_SECONDS = 0.005
+STEP_SECONDS_MAX = 60.0
+"""So long whoever writes waits for a step of a round: it holds the lock for one step at a time (decisions/0028)."""
+LOOK_AGAIN_SECONDS = 0.02
+"""Between taking the lock and naming itself a holder needs some 0.1 ms: who is named twice holds it."""
+WRITING = "writing"
+ROUND = "a step of garbage collection"
+ROUNDS = "garbage collection"
+_BEING = {ROUNDS: "is being collected by", ROUND: "is being written, in a step of garbage collection, by"}
+NAMES = frozenset({"lock", "lock.holder", "lock.round", "lock.round.holder", "lock.wanted"})
 
 
 class WriterLock:
     """Held from `acquire` to `release`."""
 
-    def __init__(self, root: Path) -> None:
-        self._path = root / "lock"
-        self._holder = root / "lock.holder"
+    def __init__(self, root: Path, name: str = "lock") -> None:
+        self._path = root / name
+        self._holder = root / f"{name}.holder"
+        self._wanted = root / "lock.wanted"
         self._descriptor: int | None = None
 
-    def acquire(self) -> None:
-        """Take the lock. Raises StoreLocked, naming the holder."""
+    def acquire(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
+        """Take the lock, for `what`; wait so long for whoever holds it. Raises StoreLocked, naming the holder.
+
+        A step of a round is waited for, up to STEP_SECONDS_MAX, whatever `wait_seconds` is.
+        """
         if self._descriptor is not None:
             return
         try:
@@ -32,21 +53,20 @@ class WriterLock:
         except OSError as err:
             raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
         try:
-            # The call itself: the filelock package does the same and takes 60 ms to import.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            os.close(descriptor)
-            raise StoreLocked(
-                f"store {self._path.parent} is being written by {self._named()}; try again when it is done"
-            ) from err
+            if not _taken(descriptor):
+                self._wait(descriptor, wait_seconds, yields=what == ROUND)
         except OSError as err:
             os.close(descriptor)
             raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._descriptor = descriptor
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "for": what,
         }
         try:
             self._holder.write_text(json.dumps(holder))
@@ -59,6 +79,38 @@ class WriterLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @property
+    def wanted(self) -> bool:
+        """Return whether somebody waits for the lock who is to have it before the next step of a round."""
+        if not self._wanted.exists():
+            return False
+        with _opened(self._wanted) as descriptor:
+            return descriptor is not None and not _taken(descriptor)
+
+    def _wait(self, descriptor: int, wait_seconds: float, *, yields: bool) -> None:
+        began = time.monotonic()
+        with _opened(None if yields else self._wanted) as wanted:
+            while True:
+                held_for = self._held_for()
+                waited_seconds = time.monotonic() - began
+                # One that is named may be the one before: LOOK_AGAIN_SECONDS.
+                bound_seconds = max(wait_seconds, STEP_SECONDS_MAX if held_for == ROUND else LOOK_AGAIN_SECONDS)
+                if waited_seconds >= bound_seconds:
+                    being = _BEING.get(held_for, "is being written by")
+                    raise StoreLocked(f"store {self._path.parent} {being} {self._named()}; try again when it is done")
+                if wanted is not None:
+                    with suppress(BlockingIOError):  # a round that looks holds it for a moment: next time
+                        fcntl.flock(wanted, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                time.sleep(POLL_SECONDS)
+                if _taken(descriptor):
+                    return
+
+    def _held_for(self) -> str:
+        try:
+            return str(json.loads(self._holder.read_text())["for"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return WRITING
+
     def _named(self) -> str:
         try:
             holder = json.loads(self._holder.read_text())
@@ -67,3 +119,26 @@ class WriterLock:
             return f"process {holder['pid']} on {holder['host']} since {holder['since']}{also}"
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        # The call itself: the filelock package does the same and takes 60 ms to import.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[int | None]:
+    """Open a lock's file; None where that is not possible: nobody is told then that somebody waits."""
+    try:
+        descriptor = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        descriptor = None
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)

@@ -17,7 +17,7 @@ from blake3 import blake3
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
-from nearkin.store.objects import ObjectStore
+from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
 
 MARK_SUFFIX = ".nkt"
@@ -67,7 +67,7 @@ def _folder(tenant: str, key: str) -> str:
 
 
 class ManifestStore:
-    """Manifests and marks by (tenant, key, version)."""
+    """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises Erased."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
@@ -82,6 +82,7 @@ class ManifestStore:
 
     def get(self, tenant: str, key: str, version: int) -> Manifest:
         """Return one version's manifest, of a deleted one too. Raises NotFound, Corrupt or StoreUnavailable."""
+        check_tenant(self._objects, tenant)
         name = object_name(tenant, key, version)
         manifest = read_decoded(self._objects, name, decode_manifest)
         if (manifest.tenant, manifest.key, manifest.version) != (tenant, key, version):
@@ -106,6 +107,7 @@ class ManifestStore:
 
     def histories(self, tenant: str, key: str) -> dict[int, History]:
         """Return what became of each version of a key, from one listing of its folder. Raises Corrupt."""
+        check_tenant(self._objects, tenant)
         found: dict[int, History] = {}
         for name, size_bytes in self._objects.names(_folder(tenant, key)):
             matched = _NAME.fullmatch(name.rpartition("/")[2])
@@ -137,6 +139,10 @@ class ManifestStore:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
 
+    def stored(self, name: str) -> bytes:
+        """Return the bytes that lie under an object name, whatever they are. Raises NotFound, StoreUnavailable."""
+        return self._objects.get(name)
+
     def delete(self, tenant: str, key: str, version: int) -> None:
         """Remove a manifest, whose version a mark calls collected. Again is fine."""
         self._objects.delete(object_name(tenant, key, version))
@@ -166,6 +172,7 @@ class ManifestStore:
 
     def is_seen(self, tenant: str, key: str, version: int) -> bool:
         """Return whether no mark hides a version: one small read where it never had one, which most never have."""
+        check_tenant(self._objects, tenant)
         try:
             self._objects.get(mark_name(tenant, key, version, 1))
         except NotFound:

@@ -1,4 +1,5 @@
-"""Neighbours of stored chunks. Invariant: only directories are read; what cannot be read has no neighbours.
+"""Neighbours of stored chunks. Invariant: only directories are read, each once a question; what cannot be read has no
+neighbours.
 
 What stood between two chunks when they were stored is what a changed version most likely changed (locality):
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
-from nearkin.formats.container import Directory
+from nearkin.formats.directory import Directory
 from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
 from nearkin.stage import Anchor, Gaps, Neighbours
 from nearkin.store.chunks import grouped
@@ -23,6 +24,8 @@ from nearkin.store.containers import ByteBoundedCache, ContainerSource
 ROWS_CACHE_BYTES = 8 * 1024 * 1024
 NOWHERE = -1
 Rows = NDArray[np.int64]
+Directories = dict[int, Directory]
+"""As they were read for one question: a container may be written anew meanwhile, without some of its recipes."""
 
 
 @dataclass(slots=True)
@@ -44,13 +47,17 @@ class Neighbourhood:
 
     def __init__(self, source: ContainerSource) -> None:
         self._source = source
-        self._brought: ByteBoundedCache[ContainerId, U32] = ByteBoundedCache(ROWS_CACHE_BYTES, "recipes")
+        self._brought: ByteBoundedCache[tuple[ContainerId, int, int], U32] = ByteBoundedCache(
+            ROWS_CACHE_BYTES, "recipes"
+        )
+        """By container, its chunks and the rows of its recipes: it has fewer of these once it was written anew."""
 
     def between(self, gaps: Gaps) -> Neighbours:
         """Return for each gap the stored chunks that lay there: 2 n + 4 at most where n chunks are fresh."""
         count, fresh = len(gaps), gaps.fresh.astype(np.int64)
-        left = self._places(gaps.left_kinds, gaps.left, after=True)
-        right = self._places(gaps.right_kinds, gaps.right, after=False)
+        read: Directories = {}
+        left = self._places(gaps.left_kinds, gaps.left, read, after=True)
+        right = self._places(gaps.right_kinds, gaps.right, read, after=False)
         _continue(left, gaps.left_kinds, fresh)
         more = fresh // 2 + 2
         whole = left.known & right.known & (left.containers == right.containers)
@@ -61,7 +68,7 @@ class Neighbourhood:
         back_from = np.maximum(0, right.rows - np.where(left.known, more, fresh + more))
         starts = np.concatenate([np.where(left.known, left.rows, 0), np.where(back, back_from, 0)])
         stops = np.concatenate([np.where(left.known, ahead_until, 0), np.where(back, right.rows, 0)])
-        found, of = self._chunks(np.concatenate([left.containers, right.containers]), starts, stops)
+        found, of = _chunks(read, np.concatenate([left.containers, right.containers]), starts, stops)
         of %= count or 1
         order = np.argsort(of, kind="stable")
         chunks = found.take(order)
@@ -76,15 +83,17 @@ class Neighbourhood:
             Locations(np.where(left.known, left.containers, 0), np.where(left.known, ends, 0).astype(np.uint32)),
         )
 
-    def _places(self, kinds: U8, anchors: Locations, *, after: bool) -> _Places:
-        """Return the rows at which the anchors stand, or those after them."""
+    def _places(self, kinds: U8, anchors: Locations, read: Directories, *, after: bool) -> _Places:
+        """Return the rows at which the anchors stand, or those after them; add to `read` what was."""
         rows, most = np.full(len(kinds), NOWHERE, np.int64), np.zeros(len(kinds), np.int64)
         asked = np.flatnonzero((kinds != Anchor.NONE) & (kinds != Anchor.CONTINUED))
         for container, some in grouped(anchors.containers[asked]):
-            try:
-                directory = self._source.directory(ContainerId(container))
-            except (Corrupt, NotFound):
-                continue
+            directory = read.get(container)
+            if directory is None:
+                try:
+                    directory = read[container] = self._source.directory(ContainerId(container))
+                except (Corrupt, NotFound):
+                    continue
             mine = asked[some]
             rows[mine] = self._rows(directory, kinds[mine], anchors.ordinals[mine].astype(np.int64), after)
             most[mine] = len(directory.segments.chunks)
@@ -104,27 +113,29 @@ class Neighbourhood:
 
     def _brought_by(self, directory: Directory) -> U32:
         """Return for each chunk of a container 1 + the row of its recipes that mentions it first, 0 for none."""
-        known = self._brought.get(directory.container)
+        recipes = directory.segments.chunks
+        name = directory.container, len(directory.chunks), len(recipes)
+        known = self._brought.get(name)
         if known is not None:
             return known
         rows = np.zeros(len(directory.chunks), np.uint32)
-        recipes = directory.segments.chunks
         own = np.flatnonzero(recipes.containers == np.uint64(directory.container))[::-1]
         rows[recipes.ordinals[own]] = own + 1  # written backwards: the first mention wins
         if directory.container_bytes:  # an open container grows
-            self._brought.put(directory.container, rows, rows.nbytes)
+            self._brought.put(name, rows, rows.nbytes)
         return rows
 
-    def _chunks(self, containers: U64, starts: Rows, stops: Rows) -> tuple[Locations, NDArray[np.intp]]:
-        """Return (the chunks of rows [start, stop) of each container's recipes, the range that each comes from)."""
-        counts = np.maximum(stops - starts, 0)
-        of = np.repeat(np.arange(len(counts)), counts)
-        rows = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
-        found, holders = Locations.empty(len(of)), containers[of]
-        for container, mine in grouped(holders):
-            chunks = self._source.directory(ContainerId(container)).segments.chunks
-            found.containers[mine], found.ordinals[mine] = chunks.containers[rows[mine]], chunks.ordinals[rows[mine]]
-        return found, of
+
+def _chunks(read: Directories, containers: U64, starts: Rows, stops: Rows) -> tuple[Locations, NDArray[np.intp]]:
+    """Return (the chunks of rows [start, stop) of each container's recipes, the range that each comes from)."""
+    counts = np.maximum(stops - starts, 0)
+    of = np.repeat(np.arange(len(counts)), counts)
+    rows = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
+    found, holders = Locations.empty(len(of)), containers[of]
+    for container, mine in grouped(holders):
+        chunks = read[container].segments.chunks
+        found.containers[mine], found.ordinals[mine] = chunks.containers[rows[mine]], chunks.ordinals[rows[mine]]
+    return found, of
 
 
 def _continue(left: _Places, kinds: U8, fresh: Rows) -> None:

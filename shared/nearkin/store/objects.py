@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
-from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.errors import Corrupt, NearkinError, NoRoom, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 
 Payload = bytes | memoryview
@@ -65,6 +65,28 @@ class SupportsReplace(Protocol):
 
         Raises StoreUnavailable: the one or the other is there.
         """
+
+
+@runtime_checkable
+class SupportsErasure(Protocol):
+    """An object store in which a tenant can be erased: what is left of it can never be read again."""
+
+    def check_tenant(self, tenant: str) -> None:
+        """Raise Erased where a tenant was. Raises StoreUnavailable."""
+
+
+@runtime_checkable
+class SupportsSalvage(Protocol):
+    """An object store whose objects may be readable in part."""
+
+    def salvaged(self, name: str) -> bytes | None:
+        """Return an object with zeros in the place of what cannot be read, None where nothing can."""
+
+
+def check_tenant(objects: ObjectStore, tenant: str) -> None:
+    """Raise Erased where a tenant was, in a store where that can be."""
+    if isinstance(objects, SupportsErasure):
+        objects.check_tenant(tenant)
 
 
 REFUSALS = (BaseError, OSError)
@@ -142,6 +164,8 @@ class ObstoreObjects:
 
 
 FOLDER_LOCKS = 64
+SWEPT_TRIES_MAX = 8
+"""Each but the first means that another process has begun to write since: some 60 ms."""
 
 
 class LocalObjects(ObstoreObjects):
@@ -158,18 +182,11 @@ class LocalObjects(ObstoreObjects):
     def put_new(self, name: str, data: Payload) -> None:
         """Write, fsync, link to the final name (fails if there), fsync the folder: no crash leaves half an object."""
         final = self._root / name
-        temporary = self._scratch / f"{secrets.token_hex(8)}.part"
         failpoint("object.begun")
         try:
             self._make_folder(final.parent)
             _make(self._scratch)
-            try:
-                _write_durably(temporary, data)  # 1 bytes durable under a name nobody reads
-                failpoint("object.synced")
-                os.link(temporary, final)  # 2 visible, atomically, only if the name is free
-                failpoint("object.linked")
-            finally:
-                _remove(temporary)
+            self._named(data, lambda temporary: _link(temporary, final))
             failpoint("object.scratch-removed")
             sync_folder(final.parent)  # 3 the name itself is durable
             failpoint("object.durable")
@@ -181,18 +198,34 @@ class LocalObjects(ObstoreObjects):
     def replace(self, name: str, data: Payload) -> None:
         """Write, fsync, rename over the name, fsync the folder."""
         final = self._root / name
-        temporary = self._scratch / f"{secrets.token_hex(8)}.part"
         try:
             self._make_folder(final.parent)
-            self._scratch.mkdir(exist_ok=True)
-            try:
-                _write_durably(temporary, data)
-                os.replace(temporary, final)
-            finally:
-                temporary.unlink(missing_ok=True)
+            _make(self._scratch)
+            self._named(data, lambda temporary: os.replace(temporary, final))
+            failpoint("object.replaced")
             sync_folder(final.parent)
         except OSError as err:
             raise _unavailable(name, err) from err
+
+    def _named(self, data: Payload, name: Callable[[Path], None]) -> None:
+        """Make bytes durable under a name nobody reads, and let `name` give them theirs.
+
+        Whoever takes the store's lock sweeps the scratch folder; a pause, say, or a new store is written without that
+        lock, and then once more.
+        """
+        for tries_left in reversed(range(SWEPT_TRIES_MAX)):
+            temporary = self._scratch / f"{secrets.token_hex(8)}.part"
+            try:
+                _write_durably(temporary, data)  # 1 bytes durable under a name nobody reads
+                failpoint("object.synced")
+                name(temporary)  # 2 visible, atomically
+            except FileNotFoundError:
+                if temporary.exists() or not tries_left:
+                    raise
+            else:
+                return
+            finally:
+                _remove(temporary)
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt where the device cannot read it."""
@@ -281,6 +314,11 @@ def _write_durably(path: Path, data: Payload) -> None:
         os.close(descriptor)
 
 
+def _link(temporary: Path, final: Path) -> None:
+    os.link(temporary, final)  # only if the name is free
+    failpoint("object.linked")
+
+
 def _make(folder: Path) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder)
@@ -312,7 +350,5 @@ def sync_folder(folder: Path) -> None:
 
 def _unavailable(name: str, err: Exception) -> StoreUnavailable:
     if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreUnavailable(
-            f"{name}: no room left on the device; nothing was changed: make room and run the same again"
-        )
+        return NoRoom(f"{name}: no room left on the device; nothing was changed: make room and run the same again")
     return StoreUnavailable(f"{name}: {str(err).splitlines()[0]}")

@@ -10,8 +10,11 @@ from nearkin.config import Settings
 from nearkin.errors import ConfigError, NotFound, StoreUnavailable
 from nearkin.formats.parity import scheme_of
 from nearkin.store import descriptor
+from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.keyring import Keyring, open_keyring
 from nearkin.store.objects import AlreadyExists, LocalObjects, ObjectStore
 from nearkin.store.parity import ParityObjects
+from nearkin.wrapping import wrapper_of
 
 
 def open_objects(settings: Settings) -> ObjectStore:
@@ -51,9 +54,29 @@ def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:
     return ParityObjects(objects, scheme)
 
 
+def as_set(objects: ObjectStore, settings: Settings) -> ParityObjects:
+    """Return `objects` with the parity and the encryption that the settings name: what all of a store is read through.
+
+    The first key of a new store is made. Raises ConfigError: a library or a key is missing, it is another key's store,
+    or one without encryption; Corrupt: its keys are gone; StoreUnavailable.
+    """
+    covered = with_parity(objects, settings)
+    if settings.storage.encryption == "none":
+        return covered
+    keyring = open_keyring(covered, wrapper_of(settings.storage))
+    return EncryptedObjects(objects, scheme_of(settings.storage.parity), keyring)
+
+
+def open_keys(settings: Settings) -> Keyring:
+    """Return the keys of a store that is there. Raises NotFound where there is none, and as `as_set` does."""
+    covered = with_parity(open_objects(settings), settings)
+    covered.size_bytes(descriptor.NAME)
+    return open_keyring(covered, wrapper_of(settings.storage))
+
+
 def open_store_of(settings: Settings) -> tuple[ParityObjects, descriptor.Descriptor]:
-    """Return the object store, with its parity, and its descriptor, made when this is the first process to come."""
-    objects = with_parity(open_objects(settings), settings)
+    """Return the object store as it is set, and its descriptor, made when this is the first process to come."""
+    objects = as_set(open_objects(settings), settings)
     try:
         return objects, descriptor.read(objects)
     except NotFound:

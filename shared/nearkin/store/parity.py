@@ -9,17 +9,20 @@ that. `replace` puts it back: the only way in which an object is ever overwritte
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar, runtime_checkable
 
+from nearkin import tally
 from nearkin.errors import Corrupt, FormatTooNew, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.failpoints import failpoint
 from nearkin.formats import parity as fmt
 from nearkin.formats.parity import Scheme
 from nearkin.store.objects import AlreadyExists, ObjectStore, Payload, SupportsReplace
+from nearkin.store.passing import PassingObjects
 
 FOLDER = "parity"
 SUFFIX = ".nkp"
-COVERED = ("containers/", "manifests/", "nearkin.json")
+COVERED = ("containers/", "manifests/", "keys/", "nearkin.json")
 """What has parity: the truth. What is condemned or quarantined is found again."""
 Decoded = TypeVar("Decoded")
 _log = logging.getLogger("nearkin")
@@ -43,23 +46,24 @@ def is_covered(name: str) -> bool:
     return name.startswith(COVERED)
 
 
-class ParityObjects:
+class ParityObjects(PassingObjects):
     """An object store whose objects get parity where `scheme` says so; that of others is used, and goes with them."""
 
     def __init__(self, inner: ObjectStore, scheme: Scheme | None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._scheme = scheme
         self._some: bool | None = True if scheme is not None else None
 
     @property
-    def far(self) -> bool:
-        """Return whether reads of the store below take long."""
-        return self.inner.far
+    def bare(self) -> ObjectStore:
+        """Return the objects as they lie there, whatever parity would make of them."""
+        return self.inner
 
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object, then its parity. Raises AlreadyExists, StoreUnavailable: of the object alone."""
         self.inner.put_new(name, data)
         if self._scheme is not None and is_covered(name):
+            failpoint("parity.begun")
             try:
                 self.add_parity(name, bytes(data))
             except NearkinError as err:  # the object is there: to say otherwise would make its writer write it again
@@ -72,31 +76,20 @@ class ParityObjects:
         made, of_it = fmt.encode_parity(name, data, self._scheme), parity_name(name)
         try:
             self.inner.put_new(of_it, made)
+            failpoint("parity.put")
         except AlreadyExists:
             if self._parity(name) != made:
                 self._replace(of_it, made)
 
-    def get(self, name: str) -> bytes:
-        """Return a whole object, as it is stored. Raises NotFound, Corrupt or StoreUnavailable."""
-        return self.inner.get(name)
-
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """Return the byte ranges [start, end), as they are stored."""
-        return self.inner.get_ranges(name, starts, ends)
-
-    def size_bytes(self, name: str) -> int:
-        """Return an object's size."""
-        return self.inner.size_bytes(name)
-
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (name, size in bytes) below `prefix`; parity lies below a name of its own."""
-        return self.inner.names(prefix)
-
     def delete(self, name: str) -> None:
-        """Remove an object, then its parity. Again is fine."""
-        self.inner.delete(name)
+        """Remove an object's parity, then the object. Again is fine.
+
+        In this order, since nobody would come for parity whose object is gone, and a round comes for the object again.
+        """
         if is_covered(name) and self.has_some:
             self.inner.delete(parity_name(name))
+            failpoint("parity.removed")
+        self.inner.delete(name)
 
     @property
     def has_some(self) -> bool:
@@ -110,8 +103,20 @@ class ParityObjects:
         """Return whether objects get parity from now on."""
         return self._scheme is not None
 
+    def is_stored(self, name: str, data: bytes) -> bool:
+        """Return whether an object is `data`; False where it is damaged, so that it cannot be read. Raises NotFound."""
+        try:
+            return self.get(name) == data
+        except Corrupt:
+            return False
+
     def mended(self, name: str) -> bytes | None:
         """Return an object as it was written, None where too much of it or of its parity is lost."""
+        found = self._mended(name)
+        tally.MENDED.add(1, "no" if found is None else "yes")
+        return found
+
+    def _mended(self, name: str) -> bytes | None:
         try:
             parity = self._parity(name)
         except Permanent:

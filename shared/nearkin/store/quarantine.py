@@ -7,63 +7,49 @@ quarantine/0000000000000007.nkq     as gc/*.nkg: the highest sequence holds; who
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from nearkin.errors import Corrupt, NotFound
+from nearkin.errors import Corrupt
+from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import QUARANTINED, Condemned, Record, decode_record, encode_record
 from nearkin.records import U32
+from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import ObjectStore
 
 FOLDER = "quarantine"
-_NAME = re.compile(r"quarantine/([0-9a-f]{16})\.nkq")
 _NONE: U32 = np.zeros(0, np.uint32)
 _log = logging.getLogger("nearkin")
-
-
-def record_name(sequence: int) -> str:
-    """Return the object name of a record."""
-    return f"{FOLDER}/{sequence:016x}.nkq"
 
 
 class Quarantine:
     """The record of one store. Who writes it holds the store's lock or lease."""
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float]) -> None:
-        self._objects = objects
+        self._records = NumberedRecords(objects, FOLDER, "nkq", "what is quarantined")
         self._clock = clock
+
+    def name(self, sequence: int) -> str:
+        """Return the object name of a record."""
+        return self._records.name(sequence)
 
     def listed(self) -> dict[int, int]:
         """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
-        found = {}
-        for name, size_bytes in self._objects.names(FOLDER):
-            matched = _NAME.fullmatch(name)
-            if matched is None:
-                raise Corrupt(f"{name}: not a name of what is quarantined; move it out of the store")
-            found[int(matched[1], 16)] = size_bytes
-        return found
+        return self._records.listed()
 
     def read(self) -> dict[int, Condemned]:
         """Return by container what is quarantined. A record that is broken counts as none: `verify` makes it anew.
 
-        Raises FormatTooNew, StoreUnavailable.
+        Raises FormatTooNew, StoreUnavailable, Corrupt for a stray name in its folder.
         """
-        sequence = max(self.listed(), default=None)
-        if sequence is None:
-            return {}
-        try:
-            return self.at(sequence)
-        except (Corrupt, NotFound) as err:
-            _log.warning("%s: run `nearkin verify`", err)
-            return {}
+        return self._held()[1]
 
     def at(self, sequence: int) -> dict[int, Condemned]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
-        name = record_name(sequence)
-        found, record = decode_record(self._objects.get(name), name, QUARANTINED)
+        name = self.name(sequence)
+        found, record = decode_record(self._records.get(sequence), name, QUARANTINED)
         if found != sequence:
             raise Corrupt(f"{name}: is record {found}")
         return record
@@ -71,9 +57,11 @@ class Quarantine:
     def note(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], *, everything: bool) -> None:
         """Record what is broken: by container, ordinals of chunks (None: all) and of segments.
 
-        `everything`: all that is broken, so whatever else was quarantined is sound again; else it is added.
+        `everything`: all that is broken, so whatever else was quarantined is sound again; else it is added. Raises
+        AlreadyExists where another writer was first.
         """
-        before, now_us = self.read(), int(self._clock() * 1e6)
+        sequence, before = self._held()
+        now_us = int(self._clock() * 1e6)
         record: dict[int, Condemned] = {} if everything else dict(before)
         for container in {**chunks, **segments}:
             broken, recipes = chunks.get(container, _NONE), segments.get(container, _NONE)
@@ -85,28 +73,40 @@ class Quarantine:
                     both = np.union1d(earlier.chunks, entry.chunks), np.union1d(earlier.segments, entry.segments)
                     entry = Condemned(earlier.at_us, *both, earlier.whole or entry.whole)
             record[container] = entry
-        self._replace(before, record)
+        self._replace(sequence, before, record)
 
     def release(self, looked_at: Mapping[int, Condemned | None]) -> None:
         """Take containers out that are sound again (None), or say what of them is still broken."""
-        before = self.read()
+        sequence, before = self._held()
         record = dict(before)
         for container, entry in looked_at.items():
             if entry is None:
                 record.pop(container, None)
             else:
                 record[container] = replace(entry, at_us=before.get(container, entry).at_us)
-        self._replace(before, record)
+        self._replace(sequence, before, record)
 
-    def _replace(self, before: Record, record: Record) -> None:
-        listed = sorted(self.listed())
+    def _held(self) -> tuple[int, dict[int, Condemned]]:
+        return self._records.holding(self.at, _nothing) or (0, {})
+
+    def _replace(self, sequence: int, before: Record, record: Record) -> None:
+        """Make `record` the next one after `sequence`, which `before` is of: what another writer adds meanwhile stays.
+
+        Raises AlreadyExists where one did.
+        """
+        listed = [lower for lower in sorted(self.listed()) if lower <= sequence]
         if _same(before, record) and len(listed) == bool(record):
             return
         if record:
-            sequence = max(listed, default=0) + 1
-            self._objects.put_new(record_name(sequence), encode_record(sequence, record, QUARANTINED))
-        for sequence in listed:  # ascending: whoever dies in between leaves the one that holds
-            self._objects.delete(record_name(sequence))
+            self._records.add(sequence + 1, encode_record(sequence + 1, record, QUARANTINED))
+            failpoint("quarantine.recorded")
+        self._records.remove(listed)
+        failpoint("quarantine.done")
+
+
+def _nothing(err: Corrupt) -> dict[int, Condemned]:
+    _log.warning("%s: run `nearkin verify`", err)
+    return {}
 
 
 def _same(one: Record, other: Record) -> bool:

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import asdict, dataclass, fields
 
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
 
 FOLDER = "scrub"
 VERSION = 1
 BYTES_MAX = 64 * 1024
-_NAME = re.compile(r"scrub/([0-9a-f]{16})\.json")
 _log = logging.getLogger("nearkin")
 
 
@@ -51,39 +50,33 @@ class ScrubStates:
     """The state of one store. Of several writers the last word counts."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
+        self._records = NumberedRecords(objects, FOLDER, "json", "a scrub's state")
 
     def read(self) -> ScrubState:
         """Return the state; one that is broken counts as none. Raises FormatTooNew, StoreUnavailable."""
-        listed = self.listed()
-        if not listed:
-            return ScrubState()
-        name = f"{FOLDER}/{max(listed):016x}.json"
-        try:
-            return decode_state(self._objects.get(name), name)
-        except Corrupt as err:
-            _log.warning("%s: a new pass begins", err)
-            return ScrubState()
+        held = self._records.holding(self._at, _nothing)
+        return ScrubState() if held is None else held[1]
 
     def write(self, state: ScrubState) -> None:
         """Make `state` the one that holds, before the one until now goes."""
         before = sorted(self.listed())
         try:
-            self._objects.put_new(f"{FOLDER}/{max(before, default=0) + 1:016x}.json", encode_state(state))
+            self._records.add(max(before, default=0) + 1, encode_state(state))
         except AlreadyExists:
             return  # another one's word: as good as this one
-        for sequence in before:
-            self._objects.delete(f"{FOLDER}/{sequence:016x}.json")
+        self._records.remove(before)
 
     def listed(self) -> dict[int, int]:
         """Return the bytes of each state that is there, by sequence. Raises Corrupt for a name that is none's."""
-        found = {}
-        for name, size_bytes in self._objects.names(FOLDER):
-            matched = _NAME.fullmatch(name)
-            if matched is None:
-                raise Corrupt(f"{name}: not a name of a scrub's state; move it out of the store")
-            found[int(matched[1], 16)] = size_bytes
-        return found
+        return self._records.listed()
+
+    def _at(self, sequence: int) -> ScrubState:
+        return decode_state(self._records.get(sequence), self._records.name(sequence))
+
+
+def _nothing(err: Corrupt) -> ScrubState:
+    _log.warning("%s: a new pass begins", err)
+    return ScrubState()
 
 
 def encode_state(state: ScrubState) -> bytes:

@@ -1,6 +1,6 @@
 """Single-bit flips over a whole store. Invariant: each is detected and named; with parity nothing of it is ever seen.
 
-    python -m nearkin.testing.bitflips --flips 10000 --seed 1 [--parity rs-8-2]
+    python -m nearkin.testing.bitflips --flips 10000 --seed 1 [--parity rs-8-2] [--encrypted]
 
 Every kind of object is hit as often as any other, at bits drawn by the seed; a flip is undone, or repaired, before the
 next one.
@@ -8,6 +8,7 @@ next one.
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
 import time
@@ -29,11 +30,11 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects
-from nearkin.store.opening import with_parity
+from nearkin.store.opening import as_set
 from nearkin.store.parity import ParityObjects
 from nearkin.store.quarantine import Quarantine
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, broken, objects, settings
+from nearkin.testing.stores import ENCRYPTED, SMALL, broken, objects, settings
 
 CACHE_BYTES = 1 << 24
 CHOSEN = {"delta": {"max_depth": 3}, "deletion": {"undelete_seconds": 0}}
@@ -64,9 +65,14 @@ def kind_of(name: str) -> str:
     if name.startswith("parity/"):
         return "parity"
     suffix = name.rpartition(".")[2]
-    return {"nkc": "container", "nkm": "manifest", "nkt": "mark", "json": "descriptor", "nkg": "condemned"}.get(
-        suffix, suffix
-    )
+    return {
+        "nkc": "container",
+        "nkm": "manifest",
+        "nkt": "mark",
+        "json": "descriptor",
+        "nkg": "condemned",
+        "nkk": "key",
+    }.get(suffix, suffix)
 
 
 def contents() -> dict[tuple[str, int], bytes]:
@@ -112,7 +118,7 @@ class _Bench:
 
     def _parts(self) -> _Parts:
         raw = LocalObjects(self._root)
-        covered = with_parity(raw, self._settings)
+        covered = as_set(raw, self._settings)
         found = descriptor.read(covered)
         secret = bytes.fromhex(found.secret)
 
@@ -136,8 +142,8 @@ class _Bench:
             parts.fingerprinter,
             self._settings.tenant,
             {},
-            CondemnedStore(parts.raw),
-            Quarantine(parts.raw, time.time),
+            CondemnedStore(parts.covered),
+            Quarantine(parts.covered, time.time),
             parts.covered,
         )
         return {damage.object_name for damage in verifier.run().damage}
@@ -156,20 +162,27 @@ class _Bench:
 
         parts = self._parts()
         healer = Healer(parts.containers, BlockRecoder(self._settings))
-        Repairer(parts.covered, parts.containers, healer).repair([name])
+        Repairer(parts.covered, parts.containers, healer, lambda _: None).repair([name])  # parity: no generation is new
 
 
-def run(flips: int, seed: int, parity: str = "none", root: Path | None = None) -> Result:
-    """Flip so many bits, one at a time, of a store made in `root` (a folder that is removed, without)."""
+def run(flips: int, seed: int, parity: str = "none", root: Path | None = None, *, encrypted: bool = False) -> Result:
+    """Flip so many bits, one at a time, of a store made in `root` (a folder that is removed, without).
+
+    Of an encrypted store without parity keys are left out: all that a broken one has sealed is damaged with it.
+    """
     if root is None:
         with tempfile.TemporaryDirectory(prefix="nearkin-bitflips-") as folder:
-            return run(flips, seed, parity, Path(folder) / "store")
+            return run(flips, seed, parity, Path(folder) / "store", encrypted=encrypted)
     started, chosen = time.perf_counter(), settings(SMALL, CHOSEN, {"storage": {"parity": parity}})
+    if encrypted:
+        chosen = settings(chosen, ENCRYPTED)
     filled(root, chosen)
     before = objects(root)
     result, draw, bench = Result(seed, parity), random.Random(seed), _Bench(root, chosen)
     kinds: dict[str, list[str]] = {}
     for name in sorted(before):
+        if kind_of(name) == "key" and parity == "none":
+            continue
         kinds.setdefault(kind_of(name), []).append(name)
     try:
         for _ in range(flips):
@@ -211,9 +224,11 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
 @click.option("--flips", default=10_000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--parity", default="none", show_default=True)
-def main(flips: int, seed: int, parity: str) -> None:
+@click.option("--encrypted", is_flag=True, help="Of a store that is sealed, its keys too where there is parity.")
+def main(flips: int, seed: int, parity: str, encrypted: bool) -> None:
     """Run, print what became of them, and fail where one was missed."""
-    result = run(flips, seed, parity)
+    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each of the reads through parity would be told
+    result = run(flips, seed, parity, encrypted=encrypted)
     for missed in result.missed:
         click.echo(missed)
     click.echo(str(result))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import click
 
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import NearkinError, Retryable
 from nearkin.testing import members
 from nearkin.testing.members import Member

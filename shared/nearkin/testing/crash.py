@@ -18,61 +18,59 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
+
+import cryptography.hazmat.primitives.ciphers.aead
 
 import nearkin.index.lmdb
 import nearkin.local_gc
+import nearkin.local_repair
 import nearkin.runners.embedded
 import nearkin.sums
 from nearkin import failpoints
-from nearkin.api import Store, open_store
 from nearkin.config import Settings
-from nearkin.errors import NearkinError
-from nearkin.testing import inspection
-from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.oracle import (
-    DAY,
+    Break,
     Call,
     Delete,
     Forget,
     Gc,
+    Mend,
     Oracle,
     Put,
     Rebuild,
     Undelete,
     Violation,
-    check_bytes,
 )
-from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.stores import ENCRYPTED, settings
+from nearkin.testing.victim import CHOSEN, START, content, work
 
-START = 1_764_000_000.0
 KEYS = ("a", "b", "ключ/🔑")
-FAMILIES = 3
 LIVE_VERSIONS_MAX = 14
 """Above it versions are forgotten, so that a check stays at some 20 ms."""
 KILLS_A_STORE = 24
 CHILD_SECONDS_MAX = 120
-COLLECTIONS_MAX = 12
-CHOSEN = settings(
-    SMALL,
-    {
-        "deletion": {"undelete_seconds": DAY},
-        "gc": {"grace_seconds": DAY, "compact_below": 0.9, "bytes_per_second": 1 << 30},
-        "features": {"algorithm": "odess"},
-    },
+VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
+    {},
+    {"gc": {"mode": "hybrid"}},
+    {"gc": {"mode": "hybrid"}, "storage": {"parity": "rs-4-2"}},
+    ENCRYPTED,
+    {"gc": {"mode": "hybrid"}, "storage": {**ENCRYPTED["storage"], "parity": "rs-4-2"}},
 )
-GROUPS: Mapping[str, str] = {"compact": "gc", "commit": "put", "index": "any", "object": "any"}
+"""Of the settings: each store is of one of them, by lot."""
+GROUPS: Mapping[str, str] = {
+    "compact": "gc",
+    "rebase": "gc",
+    "ledger": "gc",
+    "commit": "put",
+    "undelete": "delete",
+    "quarantine": "heal",
+    "repair": "heal",
+    "index": "any",
+    "object": "any",
+    "parity": "any",
+}
 """Which calls pass a group of points, where it is not the group's own name."""
-
-
-@lru_cache(64)
-def content(number: int) -> bytes:
-    """Return the bytes that a number stands for: a family's first content after `number // FAMILIES` edits."""
-    family, edits = number % FAMILIES, number // FAMILIES
-    sizes = (180_000, 90_000, 4_000)
-    first = (text_like, random_bytes, text_like)[family](sizes[family], family)
-    return mutated(first, number, edits=1 + edits % 40) if edits else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +104,16 @@ class Campaign:
         seed: int,
         *,
         chosen: Settings = CHOSEN,
-        points: Sequence[str] = tuple(failpoints.POINTS),
+        variants: Sequence[Mapping[str, Mapping[str, object]]] = ({},),
+        points: Sequence[str] = tuple(failpoints.STORE_POINTS),
         plant: Callable[[], None] | None = None,
     ) -> None:
         self._folder = folder
         self._draw = random.Random(seed)
         self._chosen = chosen
-        self._points = tuple(points)
+        self._variants = tuple(variants)
+        self._settings = chosen
+        self._all_points = self._points = tuple(points)
         self._plant = plant
         self._last = ""
         self._typical = dict.fromkeys(points, 2)
@@ -133,6 +134,8 @@ class Campaign:
     def _store(self, kills: int) -> None:
         root = self._folder / f"store-{self.outcome.stores}"
         oracle, before = Oracle(START), self.outcome.kills
+        self._settings = settings(self._chosen, self._variant())
+        self._points = tuple(point for point in self._all_points if _is_passed(point, self._settings))
         number = 0
         for _ in range(8 * kills):  # a count that is never reached kills nobody
             if self.outcome.kills - before >= kills or self.outcome.violations:
@@ -144,6 +147,14 @@ class Campaign:
         self.outcome.stores += 1
         if not self.outcome.violations:
             shutil.rmtree(root, ignore_errors=True)
+
+    def _variant(self) -> Mapping[str, Mapping[str, object]]:
+        """Choose the settings of a store: mostly some under which the points are passed that were met least."""
+        if len(self._variants) == 1:
+            return self._variants[0]
+        least = min(self._all_points, key=lambda point: self.outcome.by_point.get(point, 0))
+        fitting = [one for one in self._variants if _is_passed(least, settings(self._chosen, one))]
+        return self._draw.choice(fitting if fitting and self._draw.random() < 0.5 else self._variants)
 
     def _plan(self, oracle: Oracle, number: int) -> tuple[Chosen, int]:
         """Choose calls, and a point on their way."""
@@ -180,12 +191,25 @@ class Campaign:
             case "delete":
                 add(put(2))
                 add(self._deletion(shadow))
-                if self._draw.random() < 0.5:
+                if point.startswith("undelete.") or self._draw.random() < 0.5:
                     add(self._undeletion(shadow))
             case "gc":
                 add(self._deletion(shadow))
                 for _ in range(self._draw.choice((2, 3, 4))):
                     add(Gc(self._draw.choice((0, 2, 2, 2))))
+            case "heal":
+                broken = Break(
+                    self._draw.randrange(1 << 30),
+                    manifest=self._draw.random() < 0.2,
+                    verify=self._draw.random() < 0.7,
+                    by_copy=self._draw.random() < 0.3,
+                    contents=number,
+                )
+                add(broken)
+                if self._draw.random() < 0.5 and shadow.live:  # heals what it brings again
+                    again = shadow.contents[self._draw.choice(sorted(shadow.live))]
+                    add(Put(((self._draw.choice(KEYS), again),)))
+                add(Mend(broken))
             case _:
                 add(Rebuild(lost=self._draw.random() < 0.5))
                 add(put(1))
@@ -213,7 +237,10 @@ class Campaign:
 
     def _undeletion(self, oracle: Oracle) -> Call | None:
         found = sorted(version for version, until in oracle.until.items() if until >= oracle.now)
-        return Undelete(*self._draw.choice(found)) if found else None
+        if not found:
+            return None
+        key, version = self._draw.choice(found)
+        return Undelete(key, None if self._draw.random() < 0.5 else version)
 
     # --- one child ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +264,8 @@ class Campaign:
         try:
             if self._plant is not None:
                 self._plant()
-            _work(root, oracle, plan, self._chosen, lambda *said: _say(write, said))
+            calls, armed = (None, None) if plan is None else (plan.calls, plan.armed)
+            work(root, oracle, calls, armed, self._settings, lambda *said: _say(write, said))
             code = 0
         except Violation as err:
             _say(write, ("violation", str(err)))
@@ -278,11 +306,26 @@ class Campaign:
 
 def _shadow(oracle: Oracle) -> Oracle:
     """Return a copy that calls may be tried on; one in flight is taken for done."""
-    copy = Oracle(oracle.now, oracle.undelete_seconds, dict(oracle.contents), dict(oracle.until), set(oracle.gone))
+    copy = Oracle(
+        oracle.now,
+        oracle.undelete_seconds,
+        dict(oracle.contents),
+        dict(oracle.until),
+        set(oracle.gone),
+        dict(oracle.deleted_by),
+        calls=oracle.calls,
+    )
     if oracle.in_flight is not None and not isinstance(oracle.in_flight, Undelete | Delete | Forget):
         copy.in_flight = oracle.in_flight
         copy.done()
     return copy
+
+
+def _is_passed(point: str, chosen: Settings) -> bool:
+    """Return whether a point is passed under these settings: parity repairs before anything is healed, say."""
+    group, has_parity = point.partition(".")[0], chosen.storage.parity != "none"
+    needs = {"ledger": chosen.gc.mode != "mark-sweep", "parity": has_parity, "heal": not has_parity}
+    return needs.get(group, True)
 
 
 def _say(write: int, said: tuple[object, ...]) -> None:
@@ -313,113 +356,11 @@ def _read(read: int, child: int) -> list[tuple[object, ...]]:
     return said
 
 
-# --- what a child does -----------------------------------------------------------------------------------------------
-
-
-def _work(root: Path, oracle: Oracle, plan: Chosen | None, chosen: Settings, say: Callable[..., None]) -> None:
-    if plan is not None and plan.armed is not None and plan.armed.name.startswith("rebuild."):
-        failpoints.arm([plan.armed])  # recovery is part of what may die
-    if root.is_dir():
-        inspection.check_index_names_only_what_is_there(root, chosen)
-    with open_store(root, settings=chosen, clock=lambda: oracle.now) as store:
-        oracle.settle(inspection.seen(store))
-        check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
-        say("settled", oracle)
-        if plan is None:
-            _end(store, oracle, chosen)
-            return
-        if plan.armed is not None and not plan.armed.name.startswith("rebuild."):
-            failpoints.arm([plan.armed])
-        for call in plan.calls:
-            if not possible(oracle, call):
-                continue
-            now_us = (oracle.now + (call.days * DAY if isinstance(call, Gc) else 0)) * 1e6
-            due = {
-                container
-                for container, entry in store._condemned.read().items()
-                if entry.at_us + chosen.gc.grace_seconds * 1_000_000 <= now_us
-            }
-            begun = call, inspection.containers(root), frozenset(due)
-            say("begin", *begun)
-            oracle.begin(*begun)
-            perform(store, call)
-            oracle.check_containers(inspection.containers(root))
-            oracle.done()
-            say("done")
-        say("passings", failpoints.disarm())
-
-
-def possible(oracle: Oracle, call: Call) -> bool:
-    """Return whether a call has anything to do: what died before may have ended otherwise than was planned."""
-    if isinstance(call, Delete):
-        return bool(oracle.going(call))
-    return not isinstance(call, Undelete) or oracle.until.get((call.key, call.version), 0.0) >= oracle.now
-
-
-def perform(store: Store, call: Call) -> None:
-    """Do a call."""
-    match call:
-        case Put(items):
-            for _ in store.put_many((key, content(number)) for key, number in items):
-                pass
-        case Delete(key, version):
-            store.delete(key, version, who="crash")
-        case Undelete(key, version):
-            store.undelete(key, version, who="crash")
-        case Forget(keep):
-            from nearkin.config import RetentionPolicy
-
-            store.forget("", RetentionPolicy(keep_last=keep))
-        case Gc():
-            store.gc()
-        case Rebuild(lost):
-            if lost:
-                store.close()
-                shutil.rmtree(store.root / "index", ignore_errors=True)
-                store.versions()
-            else:
-                store.rebuild_index()
-
-
-def _restored(store: Store, oracle: Oracle) -> dict[tuple[str, int], bytes]:
-    found = {}
-    for key, version in sorted(oracle.live):
-        try:
-            found[key, version] = store.get(key, version).read()
-        except NearkinError as err:
-            raise Violation(f"{(key, version)}: cannot be restored: {type(err).__name__}: {err}") from err
-    return found
-
-
-def _end(store: Store, oracle: Oracle, chosen: Settings) -> None:
-    """Collect until nothing is left to free; then delete all, and collect again: nothing may be left over."""
-    damage = store.verify().damage
-    if damage:
-        raise Violation(f"verify names {damage[:3]}")
-    _collect(store, oracle)
-    check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
-    inspection.check_no_orphans(store)
-    inspection.check_index_is_the_one_a_rebuild_makes(store)
-    for key in sorted({key for key, _ in oracle.live}):
-        call = Delete(key, None)
-        oracle.begin(call)
-        perform(store, call)
-        oracle.done()
-    _collect(store, oracle)
-    oracle.settle(inspection.seen(store))
-    left = inspection.containers(store.root)
-    if left:
-        raise Violation(f"all was deleted and collected, and {len(left)} containers are left")
-
-
-def _collect(store: Store, oracle: Oracle) -> None:
-    for _ in range(COLLECTIONS_MAX):
-        oracle.begin(Gc(2))
-        report = store.gc()
-        oracle.done()
-        if not report.freed_bytes and not report.condemned_containers:
-            return
-    raise Violation(f"{COLLECTIONS_MAX} rounds, and the last still freed {report.freed_bytes} bytes: {report}")
-
-
-_IMPORTED_BEFORE_FORKS = (nearkin.index.lmdb, nearkin.local_gc, nearkin.runners.embedded, nearkin.sums)
+_IMPORTED_BEFORE_FORKS = (
+    cryptography.hazmat.primitives.ciphers.aead,
+    nearkin.index.lmdb,
+    nearkin.local_gc,
+    nearkin.local_repair,
+    nearkin.runners.embedded,
+    nearkin.sums,
+)

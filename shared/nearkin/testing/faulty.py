@@ -6,15 +6,15 @@ FaultyObjects(inner, "..L.E")    the third write is done but its reply lost, the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
 
 from nearkin.errors import StoreUnavailable
 from nearkin.store.objects import ObjectStore, Payload
+from nearkin.store.passing import PassingObjects
 
 LETTERS = ".LE"
 
 
-class FaultyObjects:
+class FaultyObjects(PassingObjects):
     """An ObjectStore whose `put_new` and `delete` each consume one letter; when none are left, all is well.
 
     `.` does it; `L` does it and raises StoreUnavailable: the reply is lost; `E` raises before doing it.
@@ -24,7 +24,7 @@ class FaultyObjects:
         unknown = set(script) - set(LETTERS)
         if unknown:
             raise ValueError(f"script {script!r}: {''.join(sorted(unknown))!r} unknown; want letters of {LETTERS!r}")
-        self._inner = inner
+        super().__init__(inner)
         self._script = script
         self._lock = threading.Lock()
         self.calls: list[tuple[str, str, str]] = []
@@ -35,38 +35,17 @@ class FaultyObjects:
         """Return whether every letter was met: a test whose script is not spent did not test its end."""
         return len(self.calls) >= len(self._script)
 
-    @property
-    def far(self) -> bool:
-        """Return whether reads of the store below take long."""
-        return self._inner.far
-
     def put_new(self, name: str, data: Payload) -> None:
         """Write an object, or fail as scripted."""
         letter = self._next("put_new", name)
-        self._inner.put_new(name, data)
+        super().put_new(name, data)
         self._reply(letter, name)
 
     def delete(self, name: str) -> None:
         """Remove an object, or fail as scripted."""
         letter = self._next("delete", name)
-        self._inner.delete(name)
+        super().delete(name)
         self._reply(letter, name)
-
-    def get(self, name: str) -> bytes:
-        """Return a whole object."""
-        return self._inner.get(name)
-
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """Return byte ranges."""
-        return self._inner.get_ranges(name, starts, ends)
-
-    def size_bytes(self, name: str) -> int:
-        """Return an object's size."""
-        return self._inner.size_bytes(name)
-
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (name, size in bytes) below `prefix`."""
-        return self._inner.names(prefix)
 
     def _next(self, operation: str, name: str) -> str:
         with self._lock:

@@ -10,7 +10,9 @@ every time. Native parsers are fuzzed in C as well: tests/fuzz/vcdiff.c, `make f
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import logging
 import random
 import resource
 import signal
@@ -19,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import click
@@ -29,6 +31,8 @@ from nearkin.testing.fuzz_targets import INPUT_BYTES_MAX, MEMORY_BYTES_MAX, TARG
 SECONDS_MAX = 10
 """Of CPU time: an input that takes longer hangs, on a busy machine too."""
 CHANGED_SECONDS_MAX = 0.01
+STOPPED_SECONDS_MAX = 1200
+"""By the clock, where libFuzzer looks."""
 CHANGES_MAX = 8
 KEPT_MAX = 400
 """Inputs that were taken, and are changed further: the newest."""
@@ -75,6 +79,20 @@ def tried(name: str, target: Target, data: bytes) -> bool:
     except Exception as err:
         raise Fault(name, data, f"{type(err).__name__}: {err}") from err
     return True
+
+
+def tried_in_time(name: str, target: Target, data: bytes) -> bool:
+    """Give a target one input, as `tried` does; one that takes more CPU than SECONDS_MAX is at fault too.
+
+    `_hangs` handles SIGPROF meanwhile.
+    """
+    try:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
+        was_taken = tried(name, target, data)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    except _Hangs as err:
+        raise Fault(name, data, f"took more than {SECONDS_MAX} s of CPU") from err
+    return was_taken
 
 
 def changed(draw: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
@@ -125,12 +143,7 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
         for number in range(len(fixed) + inputs):
             data = fixed[number] if number < len(fixed) else changed(draw, draw.choice(pool), pool)
             started = time.process_time()
-            try:
-                signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
-                was_taken = tried(name, target, data)
-                signal.setitimer(signal.ITIMER_PROF, 0)
-            except _Hangs as err:
-                raise Fault(name, data, f"took more than {SECONDS_MAX} s of CPU") from err
+            was_taken = tried_in_time(name, target, data)
             given, taken = given + 1, taken + was_taken
             # What is allowed and takes long, a manifest of 2^23 segments in 352 bytes say, is not made more of.
             if was_taken and number >= len(fixed) and time.process_time() - started < CHANGED_SECONDS_MAX:
@@ -141,6 +154,7 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
+        target.close()
     return given, taken
 
 
@@ -163,22 +177,27 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def guided(name: str, inputs: int, seed: int, regressions: Path | None) -> None:
-    """Let atheris choose the inputs, by what they cover. Does not return."""
+def guided(name: str, inputs: int, seed: int, regressions: Path | None, seconds: int) -> None:
+    """Let atheris choose the inputs, by what they cover, `seconds` long (0: until they are done). Does not return."""
     atheris = import_module("atheris")  # no requirement: a wheel of 35 MB that few want
 
     target = TARGETS[name]
 
     def one(data: bytes) -> None:
-        tried(name, target, data)
+        tried_in_time(name, target, data)
 
+    signal.signal(signal.SIGPROF, _hangs)
     corpus = Path(f"corpus-{name}")
     corpus.mkdir(exist_ok=True)
     for data in (*target.seeds(), *kept(name, regressions)):
         (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
     options: list[Any] = [sys.argv[0], f"-runs={inputs}", f"-seed={seed % (1 << 31)}", f"-max_len={INPUT_BYTES_MAX}"]
-    options += [f"-timeout={SECONDS_MAX}", f"-rss_limit_mb={(MEMORY_BYTES_MAX >> 20) + 512}", str(corpus)]
-    atheris.instrument_all()
+    options += [f"-max_total_time={seconds}"] if seconds else []
+    # Its clock goes on where the machine is stopped; what hangs is ended by CPU time before.
+    options += [f"-timeout={STOPPED_SECONDS_MAX}", f"-rss_limit_mb={(MEMORY_BYTES_MAX >> 20) + 512}", str(corpus)]
+    for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
+        if (function.__module__ or "").startswith("nearkin"):  # all of the process: a minute and a half
+            atheris.instrument_func(function)
     atheris.Setup(options, one)
     atheris.Fuzz()
 
@@ -188,6 +207,7 @@ def guided(name: str, inputs: int, seed: int, regressions: Path | None) -> None:
 @click.option("--inputs", default=2000, show_default=True, help="for each target")
 @click.option("--seed", type=int, help="of an earlier run; by lot")
 @click.option("--atheris", "by_coverage", is_flag=True, help="one target, guided by coverage")
+@click.option("--seconds", default=0, help="with --atheris: how long at most; else as many inputs as are told")
 @click.option("--regressions", type=click.Path(path_type=Path), help="folder of inputs to try first, by target")
 @click.option("--keep", type=click.Path(path_type=Path), help="folder for the input that is at fault")
 def main(
@@ -196,6 +216,7 @@ def main(
     seed: int | None,
     regressions: Path | None,
     keep: Path | None,
+    seconds: int,
     *,
     by_coverage: bool,
 ) -> None:
@@ -203,12 +224,13 @@ def main(
     unknown = set(names) - TARGETS.keys()
     if unknown:
         raise click.UsageError(f"no such target: {', '.join(sorted(unknown))}; choose of {', '.join(TARGETS)}")
+    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each setting that a request changes would be told
     seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
     click.echo(f"seed {seed}")
     if by_coverage:
         if len(names) != 1:
             raise click.UsageError("--atheris takes one target")
-        guided(names[0], inputs, seed, regressions)
+        guided(names[0], inputs, seed, regressions, seconds)
     for name in names or TARGETS:
         started = time.perf_counter()
         try:
@@ -219,8 +241,8 @@ def main(
                 (keep / name / hashlib.sha256(err.data).hexdigest()[:16]).write_bytes(err.data)
             click.echo(f"seed {seed}: {err}", err=True)
             raise SystemExit(1) from err
-        seconds = time.perf_counter() - started
-        click.echo(f"{name}: {given} inputs, {taken} taken, {seconds:.1f} s, {given / seconds:.0f} a second")
+        took = time.perf_counter() - started
+        click.echo(f"{name}: {given} inputs, {taken} taken, {took:.1f} s, {given / took:.0f} a second")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from nearkin.config import Settings, load, with_changes
+from nearkin.config import HOT_FIELDS, Settings
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew, NearkinError, NotFound
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats import columns, message_batches, parity
-from nearkin.formats import container as container_format
+from nearkin.formats import columns, layout, message_batches, parity
 from nearkin.formats import message as message_format
+from nearkin.formats.block import decode_block
 from nearkin.formats.condemned import Condemned, decode_record, encode_record
+from nearkin.formats.container import decode_container
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.formats.mark import decode_mark, encode_mark
 from nearkin.kernels import xdelta3
@@ -32,7 +34,7 @@ from nearkin.kernels.xdelta3 import PAIR_BYTES_MAX
 from nearkin.records import Ledger, Locations
 from nearkin.stage import Facts, Found, FoundBases
 from nearkin.store import descriptor
-from nearkin.testing import samples
+from nearkin.testing import fuzz_gateway, samples
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_dedup import DedupStage
 from nearkin_resemblance import ResemblanceStage
@@ -51,6 +53,8 @@ class Target:
     seeds: Callable[[], list[bytes]]
     native: bool = False
     refusals: tuple[type[Exception], ...] = (Corrupt, FormatTooNew)
+    close: Callable[[], None] = lambda: None
+    """Ends what `seeds` started."""
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------
@@ -132,9 +136,9 @@ def _blocks() -> list[bytes]:
     """Every block of the sample containers, header and payload."""
     found = []
     for data in (samples.small_container(), samples.patched_container()):
-        blocks = container_format.decode_container(data, "sample").blocks
+        blocks = decode_container(data, "sample").blocks
         for offset, stored in zip(blocks.offsets.tolist(), blocks.stored.tolist(), strict=True):
-            found.append(data[offset - container_format.BLOCK.size : offset + stored])
+            found.append(data[offset - layout.BLOCK.size : offset + stored])
     return found
 
 
@@ -158,17 +162,17 @@ def _directory(data: bytes) -> object:
 
 def _block(data: bytes) -> object:
     """Read a block: its header's first bytes as given, its check made."""
-    head = container_format.BLOCK.size
+    head = layout.BLOCK.size
     if len(data) < head:
         raise Corrupt("too short to be given a check")
     lead, payload = data[: head - 8], data[head:]
     record = lead + columns.check_bytes(lead, payload) + payload
-    container_format.decode_block(record, "fuzz", take=_room)
-    return container_format.decode_block(record, "fuzz", _BASE, take=_room)
+    decode_block(record, "fuzz", take=_room)
+    return decode_block(record, "fuzz", _BASE, take=_room)
 
 
 def _room(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    if count > container_format.CONTAINER_BYTES_MAX * 64:
+    if count > layout.CONTAINER_BYTES_MAX * 64:
         raise MemoryError(f"{count} bytes for one block")
     return np.empty(count, np.uint8)
 
@@ -275,6 +279,19 @@ def _configs() -> list[bytes]:
     ]
 
 
+def _patches() -> list[bytes]:
+    """Return a change of each hot setting to what it is, and of all at once."""
+    whole: dict[str, dict[str, object]] = {}
+    found = []
+    for name in sorted(HOT_FIELDS):
+        section, _, field = name.partition(".")
+        value = getattr(getattr(Settings(), section), field)
+        if isinstance(value, bool | int | float | str):
+            whole.setdefault(section, {})[field] = value
+            found.append(json.dumps({section: {field: value}}).encode())
+    return [*found, json.dumps(whole).encode(), b'{"features": {"algorithm": "odess"}, "delta": {"max_depth": 3}}']
+
+
 def _patch(data: bytes) -> object:
     """What the gateway does with the body of PATCH /v1/admin/config."""
     from nearkin.runners.kafka.hot import checked_changes
@@ -369,6 +386,7 @@ def _parity(data: bytes) -> object:
     return parity.mended("an object", _small_container()[:-1] + b"x", data)
 
 
+_gateway = fuzz_gateway.Gateway()
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         "message": Target(_message, _messages, refusals=(Corrupt, FormatTooNew, BadInput)),
@@ -387,10 +405,11 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "config": Target(_config, _configs, refusals=(NearkinError,)),
         "config-patch": Target(
             _patch,
-            lambda: [b'{"features": {"algorithm": "odess"}, "delta": {"max_depth": 3}}'],
+            _patches,
             refusals=(BadInput,),
         ),
         "headers": Target(_headers, _requests, refusals=()),
+        "requests": Target(_gateway.answer, _gateway.ready, refusals=(fuzz_gateway.Refused,), close=_gateway.close),
         "user-record": Target(
             _user_record,
             lambda: [

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin_gateway.server import make_gateway, make_server
 from nearkin_gateway.state import Gateway
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ from nearkin.api import Store
 from nearkin.config import Settings
 from nearkin.errors import NearkinError
 from nearkin.fingerprints import domain_of
-from nearkin.formats import container as fmt
+from nearkin.formats.container import decode_container
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.store.condemned import CondemnedStore
+from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.objects import LocalObjects
+from nearkin.store.opening import as_set
+from nearkin.store.parity import FOLDER, SUFFIX
 from nearkin.testing.oracle import Seen, Violation
 from nearkin_janitor.reach import Reach
 
@@ -44,6 +48,14 @@ def containers(root: Path) -> frozenset[int]:
     return frozenset(int(path.name[:16], 16) for path in (root / "containers").rglob("*.nkc"))
 
 
+def opened(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
+    """Return what reads an object's file, and opens what is sealed; parity mends nothing of it."""
+    objects = as_set(LocalObjects(root), chosen)
+    if isinstance(objects, EncryptedObjects):
+        return lambda path: objects.opened(str(path.relative_to(root)), path.read_bytes())
+    return Path.read_bytes
+
+
 def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
     """Raise Violation where the index names a container, chunk or segment that is not there: whole, by its directory.
 
@@ -63,11 +75,11 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             ids = index.container_ids().tolist() if entries else []
         finally:
             index.close()
-    condemned = CondemnedStore(LocalObjects(root)).read() if (root / "gc").is_dir() else {}
-    directories = {}
+    condemned = CondemnedStore(as_set(LocalObjects(root), chosen)).read() if (root / "gc").is_dir() else {}
+    directories, read = {}, opened(root, chosen)
     for container, path in sorted(_newest(root).items()):
         try:
-            directories[container] = fmt.decode_container(path.read_bytes(), path.name)
+            directories[container] = decode_container(read(path), path.name)
         except NearkinError:
             continue
     for container in ids:
@@ -113,6 +125,16 @@ def check_no_orphans(store: Store) -> None:
     left = list(scratch.iterdir()) if scratch.is_dir() else []
     if left:
         raise Violation(f"half-written: {[path.name for path in left]}")
+
+
+def check_parity_is_of_what_is_there(store: Store) -> None:
+    """Raise Violation where parity is left of an object that is gone."""
+    names = [name for name, _ in LocalObjects(store.root).names(FOLDER)]
+    orphans = [
+        name for name in names if not (store.root / name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)).is_file()
+    ]
+    if orphans:
+        raise Violation(f"parity of what is gone: {orphans[:3]}")
 
 
 def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.message import Envelope
 from nearkin.records import FreshBatch, Locations, PairedBatch, SegmentBatch

@@ -35,10 +35,10 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Undelete:
-    """One version."""
+    """One version, or all that the latest deletion of a key took."""
 
     key: str
-    version: int
+    version: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,27 @@ class Rebuild:
     lost: bool
 
 
-Call = Put | Delete | Undelete | Forget | Gc | Rebuild
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A bit of a container's block, or of a manifest, is another; `draw` says which one."""
+
+    draw: int
+    manifest: bool
+    verify: bool
+    """Whether it is looked for at once, and quarantined."""
+    by_copy: bool
+    """Whether it is repaired from a copy of the object, or from contents 0 to `contents`."""
+    contents: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """What was broken is repaired."""
+
+    broken: Break
+
+
+Call = Put | Delete | Undelete | Forget | Gc | Rebuild | Break | Mend
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +107,16 @@ class Oracle:
     """Of deleted versions: up to when they can be brought back."""
     gone: set[Version] = field(default_factory=set)
     """Collected: their numbers stay taken."""
+    deleted_by: dict[Version, int] = field(default_factory=dict)
+    """Of versions that were deleted: which call did it, 0 for a Forget."""
     in_flight: Call | None = None
     may_go: frozenset[int] | None = None
     """Containers that the round in flight may remove: those that an earlier one condemned long enough ago."""
     containers: frozenset[int] = frozenset()
     """Those that were there before the call in flight."""
+    broken: Break | None = None
+    """What was broken, and is to be repaired before anything is compared."""
+    calls: int = 0
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -120,13 +145,27 @@ class Oracle:
         keys = {key for key, _ in self.live}
         return [found for key in sorted(keys) for found in self.versions(key)[: -call.keep]]
 
+    def coming(self, call: Undelete) -> list[Version]:
+        """Return what an undeletion brings back, oldest first; nothing where the model cannot tell."""
+        if call.version is not None:
+            found = (call.key, call.version)
+            return [found] if self.until.get(found, 0.0) >= self.now else []
+        hidden = [found for found in self.until if found[0] == call.key]
+        latest = max((self.until[found] for found in hidden), default=0.0)
+        same = sorted(found for found in hidden if self.until[found] == latest)
+        return same if latest >= self.now and all(self.deleted_by.get(found) for found in same) else []
+
     # --- what happens ------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, containers: frozenset[int] = frozenset(), due: frozenset[int] = frozenset()) -> None:
         """Note a call that starts; `containers` that are there, and those of them that are condemned and `due`."""
+        self.calls += 1
+        self.now += 1  # no two calls at one moment
         if isinstance(call, Gc):
             self.now += call.days * DAY
             self.may_go = due
+        if isinstance(call, Break):
+            self.broken = call
         self.in_flight, self.containers = call, containers
 
     def done(self) -> None:
@@ -136,9 +175,12 @@ class Oracle:
                 for key, content in items:
                     self.contents[key, self.next_version(key)] = content
             case Delete() | Forget() as call:
-                self.until |= dict.fromkeys(self.going(call), self.now + self.undelete_seconds)
-            case Undelete(key, number):
-                del self.until[key, number]
+                self._hide(call, self.going(call))
+            case Undelete() as call:
+                for version in self.coming(call):
+                    del self.until[version]
+            case Mend():
+                self.broken = None
             case Gc():
                 ended = self.over
                 self.gone |= ended
@@ -147,6 +189,10 @@ class Oracle:
             case _:
                 pass
         self.in_flight, self.may_go = None, None
+
+    def _hide(self, call: Delete | Forget, versions: list[Version]) -> None:
+        self.until |= dict.fromkeys(versions, self.now + self.undelete_seconds)
+        self.deleted_by |= dict.fromkeys(versions, self.calls if isinstance(call, Delete) else 0)
 
     def settle(self, seen: Seen) -> None:
         """Compare, and take the outcome of the call in flight from what is seen. Raises Violation."""
@@ -172,16 +218,20 @@ class Oracle:
                 newest = self.versions(call.key)[-1] if isinstance(call, Delete) else None
                 if newest in hidden and len(hidden) < len(going):
                     raise Violation(f"{newest}: its deletion came before that of {set(going) - set(hidden)}")
-                self.until |= dict.fromkeys(hidden, self.now + self.undelete_seconds)
-            case Undelete(key, number):
-                if (key, number) in seen.live:
-                    del self.until[key, number]
+                self._hide(call, hidden)
+            case Undelete():
+                coming = self.coming(call)
+                back = [version for version in coming if version in seen.live]
+                if back and coming[-1] not in back:
+                    raise Violation(f"{back}: they came back before {coming[-1]}, which is newer")
+                for version in back:
+                    del self.until[version]
             case Gc():
                 collected = {version for version in self.over if version not in seen.deleted | seen.manifests}
                 self.gone |= collected
                 for version in collected:
                     del self.until[version]
-            case Rebuild():
+            case Rebuild() | Break() | Mend():
                 pass
 
     def check_containers(self, there: frozenset[int]) -> None:

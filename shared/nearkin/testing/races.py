@@ -26,12 +26,16 @@ from nearkin.api import Store, open_store
 from nearkin.errors import NearkinError, NotFound, StoreLocked
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists, LocalObjects
-from nearkin.testing.crash import CHOSEN, START, content
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
 from nearkin.testing.oracle import DAY, Violation
 from nearkin.testing.samples import small_manifest
+from nearkin.testing.stores import stored_bytes
+from nearkin.testing.victim import CHOSEN, START, content
 
 HELD_SECONDS_MAX = 2.0
 """A call that waits for the one that is held is left to go on after it."""
+IN_TURN_SECONDS = 0.2
+"""Within a turn of a round whoever writes waits for its end; readers and deletions do not."""
 NOBODY_COMES_BY = frozenset({"index.writing", "object.folder-made"})
 """Here LMDB's only writer is held, or the lock of a folder that is being made: the other would wait."""
 STEPS_MAX = 500
@@ -51,7 +55,7 @@ class Scene:
         return open_store(self.root, settings=CHOSEN, clock=lambda: self.now)
 
     def check(self, store: Store) -> None:
-        """Raise Violation where something wanted does not restore, now or after rounds to come."""
+        """Raise Violation where something wanted does not restore, now or after rounds to come, or sums drift."""
         for number in range(ROUNDS_AFTER):
             for (key, version), data in self.wanted.items():
                 try:
@@ -62,8 +66,12 @@ class Scene:
             damage = store.verify().damage
             if damage:
                 raise Violation(f"{number} rounds later verify names {damage[0]}")
+            counted, there = store.stats().ledger.stored_bytes, stored_bytes(self.root)
+            if counted != there:
+                raise Violation(f"{number} rounds later {counted} bytes are counted, and {there} are there")
             self.now += 2 * DAY
             store.gc()
+        check_index_is_the_one_a_rebuild_makes(store)
 
 
 def scene(folder: Path) -> Scene:
@@ -88,13 +96,18 @@ def at_each_step(
     other: Callable[[Scene, Store], object],
     *,
     every: int = 1,
+    make: Callable[[Path], Scene] = scene,
+    first: Callable[[Scene, Store], object] = lambda *_: None,
 ) -> int:
-    """Hold `held` at its first failpoint, at its second, ... while `other` is done; return how many there were."""
+    """Hold `held` at its first failpoint, at its second, ... while `other` is done; return how many there were.
+
+    `first` is done before, each time, by the Store of both.
+    """
     step = 1
     while step < STEPS_MAX:
         place = folder / f"step-{step}"
-        made = scene(place)
-        if not _held_at(made, step, held, other):
+        made = make(place)
+        if not _held_at(made, step, held, other, first):
             return step - 1
         shutil.rmtree(place)
         step += every
@@ -102,7 +115,11 @@ def at_each_step(
 
 
 def _held_at(
-    made: Scene, step: int, held: Callable[[Scene, Store], object], other: Callable[[Scene, Store], object]
+    made: Scene,
+    step: int,
+    held: Callable[[Scene, Store], object],
+    other: Callable[[Scene, Store], object],
+    first: Callable[[Scene, Store], object],
 ) -> bool:
     names: list[str] = []
     failures: list[BaseException] = []
@@ -124,9 +141,10 @@ def _held_at(
                 return
             threads.append(thread := threading.Thread(target=run, args=(store,)))
         thread.start()
-        thread.join(HELD_SECONDS_MAX)
+        thread.join(IN_TURN_SECONDS if store._index.crossing.mine else HELD_SECONDS_MAX)
 
     with made.open() as store:
+        first(made, store)
         failpoints.arm((), watch)
         try:
             held(made, store)
@@ -306,7 +324,7 @@ def manifest_away(folder: Path) -> int:
 SLEEPER = """
 import sys
 from nearkin import failpoints, open_store
-from nearkin.testing.crash import CHOSEN, START, DAY, content
+from nearkin.testing.victim import CHOSEN, START, DAY, content
 with open_store(sys.argv[1], settings=CHOSEN, clock=lambda: START + 4 * DAY) as store:
     failpoints.arm(sys.argv[2])
     print(store.put("new", content(1) + content(6)).info.version, flush=True)

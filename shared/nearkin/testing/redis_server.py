@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nearkin.testing import programs
-from nearkin.testing.server import LOOPBACK
+from nearkin.testing.server import LOOPBACK, free_port
 from nearkin.testing.servers import Redis
+
+CLUSTER_BUS_ABOVE = 10_000
+"""Redis' own: a Cluster's servers talk to each other on the port so far above the clients'."""
 
 
 class RedisServer(Redis):
@@ -21,7 +24,7 @@ class RedisServer(Redis):
 
     def __init__(self, folder: Path, *options: str) -> None:
         """`options` follow those that keep it on loopback and off the disk."""
-        super().__init__(folder)
+        super().__init__(folder, port=free_port(CLUSTER_BUS_ABOVE) if "--cluster-enabled" in options else None)
         self._options = options
 
     def command(self) -> list[str]:

@@ -11,10 +11,11 @@ import hashlib
 import numpy as np
 from backports.zstd import CompressionParameter
 
-from nearkin.formats import columns
-from nearkin.formats import container as fmt
+from nearkin.formats import columns, layout
+from nearkin.formats.block import EncodedBlock, decode_block, encode_block, encode_patch
 from nearkin.formats.condemned import Condemned
-from nearkin.formats.container import ChunkTable, Directory, EncodedBlock, PrefixTable, SegmentTable
+from nearkin.formats.container import decode_container, encode_container
+from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark
 from nearkin.formats.parity import Scheme, encode_parity
@@ -50,9 +51,9 @@ def small_container() -> bytes:
     text = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:400]
     packer = compressor()
     blocks = [
-        fmt.encode_block(text, fmt.RAW, 0, packer),
-        fmt.encode_block(noise(20, "deltas"), fmt.XDELTA3, 1, packer),
-        fmt.encode_block(noise(80, "raw"), fmt.RAW, 0, packer),
+        encode_block(text, layout.RAW, 0, packer),
+        encode_block(noise(20, "deltas"), layout.XDELTA3, 1, packer),
+        encode_block(noise(80, "raw"), layout.RAW, 0, packer),
     ]
     lengths = [100, 300, 90, 120, 30, 50]
     chunks = ChunkTable(
@@ -85,17 +86,17 @@ def small_container() -> bytes:
         sketches=np.array([0, 0, 1], np.uint8),
         chunks=Locations(np.array(holders, np.uint64), np.array(ordinals, np.uint32)),
     )
-    return fmt.encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+    return encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
 
 
 def rest_container() -> bytes:
     """Return what is left of `small_container` without chunks 1, 2, 4 and 5 and its last segment, written anew."""
-    whole = fmt.decode_container(small_container(), "whole")
+    whole = decode_container(small_container(), "whole")
     text = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
     packer = compressor()
     kept, lengths = [0, 3], np.zeros(6, np.uint32)
-    blocks = [None, None, None, fmt.encode_block(text, fmt.RAW, 0, packer)]
-    blocks.append(fmt.encode_block(noise(8, "delta"), fmt.XDELTA3, 1, packer))
+    blocks = [None, None, None, encode_block(text, layout.RAW, 0, packer)]
+    blocks.append(encode_block(noise(8, "delta"), layout.XDELTA3, 1, packer))
     lengths[kept] = whole.chunks.lengths[kept]
     there = lengths > 0
     chunks = ChunkTable(
@@ -111,7 +112,7 @@ def rest_container() -> bytes:
     segments = SegmentTable(
         np.array([0, 5, 10, 10], np.uint32), np.array([0, 0, 0], np.uint8), whole.segments.chunks.take(slice(0, 10))
     )
-    return fmt.encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+    return encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
 
 
 PATCHED_BASES = (b"".join(b"row %04d of the first base; " % i for i in range(40)), bytes(noise(500, "second base")))
@@ -126,8 +127,8 @@ def patched_container() -> bytes:
     patched = np.frombuffer(b"".join(targets), np.uint8)
     options: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
     blocks = [
-        fmt.encode_block(raw, fmt.RAW, 0, compressor()),
-        fmt.encode_patch(patched, first + second, 2, compressor(), options),
+        encode_block(raw, layout.RAW, 0, compressor()),
+        encode_patch(patched, first + second, 2, compressor(), options),
     ]
     lengths = [len(first), *map(len, targets)]
     bases = Locations(np.array([CONTAINER, OLDER], np.uint64), np.array([0, 77], np.uint32))
@@ -139,7 +140,7 @@ def patched_container() -> bytes:
         encoded=np.array(lengths, np.uint32),
         depths=np.array([0, 2, 2, 2], np.uint8),
         bases=Locations(np.array([0, CONTAINER, OLDER, OLDER], np.uint64), np.array([0, 0, 77, 77], np.uint32)),
-        ranks=np.array([0, fmt.LOCALITY_RANK, 1, fmt.LOCALITY_RANK], np.uint8),
+        ranks=np.array([0, layout.LOCALITY_RANK, 1, layout.LOCALITY_RANK], np.uint8),
     )
     segments = SegmentTable(
         bounds=np.array([0, 4], np.uint32),
@@ -147,7 +148,7 @@ def patched_container() -> bytes:
         chunks=Locations(np.full(4, CONTAINER, np.uint64), np.arange(4, dtype=np.uint32)),
     )
     prefixes = PrefixTable(np.array([0, 0, 2], np.uint32), bases)
-    return fmt.encode_container(CONTAINER, DOMAIN, 3, SKETCHES[:1], blocks, chunks, segments, prefixes)[0]
+    return encode_container(CONTAINER, DOMAIN, 3, SKETCHES[:1], blocks, chunks, segments, prefixes)[0]
 
 
 def empty_container() -> bytes:
@@ -158,7 +159,7 @@ def empty_container() -> bytes:
     )
     segments = SegmentTable(np.zeros(1, np.uint32), none8, Locations.empty())
     blocks: list[EncodedBlock] = []
-    return fmt.encode_container(CONTAINER, DOMAIN, 1, (), blocks, chunks, segments)[0]
+    return encode_container(CONTAINER, DOMAIN, 1, (), blocks, chunks, segments)[0]
 
 
 def small_mark() -> Mark:
@@ -201,26 +202,26 @@ def small_manifest() -> Manifest:
 
 def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:
     """Return the directory and all decoded blocks of a container. Raises Corrupt or FormatTooNew."""
-    directory = fmt.decode_container(data, "sample")
+    directory = decode_container(data, "sample")
     view = memoryview(data)
     blocks = []
     for number in np.flatnonzero(directory.blocks.raw).tolist():
         start = int(directory.blocks.offsets[number])
-        record = view[start - fmt.BLOCK.size : start + int(directory.blocks.stored[number])]
-        blocks.append(fmt.decode_block(record, f"sample block {number}").tobytes())
+        record = view[start - layout.BLOCK.size : start + int(directory.blocks.stored[number])]
+        blocks.append(decode_block(record, f"sample block {number}").tobytes())
     return directory, blocks
 
 
 def with_directory(data: bytes, directory: bytes) -> bytes:
     """Return a container with another directory and checksums that agree: what only a writer could have made."""
-    offset, _, _, _, _ = fmt.FOOTER.unpack(data[-fmt.FOOTER.size :])
-    lead = fmt.FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
-    return data[:offset] + directory + lead + columns.check_bytes(data[: fmt.HEADER.size], lead) + b"NKCF"
+    offset, _, _, _, _ = layout.FOOTER.unpack(data[-layout.FOOTER.size :])
+    lead = layout.FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
+    return data[:offset] + directory + lead + columns.check_bytes(data[: layout.HEADER.size], lead) + b"NKCF"
 
 
 def directory_of(data: bytes) -> bytes:
     """Return the directory's bytes of a container."""
-    offset, size, _, _, _ = fmt.FOOTER.unpack(data[-fmt.FOOTER.size :])
+    offset, size, _, _, _ = layout.FOOTER.unpack(data[-layout.FOOTER.size :])
     return data[offset : offset + size]
 
 

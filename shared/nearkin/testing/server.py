@@ -39,23 +39,30 @@ class ServerFailed(Retryable):
     """A server did not start, or ended by itself; the text carries the end of its log."""
 
 
-def free_port() -> int:
+def free_port(second_above: int = 0) -> int:
     """Return a TCP port of loopback that nobody listens on. Raises ServerFailed when none of 100 is free.
+
+    `second_above`: nor on the port so far above it, which its server takes too.
 
     Drawn from below the range that the system gives to clients: a port from within it can be taken by a client while
     the server restarts, and a client that keeps trying it can even connect to itself.
     """
     lowest_of_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(PORT_TRIES):
-        port = random.SystemRandom().randrange(10_000, max(lowest_of_clients, 10_100))
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((LOOPBACK, port))
-            except OSError:
-                continue
+        port = random.SystemRandom().randrange(10_000, max(lowest_of_clients - second_above, 10_100))
+        if _is_free(port) and (not second_above or _is_free(port + second_above)):
             return port
     raise ServerFailed(f"no free port on {LOOPBACK} after {PORT_TRIES} tries")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
 
 
 def accepts(port: int) -> bool:

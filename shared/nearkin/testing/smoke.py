@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import httpx
 
 from nearkin.client import connect
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import NearkinError
 
 KEY = "nearkin-smoke-test"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 
-from nearkin.failpoints import POINTS, failpoint
-from nearkin.testing.crash import Campaign, Outcome
+from nearkin.failpoints import STORE_POINTS, failpoint
+from nearkin.testing.crash import VARIANTS, Campaign, Outcome
 from nearkin.testing.torn import WORKLOADS, explore, fail_each
 
 
@@ -38,11 +38,11 @@ def soak(kills: int, seed: int | None, folder: Path | None, points: str | None, 
     if disk:
         _power_cuts(folder)
         return
-    chosen = tuple(points.split(",")) if points else tuple(POINTS)
+    chosen = tuple(points.split(",")) if points else tuple(STORE_POINTS)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     click.echo(f"seed {seed}, {kills} kills over {len(chosen)} failpoints")
     place = Path(tempfile.mkdtemp(prefix="nearkin-soak-", dir=folder))
-    campaign = Campaign(place, seed, points=chosen)
+    campaign = Campaign(place, seed, variants=VARIANTS, points=chosen)
     outcome = campaign.run(kills, _progress)
     click.echo(json.dumps(asdict(outcome), indent=1))
     if outcome.violations:  # its store stays, to be looked at

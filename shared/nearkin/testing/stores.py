@@ -1,6 +1,7 @@
 """Stores under test. Invariant: what is said here of a store was read from that store, by its public calls.
 
 SMALL          settings under which a megabyte fills many blocks and several containers
+ENCRYPTED      settings of a store that is sealed
 settings(...)  the settings of a test: nothing of the environment, named sections only
 objects(root)  every object that counts as stored, and its bytes
 readable(...)  what each version's `get` answers now: its bytes or the error
@@ -15,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nearkin.api import Store
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.errors import NearkinError
 from nearkin.store import descriptor
 
@@ -28,7 +30,12 @@ SMALL: Mapping[str, Mapping[str, object]] = {
 }
 """The smallest bounds that the configuration allows."""
 
-OBJECT_FOLDERS = ("containers", "manifests", "gc", "parity", "quarantine", "scrub")
+ENCRYPTED: Mapping[str, Mapping[str, object]] = {
+    "storage": {"encryption": "aes-256-gcm", "key": "bmVhcmtpbiB0ZXN0cywgYSBrZXkgb2YgMzIgYnl0ZXM="}
+}
+"""Every object sealed; a key for tests, of nobody's data."""
+
+OBJECT_FOLDERS = ("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys")
 
 
 def settings(*changes: Settings | Mapping[str, object]) -> Settings:
@@ -45,6 +52,11 @@ def objects(root: Path) -> dict[str, bytes]:
     if (root / descriptor.NAME).is_file():
         paths.append(root / descriptor.NAME)
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(paths)}
+
+
+def stored_bytes(root: Path) -> int:
+    """Return every byte of a local store that counts as stored."""
+    return sum(map(len, objects(root).values()))
 
 
 def containers(root: Path) -> list[Path]:

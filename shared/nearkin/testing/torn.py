@@ -19,12 +19,13 @@ from nearkin import failpoints
 from nearkin.api import Store, open_store
 from nearkin.config import Settings
 from nearkin.errors import NearkinError, Retryable
+from nearkin.store.lock import NAMES as LOCKS
 from nearkin.testing import inspection
-from nearkin.testing.crash import CHOSEN, START, content, perform, possible
 from nearkin.testing.disk import SCRATCH, Disk, RecordingOs, Step, recording
 from nearkin.testing.oracle import DAY, Call, Delete, Forget, Gc, Oracle, Put, Rebuild, Undelete, Violation, check_bytes
+from nearkin.testing.victim import CHOSEN, START, content, perform, possible
 
-UNTRACED = ("index", "index.new", "lock", "lock.holder", SCRATCH)
+UNTRACED = ("index", "index.new", *LOCKS, SCRATCH)
 """What is no object: LMDB syncs its file itself, of locks nothing need be durable."""
 
 

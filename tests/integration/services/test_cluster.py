@@ -15,7 +15,7 @@ import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import Retryable
 from nearkin.runners.kafka.clients import TOPICS, topic
 from nearkin.store.opening import open_objects

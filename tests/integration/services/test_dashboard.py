@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from html import escape
@@ -24,6 +25,7 @@ from nearkin_gateway.app import openapi_document
 from nearkin_gateway.catalogue import STATS_SECONDS
 from nearkin_gateway.dashboard import pages
 from nearkin_gateway.dashboard.rendering import POLICY
+from nearkin_gateway.embedded import StoreListing
 from nearkin_gateway.sessions import COOKIE, CSRF_HEADER, SECURE_COOKIE
 
 PAGES = ("/", "/ui/blobs", "/ui/deleted", "/ui/blob?key=db%2Fdump", "/ui/pipeline", "/ui/upkeep", "/ui/settings")
@@ -337,6 +339,23 @@ def test_the_overview_says_what_the_api_says(login: Login) -> None:
     page = client.get("/").text
     assert f'<dd id="card-versions">{stats["versions"]}</dd>' in page
     assert re.search(r'<dd id="card-logical">[0-9.]+ MB</dd>', page)
+
+
+def test_no_page_asks_the_index_on_the_thread_that_serves_everybody(
+    login: Login, gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def whole(_listing: StoreListing) -> bool:
+        asked.append(threading.current_thread().name)
+        return True
+
+    monkeypatch.setattr(StoreListing, "whole", property(whole))
+    client = login()
+    for page in PAGES:
+        assert client.get(page).status_code == 200
+    assert asked
+    assert "gateway" not in asked  # the loop's thread
 
 
 def test_a_blobs_page_shows_each_kind_of_chunk_and_all_versions(login: Login) -> None:

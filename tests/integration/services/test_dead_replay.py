@@ -13,7 +13,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from nearkin.cli import main
-from nearkin.config import Settings, load
+from nearkin.config import Settings
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError, NotFound, Permanent, StoreUnavailable
 from nearkin.runners.kafka import dead_replay
 from nearkin.runners.kafka.clients import Outbox, create_topics

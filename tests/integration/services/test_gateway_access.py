@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from nearkin import metrics
 from nearkin.api import open_store
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.errors import BadInput, ConfigError, NotFound
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.smoke import NotWell, smoke
@@ -82,7 +85,8 @@ ROUTES = [
     ("GET", "/v1/config", "admin"), ("PATCH", "/v1/config", "admin"), ("GET", "/v1/workers", "admin"),
     ("GET", "/v1/reduction", "read"), ("GET", "/v1/growth", "read"), ("GET", "/v1/tenants", "admin"),
     ("GET", "/v1/pipeline", "admin"), ("GET", "/v1/dead", "admin"), ("POST", "/v1/dead/replay", "admin"),
-    ("GET", "/v1/audit", "admin"), ("GET", "/v1/collection", "admin"), ("GET", "/v1/scrub", "admin"),
+    ("GET", "/v1/audit", "admin"), ("GET", "/v1/gc", "admin"), ("POST", "/v1/gc", "admin"),
+    ("GET", "/v1/scrub", "admin"),
 ]  # fmt: skip
 
 
@@ -173,6 +177,39 @@ def test_a_broken_tokens_file_leaves_the_tokens_as_they_were(client: Maker, fold
         file.write_bytes(before)
 
 
+def test_a_revoked_token_goes_even_where_its_file_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
+    file = tmp_path / "tokens.json"
+    text, made = tokens.create(file, "default", ["read"])
+    known = tokens.TokenFile(file)
+    tokens.revoke(file, made.id)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        assert known.find(text) == made  # the tokens read before stay
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert known.find(text) is None
+
+
+def test_a_token_revoked_while_a_gateway_starts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
+    file = tmp_path / "tokens.json"
+    text, made = tokens.create(file, "default", ["read"])
+    plain = tokens._read
+
+    def then_revoked(path: Path) -> dict[str, tokens.Token]:
+        found = plain(path)
+        monkeypatch.setattr(tokens, "_read", plain)
+        tokens.revoke(path, made.id)
+        return found
+
+    monkeypatch.setattr(tokens, "_read", then_revoked)
+    assert tokens.TokenFile(file).find(text) is None
+
+
 def test_the_file_holds_no_token_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     text, made = tokens.create(tmp_path / "t.json", "default", ["read", "admin"], note="n")
     held = (tmp_path / "t.json").read_text()
@@ -213,6 +250,16 @@ def test_without_tokens_only_loopback_is_served(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.3.2.1"])
 def test_loopback_needs_no_tokens(host: str) -> None:
     check_address(with_changes(Settings(), {"gateway": {"host": host}}))
+
+
+def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with running(embedded(tmp_path / "store")) as found, found.client() as client:
+        assert client.put("/v1/blobs/k", content=b"k").status_code == 201
+        assert [entry["key"] for entry in client.get("/v1/blobs").json()["blobs"]] == ["k"]
+        own = [thread for thread in threading.enumerate() if thread not in before]
+        assert {"nearkin-catalogue_0", "nearkin-gateway-writer"} <= {thread.name for thread in own}
+    assert not [thread for thread in own if thread.is_alive() and thread.name.startswith("nearkin")]
 
 
 def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:

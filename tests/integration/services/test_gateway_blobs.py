@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.store.manifests import object_name
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin_gateway.keys import quoted
+from nearkin_gateway.state import EXPLANATIONS_MAX
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,31 @@ def test_what_is_put_comes_back_with_its_digest_and_ledger(client: httpx.Client)
     head = client.head("/v1/blobs/first")
     assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(data)))
     assert client.get(told["status"]).json()["version"] == 1
+
+
+def test_what_was_stored_is_a_download_and_never_a_page_of_this_origin(client: httpx.Client) -> None:
+    client.put("/v1/blobs/page.html", content=b"<script>alert(1)</script>", headers={"Content-Type": "text/html"})
+    for headers, status in (({}, 200), ({"Range": "bytes=0-3"}, 206)):
+        for answer in (client.get("/v1/blobs/page.html", headers=headers), client.head("/v1/blobs/page.html")):
+            assert answer.status_code in (status, 200)
+            assert answer.headers["content-type"] == "application/octet-stream"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["content-disposition"] == "attachment"
+            assert answer.headers["content-security-policy"] == "sandbox; default-src 'none'"
+            assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: Running, client: httpx.Client) -> None:
+    client.put("/v1/blobs/explained", content=noise(100_000))
+    with ExitStack() as taken:
+        for _ in range(EXPLANATIONS_MAX):
+            taken.enter_context(gateway.gateway.explanations.one())
+        busy = client.get("/v1/explain/explained")
+        assert (busy.status_code, "retry-after" in busy.headers) == (503, True)
+        page = client.get("/ui/blob?key=explained")
+        assert (page.status_code, f"{EXPLANATIONS_MAX} explanations are running" in page.text) == (200, True)
+    assert client.get("/v1/explain/explained?segments=true").json()["segments"]
+    assert not gateway.gateway.explanations.taken
 
 
 @pytest.mark.parametrize("size", [0, 1, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 5_000_001])

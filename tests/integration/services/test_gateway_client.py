@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nearkin
 from nearkin.cli import main
+from nearkin.client import conversations, exchange
 from nearkin.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin_gateway import tokens
+from nearkin_gateway.embedded import EmbeddedIngest
 
 KEYS = ("a/b", "..", ".", "ä ö%2F?#&=+", "versions", "x/versions", "a//b/", "\u202e\n", "k" * 1024)
 
@@ -53,6 +57,34 @@ def test_the_client_puts_and_gets_whatever_the_key(gateway: Running, token: str)
         assert store.stats().versions == len(KEYS) + 1
         with pytest.raises(NotFound):
             store.get("nothing").read()
+
+
+def test_a_put_that_takes_longer_to_commit_than_anybody_is_silent_ends_once_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(exchange, "ATTEMPTS_MAX", 3)
+    monkeypatch.setattr(exchange, "BACKOFF_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(conversations, "WAIT_SECONDS", 0.1)
+    plain, goes_on = EmbeddedIngest._put, threading.Event()
+
+    def slow(ingest: EmbeddedIngest, jobs: list[Any]) -> None:
+        goes_on.wait(30)
+        plain(ingest, jobs)
+
+    monkeypatch.setattr(EmbeddedIngest, "_put", slow)
+    with running(embedded(tmp_path)) as gateway:
+        with (
+            nearkin.connect(gateway.url, commit_seconds=0.1) as store,
+            pytest.raises(StoreUnavailable, match="running"),
+        ):
+            store.put("given up", b"it goes on by itself")
+        later = threading.Timer(4.0, goes_on.set)
+        later.start()
+        with nearkin.connect(gateway.url, commit_seconds=60.0) as store:
+            assert store.put("slow", b"committed in the end").info.version == 1
+            assert [info.version for info in store.versions("slow", all_versions=True)] == [1]
+        later.join()
 
 
 def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: Running, token: str) -> None:

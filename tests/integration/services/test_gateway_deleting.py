@@ -14,7 +14,8 @@ import pytest
 
 import nearkin
 from nearkin.api import open_store
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.errors import NotFound
 from nearkin.records import Damage
 from nearkin.store.manifests import mark_name, object_name
@@ -123,6 +124,17 @@ def test_if_match_is_the_newest_version_that_would_go(client: httpx.Client) -> N
     assert client.delete("/v1/blobs/match?version=1", headers={"If-Match": one}).status_code == 204
     assert client.delete("/v1/blobs/match", headers={"If-Match": two}).status_code == 204
     assert client.delete("/v1/blobs/match", headers={"If-Match": "*"}).status_code == 404
+
+
+def test_a_deletion_that_is_sent_again_leaves_what_was_put_since(client: httpx.Client) -> None:
+    client.put("/v1/blobs/resent", content=b"first")
+    once = {"Idempotency-Key": "lost the answer"}
+    assert client.delete("/v1/blobs/resent", headers=once).headers["x-nearkin-versions"] == "1"
+    assert client.put("/v1/blobs/resent", content=b"of somebody else").json()["version"] == 2
+    repeat = client.delete("/v1/blobs/resent", headers=once)
+    assert (repeat.status_code, repeat.headers["x-nearkin-versions"]) == (204, "1")
+    assert client.get("/v1/blobs/resent").content == b"of somebody else"
+    assert client.delete("/v1/blobs/resent").headers["x-nearkin-versions"] == "1"  # another call takes it
 
 
 def test_an_idempotency_key_repeats_the_answer(client: httpx.Client) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from nearkin import restore
 from nearkin.testing.gateways import Running, drained, embedded, process, running
 
 MIB = 1024 * 1024
@@ -257,6 +260,31 @@ def test_a_reader_that_leaves_frees_its_place(gateway: Running) -> None:
         for _ in range(5):
             with client.stream("GET", "/v1/blobs/left") as answer:
                 next(answer.iter_raw())
+
+
+def test_a_reader_that_leaves_does_not_make_the_others_wait_for_what_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads ahead is ended by who waits for it: never by the loop, which serves everybody."""
+    ended: list[str] = []
+
+    class Watched(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            ended.append(threading.current_thread().name)
+            super().shutdown(wait, cancel_futures=cancel_futures)
+
+    monkeypatch.setattr(restore, "ThreadPoolExecutor", Watched)
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        client.put("/v1/blobs/left", content=os.urandom(40 * MIB))
+        with client.stream("GET", "/v1/blobs/left") as answer:
+            next(answer.iter_raw())
+        deadline = time.monotonic() + 20
+        while gateway.gateway.downloads.taken:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        gc.collect()
+        assert ended
+        assert "gateway" not in ended  # the loop's thread
 
 
 # --- memory, in a process of its own ---------------------------------------------------------------------------------

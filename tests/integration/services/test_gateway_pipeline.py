@@ -15,7 +15,8 @@ import psutil
 import pytest
 from confluent_kafka import TopicPartition
 
-from nearkin.config import Settings, load, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import load, with_changes
 from nearkin.runners.kafka.clients import Outbox, consumer, topic
 from nearkin.runners.kafka.lag import WAITS
 from nearkin.testing.gateways import Running, process, running

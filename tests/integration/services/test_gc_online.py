@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.rounds import ToldRounds
 from nearkin.restore import Blob
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
+from nearkin.store.pauses import Pauses
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.pipeline import Pipeline, Uploader, uploading
 
@@ -26,9 +28,23 @@ DAYS = 8
 QUIET_SECONDS_MAX = 60.0
 
 
+POLICIES = [
+    {"prefix": "kept/", "tenant": "default", "keep_last": 2},
+    {"prefix": "other/", "tenant": "somebody else", "keep_last": 1},
+]
+
+
 @pytest.fixture
-def pipeline(kafka: object, redis: object, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[Pipeline]:
+def pipeline(
+    request: pytest.FixtureRequest,
+    kafka: object,
+    redis: object,
+    topic_prefix: str,
+    key_prefix: str,
+    tmp_path: Path,
+) -> Iterator[Pipeline]:
     config = {
+        **getattr(request, "param", {}),
         "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},  # type: ignore[attr-defined]
         "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")},  # type: ignore[attr-defined]
         "object_store": {"url": str(tmp_path / "objects")},
@@ -45,7 +61,8 @@ class Reader(threading.Thread):
 
     def __init__(self, pipeline: Pipeline, live: dict[tuple[str, int], bytes]) -> None:
         super().__init__()
-        objects, found = open_store_of(pipeline.settings)
+        self.objects, found = open_store_of(pipeline.settings)
+        objects = self.objects
         self.namer = Fingerprinter(bytes.fromhex(found.secret), "default")
         self.manifests = ManifestStore(objects)
         self.containers = ContainerStore(objects, self.namer.domain, 16 << 20)
@@ -118,3 +135,45 @@ def put_days(uploader: Uploader, deletions: Deletions, live: dict[tuple[str, int
                 deletions.delete("default", key, day - KEEP, undelete_seconds=0)
         time.sleep(0.2)
     return stored
+
+
+@pytest.mark.parametrize("pipeline", [{"retention": {"policies": POLICIES}}], indirect=True)
+def test_the_janitor_forgets_by_policy_and_what_is_deleted_comes_back(pipeline: Pipeline) -> None:
+    live: dict[tuple[str, int], bytes] = {}
+    reader, index = Reader(pipeline, live), RedisIndex(pipeline.settings.redis, domain_of("default"))
+    deletions = Deletions(reader.manifests, index.mark_many)
+    contents = [random_bytes(50_000, seed) for seed in range(4)]
+    with uploading(pipeline.settings) as uploader:
+        for content in contents:
+            for key in ("kept/a", "other/a"):
+                uploader.wait(uploader.put(key, [content]))
+    deletions.delete("default", "other/a", 4, undelete_seconds=3600)
+    wait_until(lambda: shown(reader, "kept/a") == [3, 4], pipeline)
+    rounds = ToldRounds(index)
+    before = rounds.last()
+    rounds.ask()
+    wait_until(lambda: rounds.last() != before and not rounds.asked, pipeline)
+    assert shown(reader, "other/a") == [1, 2, 3]
+    assert deletions.undelete("default", "other/a", 4) == 1
+    assert reader.read("other/a", 4) == contents[3]
+    Pauses(reader.objects).pause("the test")
+    wait_until(lambda: not rounds.asked, pipeline)
+    time.sleep(2)  # a round that had begun is over
+    assert deletions.undelete("default", "kept/a", 2) == 1  # the next round would forget it again
+    assert reader.read("kept/a", 2) == contents[1]
+    Pauses(reader.objects).resume()
+    wait_until(lambda: shown(reader, "kept/a") == [3, 4], pipeline)
+    index.close()
+
+
+def shown(reader: Reader, key: str) -> list[int]:
+    """Return the versions of a key that are to be seen."""
+    histories = reader.manifests.histories("default", key)
+    return sorted(v for v, history in histories.items() if reader.manifests.shows("default", key, history))
+
+
+def wait_until(true: Callable[[], bool], pipeline: Pipeline) -> None:
+    deadline = time.monotonic() + QUIET_SECONDS_MAX
+    while not true():
+        assert time.monotonic() < deadline, pipeline.logs()
+        time.sleep(0.1)

@@ -17,7 +17,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from nearkin import metrics
-from nearkin.config import Settings, load
+from nearkin.config import Settings
+from nearkin.config_layers import load
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.message import End, Frame, decode
 from nearkin.limits import FRAME_BYTES_MAX

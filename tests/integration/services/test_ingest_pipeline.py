@@ -22,7 +22,7 @@ import nearkin
 from nearkin.api import open_store
 from nearkin.client.aio import AsyncRemoteStore
 from nearkin.client.remote import RemoteStore
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, Denied, NotFound
 from nearkin.testing.gateways import Running, running
 from nearkin.testing.pipeline import Pipeline

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from nearkin import metrics
-from nearkin.config import load
+from nearkin.config_layers import load
 from nearkin.errors import ConfigError
 from nearkin.runners.kafka.clients import connection, consumer, group, producer, topic
 from nearkin.runners.kafka.hot import HotSettings
@@ -97,7 +97,7 @@ def test_workers_tell_when_redis_is_away_and_what_they_did(
             assert metric(service, f'nearkin_restarts_total{{stage="{stage}"}}') == 0
         group = f"{pipeline.settings.kafka.topic_prefix}committer"
         until(lambda: f'nearkin_lag_records{{group="{group}"' in asked("janitor", "/metrics").text)
-        assert metric("janitor", "nearkin_index_whole") == 1
+        assert metric("janitor", 'nearkin_index_whole{index="redis"}') == 1
 
         own_redis.stop()
         for service in SERVICES:
@@ -120,7 +120,7 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
     sender = producer(settings, "test")
     now_ms = time.time_ns() // 1_000_000
     for age_minutes in (40, 35, 31, 29, 0):
-        sender.produce(frames, b"x", timestamp=now_ms - age_minutes * 60_000, partition=1)
+        sender.produce(frames, b"x" * 1000, timestamp=now_ms - age_minutes * 60_000, partition=1)
     assert sender.flush(10) == 0
 
     def lag() -> tuple[float, float, float]:
@@ -130,6 +130,9 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
 
     def oldest_minutes() -> float:
         return float(metrics.LAG_SECONDS.labels(name)._value.get()) / 60
+
+    def waiting_bytes() -> float:
+        return float(metrics.LAG_BYTES.labels(name)._value.get())
 
     def answered() -> bool:
         try:
@@ -141,14 +144,16 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
     until(answered)
     assert lag() == (0, 5, 3)
     assert 40 <= oldest_minutes() < 42.5
+    assert waiting_bytes() == 5000
     reader = consumer(settings, name, "test")
     reader.commit(offsets=[TopicPartition(frames, 1, 2)], asynchronous=False)
     assert lag() == (0, 3, 1)
     assert 31 <= oldest_minutes() < 33
+    assert waiting_bytes() == 3000
     reader.commit(offsets=[TopicPartition(frames, 1, 5)], asynchronous=False)
     reader.close()
     assert lag() == (0, 0, 0)
-    assert oldest_minutes() == 0
+    assert oldest_minutes() == waiting_bytes() == 0
 
 
 def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -185,6 +190,24 @@ def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, A
     finally:
         hot.stop()
     assert os.readlink(file) == "..data/nearkin.toml"
+
+
+def test_an_edit_made_while_a_worker_starts_comes_into_force(
+    sections: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its settings were read from the file seconds before anything watched that."""
+    file = tmp_path / "nearkin.toml"
+    kafka = "\n".join(f"{field} = {value!r}" for field, value in sections["kafka"].items())
+    file.write_text(f"[kafka]\n{kafka}\n")
+    settings = load(file)[0]
+    prepare_topics(settings)
+    file.write_text(f"[kafka]\n{kafka}\n[service]\npaused = true\n")
+    hot = HotSettings(settings, file)
+    hot.start()
+    try:
+        until(lambda: hot.settings.service.paused, 10.0)
+    finally:
+        hot.stop()
 
 
 def test_topics_are_made_once_with_their_retention_and_keep_their_partitions(

@@ -16,6 +16,7 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.message import Envelope, Frame, encode
 from nearkin.restore import Blob
 from nearkin.runners.kafka.clients import consumer, group, topic
+from nearkin.runners.kafka.loop import IDLE_SECONDS
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
@@ -108,6 +109,35 @@ def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipelin
     event = uploader.wait(cut)
     assert event["state"] == "failed"
     assert "stopped" in event["failure"]
+
+
+def test_a_pause_longer_than_an_upload_may_rest_fails_none(pipeline: Pipeline, uploader: Uploader) -> None:
+    """The rest of its frames is in Kafka, acknowledged: it is not the upload that has stopped."""
+    data = content(12, 6 * MIB)
+
+    def all_said(text: str) -> None:
+        deadline = time.monotonic() + 60
+        while pipeline.logs().count(text) < len(pipeline.processes):
+            assert time.monotonic() < deadline, pipeline.logs()
+            time.sleep(0.1)
+
+    def pieces() -> Iterator[bytes]:
+        assert uploader.wait(uploader.put("warm", [content(13, 100_000)]))["state"] == "committed"
+        all_said("ready, revision")
+        yield data[: 4 * MIB]
+        uploader.outbox.flush()
+        time.sleep(1.0)
+        pipeline.write_config(service={"paused": True})
+        all_said("service.paused False -> True")
+        time.sleep(2 * IDLE_SECONDS)  # whoever slept takes what came before it looks again
+        yield data[4 * MIB :]
+
+    blob = uploader.put("paused", pieces())
+    time.sleep(1.5 * pipeline.settings.kafka.upload_idle_seconds)
+    pipeline.write_config(service={"paused": False})
+    event = uploader.wait(blob)
+    assert event["state"] == "committed", event
+    assert restored(pipeline, "paused", 1) == data
 
 
 def test_workers_that_die_lose_and_repeat_nothing(pipeline: Pipeline, uploader: Uploader) -> None:

@@ -18,23 +18,16 @@ from nearkin.api import Store, open_store
 from nearkin.config import RetentionPolicy
 from nearkin.errors import BadInput, Retained
 from nearkin.retention import decisions, forget
+from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.stores import SMALL, manifests, objects, settings
 
-DAY = 86_400
 START = datetime(2026, 11, 2, 6, tzinfo=UTC).timestamp()
-
-
-class Clock:
-    now = START
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(START)
 
 
 def opened(root: Path, clock: Clock, **retention: object) -> Store:

@@ -43,7 +43,7 @@ def test_an_upload_is_told_with_its_blob_tenant_and_trace_and_without_secrets(tm
     written = log.read_text()
     told = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     (about,) = (line for line in told if "blob" in line)
-    assert (about["tenant"], about["trace"], len(about["blob"])) == ("default", TRACE, 32)
+    assert (about["tenant"], about["trace_id"], len(about["blob"])) == ("default", TRACE, 32)
     assert "13000 bytes taken" in about["event"]
     assert {"event", "level", "logger", "timestamp"} <= set(told[0])
     for hidden in (text, text[12:], "the contents", "secret-name", "hidden-password"):

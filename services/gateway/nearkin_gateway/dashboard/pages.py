@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response
 from nearkin.errors import BadInput, NearkinError, NotFound
 from nearkin.limits import KEY_BYTES_MAX
 from nearkin_gateway.access import open_caller, session_of, shown_token
-from nearkin_gateway.bodies import chunks
+from nearkin_gateway.bodies import whole
 from nearkin_gateway.dashboard import charts, forms
 from nearkin_gateway.dashboard.rendering import Visitor, asset, page
 from nearkin_gateway.dashboard.text import page_url
@@ -157,7 +157,7 @@ def _check_csrf(given: str, wanted: str) -> None:
 
 async def _form(request: Request, gateway: Gateway) -> dict[str, str]:
     """Return the fields of a form. Raises Problem, BadInput."""
-    data = b"".join([piece async for piece in chunks(request, gateway.bounds, FORM_BYTES_MAX)])
+    data = await whole(request, gateway.bounds, FORM_BYTES_MAX)
     try:
         return dict(parse_qsl(data.decode(), strict_parsing=bool(data), max_num_fields=8, errors="strict"))
     except ValueError as err:
@@ -192,7 +192,7 @@ async def overview(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
         visitor,
         title="Overview",
         stats=stats,
-        whole=gateway.catalogue.whole,
+        whole=await asyncio.to_thread(lambda: gateway.catalogue.whole),
         steps=charts.waterfall(stats.ledger),
         growth=growth,
         curve=charts.curve(points),
@@ -257,9 +257,10 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
         return page("blob.html", visitor, title=key, key=key, gone=gone, listed=None, following=None, info=None)
     explained, failure = None, None
     try:
-        explanation = await asyncio.to_thread(gateway.catalogue.explain, tenant, key, manifest.version)
-        explained = await asyncio.to_thread(charts.strip, explanation)
-    except BadInput as err:  # too many chunks
+        with gateway.explanations.one():
+            explanation = await asyncio.to_thread(gateway.catalogue.explain, tenant, key, manifest.version)
+            explained = await asyncio.to_thread(charts.strip, explanation)
+    except (BadInput, Problem) as err:  # too many chunks, or too many who ask
         failure = str(err)
     return page(
         "blob.html",
@@ -300,7 +301,7 @@ async def upkeep(request: Request, gateway: Gateway, visitor: Visitor) -> Respon
         visitor,
         title="Upkeep",
         stats=stats,
-        collection=collection_json(gateway),
+        collection=await asyncio.to_thread(collection_json, gateway),
         scrub=scrub_json(state, quarantined, gateway.settings.scrub),
         undelete_seconds=gateway.settings.deletion.undelete_seconds,
     )

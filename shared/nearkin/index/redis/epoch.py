@@ -266,19 +266,30 @@ class Epochs:
         """Read the table to its end."""
         self.cover(epoch, np.full(1, np.iinfo(np.uint64).max, np.uint64))
 
-    def first_number(self, epoch: Epoch, container: ContainerId, span: int, domain: bytes) -> int:
-        """Return the number of a container's ordinal 0; the same whenever asked in one epoch. Raises EpochGone."""
-        keys = [self.key, *(epoch.meta(what) for what in ("containers", "table", "next"))]
-        name = container.to_bytes(8, "little")
-        answer: Any = self._server.one(Server.call("assign", keys, epoch.name, name, span, domain))
-        if answer is None:
-            raise EpochGone
-        if answer < 0:
-            raise StoreUnavailable(f"{self._server.name}: 2^40 chunks and segments are numbered; use another prefix")
-        return int(answer)
+    def first_numbers(self, epoch: Epoch, spans: Sequence[tuple[ContainerId, int, bytes]]) -> list[int]:
+        """Return the number of ordinal 0 of each (container, ordinals, domain), in one round trip.
 
-    def finish(self, epoch: Epoch, container: ContainerId, summary: bytes) -> None:
-        """Keep a container's summary: all its entries are there. Raises EpochGone."""
+        They are the same whenever asked in one epoch. Raises EpochGone.
+        """
+        keys = [self.key, *(epoch.meta(what) for what in ("containers", "table", "next"))]
+        answers: list[Any] = self._server.run(
+            [
+                Server.call("assign", keys, epoch.name, container.to_bytes(8, "little"), span, domain)
+                for container, span, domain in spans
+            ]
+        )
+        if None in answers:
+            raise EpochGone
+        if min(answers, default=0) < 0:
+            raise StoreUnavailable(f"{self._server.name}: 2^40 chunks and segments are numbered; use another prefix")
+        return [int(answer) for answer in answers]
+
+    def finish(self, epoch: Epoch, summaries: Sequence[tuple[ContainerId, bytes]]) -> None:
+        """Keep containers' summaries: all their entries are there. Raises EpochGone."""
         keys = [self.key, epoch.meta("containers")]
-        if self._server.one(Server.call("finish", keys, epoch.name, container.to_bytes(8, "little"), summary)) is None:
+        calls = [
+            Server.call("finish", keys, epoch.name, container.to_bytes(8, "little"), summary)
+            for container, summary in summaries
+        ]
+        if None in self._server.run(calls):
             raise EpochGone

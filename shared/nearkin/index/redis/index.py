@@ -38,6 +38,8 @@ COUNTED_SECONDS = 3600
 """How long it is remembered that a version's segments were counted, should its commit have to be repeated midway."""
 
 Answer = TypeVar("Answer")
+Numbered = tuple[Keys, U64]
+"""Keys, and the number that each stands for."""
 
 
 class RedisIndex:
@@ -114,29 +116,37 @@ class RedisIndex:
 
     def publish(self, claims: ContainerClaims) -> None:
         """Add a durable container's entries; one that is there stays."""
-        self._in_epoch(partial(self._published, claims=claims))
+        self.publish_many([claims])
 
-    def _published(self, epoch: Epoch, claims: ContainerClaims) -> None:
-        directory = claims.directory
-        span = max(len(directory.chunks), len(directory.segments))
-        first = np.uint64(self.epochs.first_number(epoch, directory.container, span, directory.domain))  # 1
-        findable = claims.findable
-        chunk_keys = rows.chunk_keys(directory.chunks.names[findable])
-        claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
-        segment_keys = rows.segment_keys(claims.segment_ids[claimed])
-        calls = _inserts(epoch, CHUNKS, chunk_keys, first + findable.astype(np.uint64))
-        calls += _inserts(epoch, SEGMENTS, segment_keys, first + claimed.astype(np.uint64))
-        parts, numbers = [], []
-        for sketch, (ordinals, super_features) in claims.super_features.items():
-            for rank in range(super_features.shape[1]):
-                there = np.flatnonzero(super_features[:, rank])
-                parts.append(rows.super_feature_keys(sketch, directory.domain, rank, super_features[there, rank]))
-                numbers.append(first + ordinals[there].astype(np.uint64))
-        if parts:  # all ranks in one: a script a partition, not three
-            calls += _inserts(epoch, FEATURES, Keys.join(parts), np.concatenate(numbers))
+    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
+        """Add durable containers' entries; of one key the first stays. They share their three round trips."""
+        self._in_epoch(partial(self._published, many=many))
+
+    def _published(self, epoch: Epoch, many: Sequence[ContainerClaims]) -> None:
+        spans = [
+            (found.container, max(len(found.chunks), len(found.segments)), found.domain)
+            for found in (claims.directory for claims in many)
+        ]
+        chunks: list[Numbered] = []
+        segments: list[Numbered] = []
+        features: list[Numbered] = []
+        for claims, number in zip(many, self.epochs.first_numbers(epoch, spans), strict=True):  # 1
+            first, directory, findable = np.uint64(number), claims.directory, claims.findable
+            chunks.append((rows.chunk_keys(directory.chunks.names[findable]), first + findable.astype(np.uint64)))
+            claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
+            segments.append((rows.segment_keys(claims.segment_ids[claimed]), first + claimed.astype(np.uint64)))
+            for sketch, (ordinals, super_features) in claims.super_features.items():
+                for rank in range(super_features.shape[1]):
+                    there = np.flatnonzero(super_features[:, rank])
+                    keys = rows.super_feature_keys(sketch, directory.domain, rank, super_features[there, rank])
+                    features.append((keys, first + ordinals[there].astype(np.uint64)))
+        calls: list[Command] = []
+        for table, parts in ((CHUNKS, chunks), (SEGMENTS, segments), (FEATURES, features)):
+            calls += _inserts(epoch, table, parts)
         if None in self.server.run(calls):  # 2
             raise EpochGone
-        self.epochs.finish(epoch, directory.container, catalog.pack_summary(summarise(claims)))  # 3
+        packed = [(claims.directory.container, catalog.pack_summary(summarise(claims))) for claims in many]
+        self.epochs.finish(epoch, packed)  # 3
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +198,11 @@ class RedisIndex:
     # --- letting go --------------------------------------------------------------------------------------------------
 
     def forget(
-        self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], containers: Collection[int]
+        self,
+        chunks: Mapping[int, U32 | None],
+        segments: Mapping[int, U32],
+        containers: Collection[int],
+        looked_up: object = None,
     ) -> None:
         """Let go of entries by the container they name, of all domains; reads the whole index."""
         self._in_epoch(partial(self._forgotten, chunks=chunks, segments=segments, containers=containers))
@@ -422,7 +436,11 @@ def _marks_of(versions: str) -> str:
     return f"{versions}:marks"
 
 
-def _inserts(epoch: Epoch, table: Table, keys: Keys, numbers: U64) -> list[Command]:
+def _inserts(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[Command]:
+    """Return the calls that add all parts, joined: the fuller a script, the fewer times a bucket is written."""
+    if not parts:
+        return []
+    keys, numbers = Keys.join([keys for keys, _ in parts]), np.concatenate([numbers for _, numbers in parts])
     return _calls(epoch, "insert", table, rows.with_numbers(keys, numbers), keys.partitions)[1]
 
 

@@ -14,11 +14,20 @@ from contextlib import suppress
 from types import TracebackType
 
 from nearkin.errors import NearkinError, Retryable
+from nearkin.failpoints import failpoint
 from nearkin.index.redis.index import RedisIndex
 from nearkin.index.redis.server import Server
 
 LEASE_SECONDS = 30.0
 RENEWALS_A_LEASE = 3
+
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Goes on while the machine sleeps, as Redis' does."""
+
+
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)
 
 
 class LeaseOver(Retryable):
@@ -39,7 +48,7 @@ class Lease:
 
     def take(self) -> bool:
         """Take it if it is free; it is then renewed until `release`."""
-        asked = time.monotonic()
+        asked = _now()
         milliseconds = int(self._seconds * 1000)
         holder = self._index.server.one(Server.call("take", self._keys, secrets.token_hex(8), milliseconds))
         if holder is None:
@@ -48,12 +57,19 @@ class Lease:
         self._over.clear()
         self._thread = threading.Thread(target=self._renew, name="nearkin-lease", daemon=True)
         self._thread.start()
+        failpoint("lease.taken")
         return True
 
     def check(self) -> None:
         """Raise LeaseOver unless it is held."""
-        if time.monotonic() >= self._until:
+        if _now() >= self._until:
             raise LeaseOver("the janitor's lease has passed to another, or Redis does not answer: the round ends here")
+
+    def skew_seconds(self) -> float:
+        """Return how far this machine's clock is ahead of the server's that has the lease; negative: behind."""
+        asked = time.time()
+        seconds, microseconds = map(int, self._index.server.one(Server.call("now", self._keys[:1])))
+        return (asked + time.time()) / 2 - (seconds + microseconds / 1e6)
 
     def give_up(self) -> None:
         """Hold it no longer, whatever Redis says."""
@@ -69,6 +85,7 @@ class Lease:
             with suppress(NearkinError):  # it ends by itself
                 self._index.server.one(Server.call("release", self._keys[:1], self._holder))
             self._holder = None
+            failpoint("lease.released")
 
     def __enter__(self) -> Lease:
         return self
@@ -80,7 +97,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._over.wait(self._seconds / RENEWALS_A_LEASE):
-            asked = time.monotonic()
+            asked = _now()
             with suppress(NearkinError):  # what is not renewed ends
                 renew = Server.call("renew", self._keys[:1], self._holder, int(self._seconds * 1000))
                 if not self._index.server.one(renew):
@@ -88,3 +105,4 @@ class Lease:
                     return
                 if self._until:
                     self._until = asked + self._seconds
+                failpoint("lease.renewed")

@@ -57,8 +57,12 @@ class RebuildTarget:
 
     def publish(self, claims: ContainerClaims) -> None:
         """Publish. Raises RebuildOver."""
+        self.publish_many([claims])
+
+    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
+        """Publish. Raises RebuildOver."""
         self._go_on()
-        self._index.publish(claims)
+        self._index.publish_many(many)
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Commit. Raises RebuildOver."""
@@ -141,7 +145,7 @@ class Rebuilder:
         """
         index = self._index
         needed = index.check()
-        metrics.INDEX_WHOLE.set(not needed)
+        metrics.INDEX_WHOLE.labels("redis").set(not needed)
         metrics.REDIS_BYTES.set(index.server.memory_bytes())
         if not needed:
             return False
@@ -153,6 +157,8 @@ class Rebuilder:
         renewing = threading.Thread(target=self._renew, args=(holder, over), name="rebuild-lease", daemon=True)
         renewing.start()
         try:
+            if not index.check():  # another was done since this one looked
+                return False
             epoch = index.epochs.current
             _log.warning("%s: rebuilding the index, epoch %s", index.server.name, epoch.name)
             self._rebuild(RebuildTarget(index, epoch, self._held))
@@ -168,7 +174,7 @@ class Rebuilder:
             with suppress(NearkinError):  # it ends by itself
                 index.server.one(Server.call("release", self._keys[:1], holder))
         self.rebuilt += 1
-        metrics.INDEX_WHOLE.set(1)
+        metrics.INDEX_WHOLE.labels("redis").set(1)
         metrics.REBUILDS.labels("done").inc()
         self.failure = None
         return True

@@ -371,6 +371,10 @@ return redis.call('DEL', KEYS[1])
 """KEYS lease; ARGV holder: let go of it."""
 
 
+NOW = "return redis.call('TIME')"
+"""KEYS any of a prefix: seconds and microseconds since 1970, by the server that has it."""
+
+
 def _filled(script: str) -> str:
     for name, value in (("DAMAGED", DAMAGED), ("LEVEL_MAX", LEVEL_MAX), ("BUCKET_ENTRIES_MAX", BUCKET_ENTRIES_MAX)):
         script = script.replace(f"${name}", str(value))
@@ -397,5 +401,6 @@ SOURCES = {
     "take": TAKE,
     "renew": RENEW,
     "release": RELEASE,
+    "now": NOW,
 }
 """All scripts by name."""

@@ -19,12 +19,14 @@ import numpy as np
 
 from nearkin.config import Settings
 from nearkin.errors import ConfigError
+from nearkin.failpoints import failpoint
 from nearkin.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import U8, SegmentBatch
 from nearkin.runners.kafka.acknowledging import Awaiting
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import BoundedCache, RecordGuard, headers_of, trace_of
+from nearkin.runners.kafka.lag import BACKLOG_SECONDS, Backlog
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
 from nearkin.runners.kafka.merging import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin.runners.logs import about
@@ -87,8 +89,12 @@ class _Partition:
 class ChunkHandler:
     """Cuts frames."""
 
-    def __init__(self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: Outbox) -> None:
+    def __init__(
+        self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: Outbox, backlog: Backlog
+    ) -> None:
+        """`backlog`: asked before an upload is ended for want of frames."""
         check_messages_fit(settings)
+        self._backlog = backlog
         self._settings = settings
         self._stages: BoundedCache[str, ChunkerStage] = BoundedCache(stage_of, 256)
         self._outbox = outbox
@@ -125,11 +131,17 @@ class ChunkHandler:
         self._reached({record.partition for record in records})
 
     def idle(self) -> float:
-        """End uploads whose frames have stopped coming."""
-        oldest = time.monotonic() - self._settings.kafka.upload_idle_seconds
+        """End uploads whose frames have stopped coming, not those whose frames nobody has read."""
+        seconds = self._settings.kafka.upload_idle_seconds
+        oldest = time.monotonic() - seconds
         for number, part in self._partitions.items():
-            for blob in [blob for blob in part.open.values() if blob.last_seen < oldest]:
-                seconds = self._settings.kafka.upload_idle_seconds
+            late = [blob for blob in part.open.values() if blob.last_seen < oldest]
+            # The service was paused, or Kafka away, and those frames were acknowledged: who sent them was told 202.
+            if late and part.next_offset is not None and self._backlog.unread("frames", number, part.next_offset):
+                for blob in late:
+                    blob.last_seen = oldest + BACKLOG_SECONDS
+                continue
+            for blob in late:
                 self._fail(part, blob, f"the upload stopped: no frame came for {seconds} s", None)
                 self._reached([number])
         self._awaiting.settle()
@@ -154,6 +166,7 @@ class ChunkHandler:
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
+        self._backlog.close()
 
     def _take(self, part: _Partition, record: Record, frame: Frame) -> _Open | None:
         """Put a frame behind what its blob has; return the blob, or None for what needs no work."""
@@ -222,6 +235,7 @@ class ChunkHandler:
             envelope = replace(blob.envelope, position=position, sequence=sequence)
             headers = headers_of("chunker", "segments", envelope, traceparent)
             self._outbox.send("segments", envelope.blob, encode(Segments(envelope, batch)), headers)
+            failpoint("cut.sent")
             position, sequence = position + batch.logical_bytes, sequence + batch.segments
         consumed = position - blob.position
         blob.carry = payload[consumed:].copy()  # a view would hold on to the whole frame
@@ -276,14 +290,19 @@ def _segments(batch: SegmentBatch, start: int, stop: int) -> SegmentBatch:
 def _resume_point(part: _Partition) -> tuple[int, str]:
     """Return (offset, metadata): where to read from after a death, and what is known of the blobs open there."""
     assert part.next_offset is not None
-    blobs = sorted(part.open.values(), key=lambda blob: blob.first_offset if blob.first_offset is not None else -1)
-    # Those whose first frame is out of reach need their state most; the rest can be cut again from their start.
-    listed, rest = blobs[:STATES_MAX], blobs[STATES_MAX:]
+    # Those whose first frame is out of reach need their state: the open ones, and those of the last owner whose next
+    # frame is still to come; together no more than it left. All others can be cut again from their start.
+    lost = [blob for blob in part.open.values() if blob.first_offset is None]
+    within = sorted(
+        (blob.first_offset, blob.envelope.blob) for blob in part.open.values() if blob.first_offset is not None
+    )
+    room = max(0, STATES_MAX - len(lost) - len(part.resumed))
+    listed = [*lost, *(part.open[blob] for _, blob in within[:room])]
     needed = [blob.frames[0][0] for blob in listed if blob.frames]
-    needed += [blob.first_offset for blob in rest if blob.first_offset is not None]
+    needed += [offset for offset, _ in within[room:]]
     states = [_STATE.pack(blob.envelope.blob, blob.position, blob.sequence) for blob in listed]
-    # Blobs of the last owner that have sent nothing since are carried on: their frames may still come.
-    states += [_STATE.pack(blob, *state) for blob, state in part.resumed.items()][: STATES_MAX - len(states)]
+    states += [_STATE.pack(blob, *state) for blob, state in part.resumed.items()]
+    assert len(states) <= STATES_MAX, len(states)
     return min([part.next_offset, *needed]), base64.b64encode(b"".join(states)).decode()
 
 

@@ -20,16 +20,21 @@ import numpy as np
 from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
+from nearkin.failpoints import failpoint
 from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.message import End, Envelope, Placed
+from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.records import Ledger, Locations
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
+from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lanes
 from nearkin.runners.logs import about
+from nearkin.runners.tracing import about as about_span
+from nearkin.runners.tracing import span
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
 
@@ -39,8 +44,10 @@ VERSION_RACES_MAX = 1000
 FINISHED_MAX = 10_000
 """Blobs remembered as committed or failed: what is still told of them changes nothing."""
 OPEN_BLOBS_MAX = 20_000
-CLOCK_SKEW_US = 300 * 1_000_000
-"""How far the clocks of two machines may differ: a version older than its blob's beginning by more is not its own."""
+STAGES_BEFORE = frozenset(WAITS) - {"committer"}
+"""What waits for one of these may be what a blob lacks. The committers' own offset is held back by that blob."""
+CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
+"""A version older than its blob's beginning by more is not its own."""
 
 
 @dataclass(slots=True)
@@ -80,8 +87,12 @@ class _Open:
 class CommitHandler:
     """Commits."""
 
-    def __init__(self, settings: Settings, manifests: ManifestStore, lanes: Lanes, worker: str) -> None:
+    def __init__(
+        self, settings: Settings, manifests: ManifestStore, lanes: Lanes, worker: str, backlog: Backlog
+    ) -> None:
+        """`backlog`: asked before a blob is failed for want of segments."""
         self._settings = settings
+        self._backlog = backlog
         self._manifests = manifests
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-committed")
@@ -105,14 +116,27 @@ class CommitHandler:
         self._done(done)
 
     def idle(self) -> float:
-        """Fail blobs whose segments have stopped coming: one of them was put aside on the way."""
-        oldest = time.monotonic() - 2 * self._settings.kafka.upload_idle_seconds
+        """Fail blobs whose segments have stopped coming: one of them was put aside on the way.
+
+        Not while a stage before is that far behind: a store that is away for longer would fail all that was accepted.
+        """
+        seconds = self._settings.kafka.upload_idle_seconds
+        oldest = time.monotonic() - 2 * seconds
         late = [blob for blob in self._open.values() if blob.last_seen < oldest]
+        if late and (self._unread(late) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds):
+            for blob in late:
+                blob.last_seen = oldest + BACKLOG_SECONDS
+            return IDLE_SECONDS
         for blob in late:
             self._tell_failed(blob, "some of its segments never came; look among the dead letters", None)
             self._outbox.flush()
             self._done(self._finish(blob))
         return IDLE_SECONDS
+
+    def _unread(self, blobs: Iterable[_Open]) -> bool:
+        """Return whether the topic has more than was read of where these blobs come from."""
+        found = {partition: self._offsets[partition].following for partition in {blob.records[0][0] for blob in blobs}}
+        return any(self._backlog.unread("placed", part, after) for part, after in found.items() if after is not None)
 
     def drain(self, partition: int) -> None:
         """Nothing waits that could be ended sooner: blobs that are not whole are gathered again elsewhere."""
@@ -131,6 +155,7 @@ class CommitHandler:
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
+        self._backlog.close()
 
     def _done(self, records: Iterable[tuple[int, int]]) -> None:
         for partition, offset in records:
@@ -159,7 +184,7 @@ class CommitHandler:
             self._tell_failed(blob, end.failure, trace_of(record))
             return self._finish(blob)
         if end is not None and end.segments is not None and self._whole(blob, end.segments):
-            if not self._guard.carry_out(record, blob.envelope, lambda: self._commit(blob, end, trace_of(record))):
+            if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
                 self._tell_failed(blob, "it could not be committed; look among the dead letters", trace_of(record))
             return self._finish(blob)
         if len(self._open) > OPEN_BLOBS_MAX:
@@ -177,12 +202,19 @@ class CommitHandler:
             self._finished.popitem(last=False)
         return blob.records
 
+    def _commit_traced(self, blob: _Open, end: End, record: Record) -> None:
+        told = about_span(blob.envelope.blob, blob.envelope.tenant) | {"nearkin.bytes": end.size_bytes or 0}
+        with span("commit", trace_of(record), told) as traceparent:
+            self._commit(blob, end, traceparent)
+
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
         segments, known, ledger = _gathered(blob, end)
         manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
+        failpoint("version.manifest")
         self._confirm(manifest, end)
         self._lanes[manifest.tenant].index.commit(manifest, manifest_bytes)  # 2
+        failpoint("version.catalogued")
         _log.info("blob %s: committed as version %d", blob.envelope.blob.hex(), manifest.version)
         stored = Ledger(stored_bytes=manifest_bytes)
         self._tell(  # 3
@@ -198,6 +230,7 @@ class CommitHandler:
                 "ledger": ledger_json(ledger + stored, manifest.seconds),
             },
         )
+        failpoint("version.told")
 
     def _confirm(self, manifest: Manifest, end: End) -> None:
         """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.

@@ -14,6 +14,7 @@ from nearkin.config import Settings
 from nearkin.errors import Corrupt, NearkinError, Permanent, Retryable
 from nearkin.formats.message import End, Envelope, Kind, Message, Opened, Paired, decode, encode, opened, read
 from nearkin.formats.message_batches import read_paired
+from nearkin.runners import tracing
 from nearkin.runners.kafka.clients import Headers, Outbox
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.loop import Record, patiently
@@ -33,12 +34,17 @@ Key = TypeVar("Key")
 class BoundedCache(Generic[Key, Made]):
     """What is made once by key and kept while it is among the latest used."""
 
-    def __init__(self, make: Callable[[Key], Made], entries_max: int) -> None:
+    def __init__(
+        self, make: Callable[[Key], Made], entries_max: int, check: Callable[[Key], None] = lambda _: None
+    ) -> None:
+        """`check` raises where a key is not to be used any more; it is asked every time."""
         self._make = make
+        self._check = check
         self._entries: OrderedDict[Key, Made] = OrderedDict()
         self._entries_max = entries_max
 
     def __getitem__(self, key: Key) -> Made:
+        self._check(key)
         if key not in self._entries:
             self._entries[key] = self._make(key)
             if len(self._entries) > self._entries_max:
@@ -136,6 +142,7 @@ class RecordGuard:
                 raise
             except Exception as err:
                 _log.debug("%s", record.named, exc_info=err)
+                tracing.failed(trace_of(record), err)
                 send_dead_letter(self._settings, self._outbox, record, self._stage, err)
                 self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
                 return False

@@ -25,7 +25,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from watchfiles import watch
 
 from nearkin import metrics
-from nearkin.config import HOT_FIELDS, Settings, load, with_changes
+from nearkin.config import HOT_FIELDS, Settings
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import BadInput, NearkinError
 from nearkin.runners.kafka.clients import consumer, group, topic
 
@@ -36,6 +37,8 @@ AUDIT_MAX = 100
 """Changes that are remembered, newest last; at most CHANGES_BYTES_MAX each."""
 AUDIT_TEXT_MAX = 200
 POLL_SECONDS = 0.5
+LOOK_MS = 5_000
+"""How often the file is looked at whatever the watcher says: it tells nothing of what came before it began."""
 WATCH_MS = 500
 """How often the watcher of the file looks up: each time it takes the interpreter's lock from the work."""
 
@@ -73,7 +76,8 @@ class HotSettings:
         self._started = settings
         self._file = config_file
         self._reload = reload or (lambda: load(config_file)[0])
-        self._content = config_file.read_bytes() if config_file is not None else b""
+        self._content: bytes | None = None
+        """Of the file when its fields were last taken. It may have changed since `settings` were read from it."""
         self._from_file: Mapping[str, Any] = {}
         self._from_topic: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
@@ -148,13 +152,13 @@ class HotSettings:
 
     def reread(self) -> None:
         """Take the file's hot fields as they are now. What is refused is logged."""
-        content = self._file.read_bytes() if self._file is not None and self._file.is_file() else b""
-        if content == self._content:
-            return  # something else in its folder has changed
-        self._content = content
         try:
+            content = self._file.read_bytes() if self._file is not None and self._file.is_file() else b""
+            if content == self._content:
+                return  # something else in its folder has changed
+            self._content = content
             self._apply(hot_values(self._reload()), self._from_topic)
-        except NearkinError as err:
+        except (NearkinError, OSError) as err:
             metrics.CONFIG_REFUSED.inc()
             _log.error("%s: refused, revision %s stays: %s", self._file, self.revision, err)
 
@@ -182,7 +186,17 @@ class HotSettings:
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
         # The folder: editors and Kubernetes replace a file, they do not write into it.
         folder = self._file.absolute().parent
-        for _ in watch(folder, stop_event=self._stop, recursive=False, debounce=WATCH_MS, step=WATCH_MS):
+        self.reread()
+        found = watch(
+            folder,
+            stop_event=self._stop,
+            recursive=False,
+            debounce=WATCH_MS,
+            step=WATCH_MS,
+            rust_timeout=LOOK_MS,
+            yield_on_timeout=True,
+        )
+        for _ in found:
             self.reread()
 
     def _watch_topic(self) -> None:

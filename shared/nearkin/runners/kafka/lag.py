@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
@@ -23,6 +23,13 @@ AGE_ROUNDS = 8
 """Questions to find how old the oldest waiting record is: between 1 s and a week each halves what is left of the
 exponent, so that eight tell it within 5 %."""
 AGE_MS_MIN = 1000
+SIZED_SECONDS = 120.0
+"""How long a mean of a group's records' bytes counts: to weigh them anew reads READ_BYTES_MAX of each group."""
+SIZED_RECORDS = 16
+SIZED_WAIT_SECONDS = 2.0
+READ_BYTES_MAX = 2 * 1024 * 1024
+BACKLOG_SECONDS = 5.0
+"""How long an answer of `Backlog` counts, and how long Kafka may take for one."""
 Place = tuple[str, int]
 """Topic and partition."""
 WAITS: Mapping[str, str] = {
@@ -55,6 +62,8 @@ class GroupLag:
     taken: int
     oldest_seconds: float = 0.0
     """Age of the oldest record that waits: 5 % too much at most, a second at least; 0 for none, or without `ages`."""
+    bytes_behind: int = 0
+    """Bytes of what waits, as if all were as long as the first SIZED_RECORDS of the longest queue; 0 without `ages`."""
 
 
 class LagReader:
@@ -65,9 +74,14 @@ class LagReader:
     """
 
     def __init__(self, settings: Settings, *, ages: bool = False) -> None:
-        """`ages`: find `oldest_seconds` too, by AGE_ROUNDS more questions for a group that is behind."""
+        """`ages`: find `oldest_seconds` and `bytes_behind` too, by AGE_ROUNDS more questions of a group."""
         self._ages = ages
-        self._watched = [(name, topics, consumer(settings, name, "nearkin-lag")) for name, topics in watched(settings)]
+        bounds = {"fetch.max.bytes": READ_BYTES_MAX // 2, "queued.max.messages.kbytes": READ_BYTES_MAX // 1024}
+        self._watched = [
+            (name, topics, consumer(settings, name, "nearkin-lag", **bounds)) for name, topics in watched(settings)
+        ]
+        self._means: dict[str, tuple[float, float]] = {}
+        """When each group's records were weighed, and their mean bytes."""
         self._retention_ms = int(retention_ms(settings))
         self._old_ms = self._retention_ms // 2
 
@@ -104,7 +118,27 @@ class LagReader:
             # A negative offset: nothing younger is there.
             old += max(0, (young[place] if young[place] >= 0 else end) - following)
         waiting = [TopicPartition(*place, begins[place]) for place, records in behind.items() if records]
-        return GroupLag(name, behind, old, taken, self._oldest_seconds(asking, waiting) if self._ages else 0.0)
+        if not self._ages:
+            return GroupLag(name, behind, old, taken)
+        longest = max(waiting, key=lambda part: behind[part.topic, part.partition], default=None)
+        mean_bytes = self._mean_bytes(name, asking, longest)
+        bytes_behind = round(mean_bytes * sum(behind.values()))
+        return GroupLag(name, behind, old, taken, self._oldest_seconds(asking, waiting), bytes_behind)
+
+    def _mean_bytes(self, name: str, asking: Consumer, begin: TopicPartition | None) -> float:
+        """Return the mean bytes of the records at an offset, keys and values; known for SIZED_SECONDS."""
+        weighed, mean_bytes = self._means.get(name, (-math.inf, 0.0))
+        if begin is None or time.monotonic() - weighed < SIZED_SECONDS:
+            return mean_bytes
+        asking.assign([begin])  # no member of the group: nothing is committed, and nobody's partitions move
+        try:
+            found = [one for one in asking.consume(SIZED_RECORDS, SIZED_WAIT_SECONDS) if one.error() is None]
+        finally:
+            asking.unassign()
+        if found:
+            mean_bytes = sum(len(one.value() or b"") + len(one.key() or b"") for one in found) / len(found)
+            self._means[name] = time.monotonic(), mean_bytes
+        return mean_bytes
 
     def _oldest_seconds(self, asking: Consumer, waiting: Sequence[TopicPartition]) -> float:
         """Return the age of the oldest of the records at these offsets. Kafka is asked by time: none is read."""
@@ -121,6 +155,53 @@ class LagReader:
             else:
                 old_ms = middle_ms
         return old_ms / 1000 if waiting else 0.0
+
+
+class Backlog:
+    """Whether what somebody misses may still be on its way. What Kafka does not tell counts as: it may."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._asking: Consumer | None = None
+        self._reader: LagReader | None = None
+        self._told: tuple[float, float] = (-math.inf, 0.0)
+        """When the age was asked for, and what it was."""
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        """Return whether a topic has records from `offset` on."""
+        if self._asking is None:
+            self._asking = consumer(self._settings, group(self._settings, "nobody"), "nearkin-backlog")
+        part = TopicPartition(topic(self._settings, name), partition)
+        try:
+            _, end = self._asking.get_watermark_offsets(part, timeout=BACKLOG_SECONDS)
+        except KafkaException as err:
+            _log.warning("%s: its end is not known: %s", part.topic, err)
+            return True
+        return end > offset
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        """Return the age of the oldest record that waits for one of these stages; infinite where Kafka is away."""
+        asked, age_seconds = self._told
+        if time.monotonic() - asked < BACKLOG_SECONDS:
+            return age_seconds
+        names = {group(self._settings, service) for service in services}
+        try:
+            if self._reader is None:
+                self._reader = LagReader(self._settings, ages=True)
+            age_seconds = max((lag.oldest_seconds for lag in self._reader.read() if lag.group in names), default=0.0)
+        except (KafkaException, TimeoutError) as err:
+            _log.warning("lag was not read: %s", str(err) or type(err).__name__)
+            age_seconds = math.inf
+        self._told = time.monotonic(), age_seconds
+        return age_seconds
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        if self._asking is not None:
+            self._asking.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._asking = self._reader = None
 
 
 class LagWatch:
@@ -158,6 +239,7 @@ class LagWatch:
                 metrics.LAG.labels(found.group, *map(str, place)).set(records)
             metrics.OLD_LAG.labels(found.group).set(found.old)
             metrics.LAG_SECONDS.labels(found.group).set(found.oldest_seconds)
+            metrics.LAG_BYTES.labels(found.group).set(found.bytes_behind)
         if not self._stop.is_set():
             metrics.LAG_SEEN.set(time.time())
 

@@ -22,8 +22,11 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import Retryable, StoreUnavailable
+from nearkin.failpoints import failpoint
 from nearkin.formats.message import is_end
 from nearkin.runners.kafka.clients import consumer, group, is_final, topic, unavailable
+from nearkin.runners.kafka.traced import traced
+from nearkin.runners.tracing import current
 
 _log = logging.getLogger("nearkin.worker")
 
@@ -116,6 +119,8 @@ class Loop:
         self._paused = False
         self._failed = False
         self._streaming = False
+        self._taken: list[KafkaMessage] = []
+        """Not handled yet. Whoever waits for more of them may lose a partition meanwhile, and theirs with it."""
         self._idle_seconds = 0.0
         self._consumer: Consumer = consumer(
             settings, group(settings, service), worker, **{"group.instance.id": self._name}
@@ -152,8 +157,15 @@ class Loop:
     def _handle(self, records: list[Record]) -> None:
         metrics.RECORDS.labels(self._stage).inc(len(records))
         metrics.RECORD_BYTES.labels(self._stage).inc(sum(len(record.value) for record in records))
+        tracing = current()
+        failpoint("worker.taken")
         with metrics.STEP_SECONDS.labels(self._stage).time():
-            self._handler.handle(records)
+            if tracing is None:
+                self._handler.handle(records)
+            else:
+                with traced(tracing, self._stage, records) as given:
+                    self._handler.handle(given)
+        failpoint("worker.handled")
 
     def _take(self) -> list[Record]:
         """Return what is there. In a stream of messages also what comes within GATHER_SECONDS, but not after an end."""
@@ -163,19 +175,25 @@ class Loop:
         if first is None:
             self._streaming = False
             return []
+        self._taken.append(first)
         # `consume` would sit out any timeout for a batch that is not full: it is given none.
-        taken = [first, *self._consumer.consume(room - 1, 0)]
-        ended = any(map(_ends, taken))
+        ended = self._take_more(self._consumer.consume(room - 1, 0)) or _ends(first)
         deadline = time.monotonic() + GATHER_SECONDS
-        while self._streaming and not ended and len(taken) < room and (left := deadline - time.monotonic()) > 0:
+        while self._streaming and not ended and len(self._taken) < room and (left := deadline - time.monotonic()) > 0:
             more = self._consumer.poll(left)
             if more is None:
                 break
-            some = [more, *self._consumer.consume(room - len(taken) - 1, 0)]
-            ended = any(map(_ends, some))
-            taken += some
+            self._taken.append(more)
+            ended = self._take_more(self._consumer.consume(room - len(self._taken), 0)) or _ends(more)
         self._streaming = True
+        taken = self._taken.copy()
+        self._taken.clear()
         return [record for message in taken if (record := self._record(message)) is not None]
+
+    def _take_more(self, messages: list[KafkaMessage]) -> bool:
+        """Take messages; return whether an end is among them."""
+        self._taken += messages
+        return any(map(_ends, messages))
 
     def _record(self, message: KafkaMessage) -> Record | None:
         problem = message.error()
@@ -237,6 +255,9 @@ class Loop:
         client.incremental_unassign(parts)
 
     def _forget(self, parts: list[TopicPartition]) -> None:
+        gone = {part.partition for part in parts}
+        # Whoever has the partition next begins at what is committed, which lies before them.
+        self._taken[:] = [message for message in self._taken if message.partition() not in gone]
         for part in parts:
             self._handler.dropped(part.partition)
             self._committed.pop(part.partition, None)
@@ -256,6 +277,7 @@ class Loop:
             _log.warning("%s: offsets not committed: %s", self._topic, err.args[0].str())
             return
         self._committed.update(changed)
+        failpoint("worker.committed")
 
 
 def _age_seconds(message: KafkaMessage | None) -> float:

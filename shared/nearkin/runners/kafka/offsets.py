@@ -32,6 +32,11 @@ class PartitionOffsets:
         return self._open[0] if self._open else self._next
 
     @property
+    def following(self) -> int | None:
+        """Return the offset behind the last record that was taken; None before the first."""
+        return self._next
+
+    @property
     def pending(self) -> int:
         """Return how many records are held up."""
         return len(self._open)

@@ -17,10 +17,12 @@ import numpy as np
 
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, Retryable
+from nearkin.errors import Corrupt, Erased, Retryable
+from nearkin.failpoints import failpoint
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
+from nearkin.runners import tracing
 from nearkin.runners.counted import count_sealed
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
@@ -64,6 +66,8 @@ class _Open:
     held: list[_Held] = field(default_factory=list)
     since: float = 0.0
     ended: float | None = None
+    began: float = 0.0
+    """The open container was not begun before; as `since`, seconds of a clock that is never set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class _Job:
     lane: Lane
     container: SealedContainer | None
     held: Sequence[_Held]
+    began: float = 0.0
 
 
 @dataclass(slots=True)
@@ -188,8 +193,8 @@ class PlaceHandler:
         if not run.parts:
             return False
         if len(run.parts) > 1:
-            opened = self._opened(run.parts[0][1].envelope.tenant)
             try:
+                opened = self._opened(run.parts[0][1].envelope.tenant)
                 patiently(lambda: self._place(opened, run.parts))
             except Retryable:
                 raise
@@ -205,7 +210,15 @@ class PlaceHandler:
         return aside
 
     def _one(self, record: Record, message: Message) -> bool:
-        opened = self._opened(message.envelope.tenant)
+        try:
+            opened = self._opened(message.envelope.tenant)
+        except Erased as err:
+            refused = err
+
+            def refuse() -> None:
+                raise refused
+
+            return self._guard.carry_out(record, message.envelope, refuse)
         if isinstance(message, End):
             self._hold(opened, _Held(record, message))
             opened.ended = time.monotonic()
@@ -229,6 +242,8 @@ class PlaceHandler:
         if len(wrong):
             raise Corrupt(f"{parts[0][0].named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
         lane.collected.refresh()
+        if opened.stage.builder.empty:
+            opened.began = time.monotonic()
         opened.stage.begin()
         lane.in_flight.open = opened.stage.builder.container, opened.stage.builder
         opened.stage.stream = parts[0][1].envelope.blob
@@ -284,7 +299,8 @@ class PlaceHandler:
     def _hold(opened: _Open, held: _Held) -> None:
         if not opened.held:
             opened.since = time.monotonic()
-        opened.held.append(held)
+        # Without its bytes: one container of 4 MiB kept 70 MiB of the messages of a log, up to 1 MB each.
+        opened.held.append(replace(held, record=replace(held.record, value=b"")))
 
     def _seal(self, opened: _Open) -> None:
         sealed = opened.stage.flush()
@@ -299,7 +315,7 @@ class PlaceHandler:
 
     def _queue(self, opened: _Open, container: SealedContainer | None) -> None:
         held, opened.held, opened.ended = opened.held, [], None
-        self._committer.put(_Job(opened.lane, container, held))
+        self._committer.put(_Job(opened.lane, container, held, opened.began))
 
     def _collect(self) -> None:
         while True:
@@ -314,14 +330,22 @@ class PlaceHandler:
     # --- the commit thread -------------------------------------------------------------------------------------------
 
     def _commit(self, job: _Job) -> None:
+        stored_bytes = 0 if job.container is None else len(job.container.data)
+        told = {"nearkin.bytes": stored_bytes, "nearkin.messages": len(job.held)}
+        with tracing.linked("container", (trace_of(one.record) for one in job.held), told):
+            self._commit_job(job)
+
+    def _commit_job(self, job: _Job) -> None:
         """1 put  2 publish  3 tell  4 flush: dying in between leaves dead space, or tells the same twice."""
         held: Sequence[_Held] = job.held
         if job.container is not None:
             container = job.container
-            _in_time(job.lane, container)
+            _in_time(job.lane, container, job.began)
             patiently(lambda: _put(job.lane, container))  # 1
-            _in_time(job.lane, container)
+            failpoint("place.container")
+            _in_time(job.lane, container, job.began)
             patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
+            failpoint("place.published")
             job.lane.pending.published(container.container)
             job.lane.in_flight.durable(container.container)
             count_sealed(container.claims.directory)
@@ -331,7 +355,9 @@ class PlaceHandler:
             kind = "end" if isinstance(one.message, End) else "placed"
             headers = headers_of("delta", kind, envelope, trace_of(one.record))
             self._placed_outbox.send("placed", placed_key(envelope), encode(one.message), headers)  # 3
+        failpoint("place.told")
         self._placed_outbox.flush()  # 4
+        failpoint("place.flushed")
         for one in held:
             self._finished.put((one.record.partition, one.record.offset))
 
@@ -345,14 +371,19 @@ def _put(lane: Lane, container: SealedContainer) -> None:
     """Put a container; one that is there with the same bytes was put by an earlier try."""
     try:
         lane.containers.put(container.container, container.data)
+    except Erased as err:  # since its chunks came: what they are of is refused when it comes again
+        raise Retryable(f"container {container.container:016x}: {err}: starting over") from err
     except AlreadyExists as err:
         if lane.containers.raw(container.container) != container.data:
             raise Retryable(f"container {container.container:016x}: another writer has this id; starting over") from err
 
 
-def _in_time(lane: Lane, container: SealedContainer) -> None:
-    """Refuse a container that was opened too long ago: what it leans on may have been collected since."""
-    age_seconds = time.time() - (container.container >> 20) / 1000
+def _in_time(lane: Lane, container: SealedContainer, began: float) -> None:
+    """Refuse a container that was opened too long ago: what it leans on may have been collected since.
+
+    By whichever clock says more: one may be set back meanwhile, the other stands still while the machine sleeps.
+    """
+    age_seconds = max(time.time() - (container.container >> 20) / 1000, time.monotonic() - began)
     if age_seconds > lane.collected.grace_seconds / 2:
         raise Retryable(
             f"container {container.container:016x}: {age_seconds:.0f} s old, and what it leans on may be collected "

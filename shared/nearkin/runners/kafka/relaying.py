@@ -17,6 +17,7 @@ import numpy as np
 
 from nearkin.config import Settings
 from nearkin.errors import Retryable
+from nearkin.failpoints import failpoint
 from nearkin.formats.message import Envelope, Fresh, Kind, Opened, encode, encode_paired
 from nearkin.formats.message_batches import JoinedSegments, read_fresh, read_segments
 from nearkin.records import FreshBatch
@@ -149,6 +150,7 @@ class RelayHandler:
     def _send(self, record: Record, told: Told) -> None:
         headers = headers_of(self._stage, told.kind, told.envelope, trace_of(record))
         self._outbox.send(self._next_topic, told.envelope.blob, told.encoded(), headers)
+        failpoint("relay.sent")
 
 
 def dedup_work(settings: Settings, lanes: Lanes) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
@@ -14,7 +15,7 @@ from nearkin.runners.kafka.handling import TENANTS_MAX, BoundedCache
 from nearkin.store.collected import Collected, RecordWatch
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
-from nearkin.store.objects import ObjectStore
+from nearkin.store.objects import ObjectStore, check_tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,20 @@ Lanes = BoundedCache[str, Lane]
 def lanes(
     settings: Settings, objects: ObjectStore, secret: bytes, fingerprint_bits: int, index_of: Callable[[bytes], Index]
 ) -> Lanes:
-    """Return the lanes of all tenants, each made when it is first asked for."""
+    """Return the lanes of all tenants, each made when it is first asked for; of an erased one they raise Erased."""
     watch = RecordWatch(CondemnedStore(objects), settings.gc.grace_seconds)
+    # One cache for all: each tenant's own came to TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
+    every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
 
     def make(tenant: str) -> Lane:
         fingerprinter = Fingerprinter(secret, tenant, fingerprint_bits)
         index = index_of(fingerprinter.domain)
         pending = PendingIndex(index, fingerprinter.domain)
-        containers = ContainerStore(objects, fingerprinter.domain, int(settings.base.cache_bytes))
+        containers = every.of(fingerprinter.domain)
         in_flight = InFlight(containers)
         domain, few_bytes = fingerprinter.domain, 1 << 20
         collected = Collected(watch, containers, lambda: ContainerStore(objects, domain, few_bytes))
         facts = EmbeddedFacts(pending, in_flight, collected)
         return Lane(fingerprinter, index, pending, in_flight, containers, facts, collected)
 
-    return BoundedCache(make, TENANTS_MAX)
+    return BoundedCache(make, TENANTS_MAX, partial(check_tenant, objects))

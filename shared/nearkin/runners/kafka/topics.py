@@ -20,7 +20,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
-from nearkin.config import Settings, load
+from nearkin.config import Settings
+from nearkin.config_layers import load
 from nearkin.errors import BadInput, ConfigError, NearkinError, StoreUnavailable
 from nearkin.runners.kafka.clients import (
     ADMIN_SECONDS_MAX,

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import click
 
-from nearkin.config import Settings, load
+from nearkin.config import Settings
+from nearkin.config_layers import load
 from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.index.redis import RedisIndex
-from nearkin.runners import logs
+from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
@@ -92,7 +93,12 @@ def command(
         except ConfigError as err:
             raise click.UsageError(str(err)) from err
         logs.start(settings, logging.INFO if verbose else logging.WARNING)
+        try:
+            tracing.start(settings, service, worker)
+        except ConfigError as err:
+            raise click.UsageError(str(err)) from err
         code = run_worker(service, parts, settings, config_file, worker, background)
+        tracing.stop()
         logging.shutdown()
         # All is committed and closed. But librdkafka's threads may still answer a question that nobody waits for, into
         # an interpreter that is being taken apart: a janitor ended so with SIGSEGV, while Kafka was away.

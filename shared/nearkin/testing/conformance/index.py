@@ -13,8 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from nearkin.claims import ContainerClaims
-from nearkin.formats import container as fmt
-from nearkin.formats.container import ChunkTable, SegmentTable
+from nearkin.formats import layout
+from nearkin.formats.block import encode_block
+from nearkin.formats.container import decode_container, encode_container
+from nearkin.formats.directory import ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
@@ -46,17 +48,17 @@ def claims(
     count = len(lengths)
     zeros = np.zeros(count, np.uint8)
     starts = np.cumsum(lengths, dtype=np.uint32) - lengths
-    block = fmt.encode_block(np.zeros(int(lengths.sum()), np.uint8), fmt.RAW, 0, samples.compressor())
+    block = encode_block(np.zeros(int(lengths.sum()), np.uint8), layout.RAW, 0, samples.compressor())
     table = ChunkTable(names, lengths, zeros.astype(np.uint32), starts, lengths, zeros, Locations.empty(count), zeros)
     recipes = SegmentTable(
         np.array([0, 1, count], np.uint32),
         np.zeros(2, np.uint8),
         Locations(np.full(count, container, np.uint64), np.arange(count, dtype=np.uint32)),
     )
-    data, _, _ = fmt.encode_container(container, samples.DOMAIN, 1, [SKETCH], [block], table, recipes)
+    data, _, _ = encode_container(container, samples.DOMAIN, 1, [SKETCH], [block], table, recipes)
     found: U64 = np.array(super_features, np.uint64)
     ordinals = np.arange(count, dtype=np.uint32)
-    return ContainerClaims(fmt.decode_container(data, "claims"), ids(*segments), {SKETCH: (ordinals, found)})
+    return ContainerClaims(decode_container(data, "claims"), ids(*segments), {SKETCH: (ordinals, found)})
 
 
 def first_claims() -> ContainerClaims:
@@ -183,6 +185,21 @@ class IndexContract:
         assert rows(index.locate_chunks(chunk_names("a", "bb", "eeeee"))) == [(FIRST, 0), (FIRST, 1), (SECOND, 2)]
         assert rows(index.locate_segments(ids("s2"))) == [(FIRST, 1)]
         assert rows(index.locate_rank(SKETCH, 0, np.array([80], np.uint64))) == [(FIRST, 1)]
+
+    def test_containers_published_together_are_as_one_after_another(self, index: Index) -> None:
+        """The first in their order wins, and what was there before them."""
+        index.publish_many([first_claims(), second_claims(), first_claims()])
+        index.publish_many([second_claims(), first_claims()])
+        index.publish_many([])
+        found = rows(index.locate_chunks(chunk_names("a", "bb", "dddd", "eeeee", "zz")))
+        assert found == [(FIRST, 0), (FIRST, 1), (SECOND, 1), (SECOND, 2), None]
+        assert rows(index.locate_segments(ids("s3", "s2", "s1"))) == [(SECOND, 1), (FIRST, 1), (FIRST, 0)]
+        assert rows(index.locate_rank(SKETCH, 0, np.array([80, 70, 82], np.uint64))) == [
+            (FIRST, 1),
+            (FIRST, 0),
+            (SECOND, 2),
+        ]
+        assert list(index.containers()) == [summarise(first_claims()), summarise(second_claims())]
 
     def test_a_container_of_nothing_can_be_published(self, index: Index) -> None:
         """All its chunks were folded away, or it holds recipes alone."""

@@ -7,7 +7,7 @@ async function act(button, told, work) {
   button.disabled = true;
   try {
     await work();
-    say(told);
+    if (told) say(told);
     return true;
   } catch (error) {
     say(error.message, true);
@@ -15,6 +15,12 @@ async function act(button, told, work) {
   } finally {
     button.disabled = false;
   }
+}
+
+// What was done is said once, by the page that shows it: on this one it would be gone before it was read.
+function saidThere(told, go) {
+  sessionStorage.setItem("said", told);
+  go();
 }
 
 function sure(title, text) {
@@ -36,15 +42,17 @@ async function remove(button) {
   const reason = await sure(`Delete ${what}?`, "It can be brought back for a while; then its bytes are freed.");
   if (reason === null) return;
   const query = new URLSearchParams({ ...(version && { version }), ...(reason && { reason }) });
-  if (await act(button, `Deleted ${what}.`, () => call("DELETE", `/v1/blobs/${keyPath(key)}?${query}`))) {
-    location.assign(`/ui/blob?${new URLSearchParams({ key })}`);
+  if (await act(button, null, () => call("DELETE", `/v1/blobs/${keyPath(key)}?${query}`))) {
+    saidThere(`Deleted ${what}.`, () => location.assign(`/ui/blob?${new URLSearchParams({ key })}`));
   }
 }
 
 async function bringBack(button) {
   const { undelete: key, version } = button.dataset;
   const path = `/v1/undelete/${keyPath(key)}?${new URLSearchParams({ version })}`;
-  if (await act(button, `${key}, version ${version} is back.`, () => call("POST", path))) location.reload();
+  if (await act(button, null, () => call("POST", path))) {
+    saidThere(`${key}, version ${version} is back.`, () => location.reload());
+  }
 }
 
 async function replay(button) {
@@ -62,9 +70,8 @@ async function set(form, button, value) {
   const body = JSON.stringify({ [section]: { [field]: value } });
   const headers = { "Content-Type": "application/merge-patch+json" };
   const told = value === null ? `${section}.${field} is what the file says again.` : `${section}.${field} is ${value} now.`;
-  if (await act(button, told, () => call("PATCH", "/v1/config", { body, headers }))) {
-    sessionStorage.setItem("said", told);
-    location.reload();
+  if (await act(button, null, () => call("PATCH", "/v1/config", { body, headers }))) {
+    saidThere(told, () => location.reload());
   }
 }
 

@@ -1,0 +1,149 @@
+"""Copies of chunks. Invariant: what is given out was decoded, and agrees with the name that was asked for.
+
+StoredCopies       other containers of the store: what was put again
+ContainerCopies    containers as somebody has kept them elsewhere, of whatever generation, and what they lean on:
+
+    copy, generation 0    c leans on g        read from the copy, and g from a copy of its own or from the store
+    store, generation 1   c leans on h        since a round took g away
+
+A number means the same chunk in every generation. So a copy is read chunk by chunk: put in the place of a later
+generation it would take with it what that has sound, and lean on what is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from nearkin.errors import NotFound, Permanent
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.container import decode_container
+from nearkin.formats.directory import Directory
+from nearkin.records import NAME_BYTES, U8, ContainerId, Locations
+from nearkin.store.buffers import Buffers
+from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.heal import Name
+from nearkin_janitor.tenants import Tenants
+
+
+class _Checked:
+    """Decodes chunks, and compares them with their names; only SHA-1 where no tenant is known."""
+
+    def __init__(self, reader: ChunkReader, domain: bytes, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
+        known = tenants.fingerprinter(domain)
+        self._reader = reader
+        self._fingerprinter = known or any_fingerprinter
+        self._compared = np.ones(NAME_BYTES, np.bool_)
+        self._compared[20:28] = known is not None
+
+    def among(self, directory: Directory, missing: set[Name]) -> Iterator[tuple[Name, U8]]:
+        """Yield (name, bytes) of a container's chunks that are `missing`, and take them out of it."""
+        whole = directory.chunks.names.tobytes()
+        for row in range(len(directory.chunks)):
+            name = whole[row * NAME_BYTES : (row + 1) * NAME_BYTES]
+            content = self._content(directory.container, row) if name in missing else None
+            if content is not None:
+                missing.discard(name)
+                yield name, content
+
+    def _content(self, container: ContainerId, row: int) -> U8 | None:
+        here = Locations(np.array([container], np.uint64), np.array([row], np.uint32))
+        try:
+            plan = self._reader.plan(here)
+            payload = self._reader.fetch(plan)
+        except Permanent:  # it is the broken one, or leans on it, or on what is gone
+            return None
+        found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
+        return None if np.any((found != plan.names)[:, self._compared]) else payload
+
+
+class StoredCopies:
+    """Chunks of other containers of the same domain, found by reading all directories once."""
+
+    def __init__(self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
+        self._containers = containers
+        self._tenants = tenants
+        self._any_fingerprinter = any_fingerprinter
+
+    def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
+        """Yield (name, bytes): each decoded, and compared with its name."""
+        own = self._containers.of(domain)
+        checked, missing = _Checked(ChunkReader(own), domain, self._tenants, self._any_fingerprinter), set(names)
+        for container, _ in sorted(self._containers.ids(), reverse=True):  # what was put again is new
+            if not missing:
+                return
+            try:
+                directory = own.directory(container)
+            except Permanent:
+                continue
+            yield from checked.among(directory, missing)
+
+
+class ContainerCopies:
+    """Chunks of copies of containers. Their bytes are held by the caller; here, the directories of those looked at."""
+
+    def __init__(
+        self,
+        containers: ContainerStore,
+        copies: Mapping[ContainerId, bytes],
+        tenants: Tenants,
+        any_fingerprinter: Fingerprinter,
+    ) -> None:
+        """`copies`: whole containers, checked."""
+        self._containers = containers
+        self._copies = copies
+        self._tenants = tenants
+        self._any_fingerprinter = any_fingerprinter
+        self._directories: dict[ContainerId, Directory] = {}
+
+    def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
+        """Yield (name, bytes): each decoded, and compared with its name."""
+        source = _Given(self._containers.of(domain), self._copies, self._directories)
+        checked, missing = _Checked(ChunkReader(source), domain, self._tenants, self._any_fingerprinter), set(names)
+        for container in self._copies:
+            if not missing:
+                return
+            directory = source.directory(container)
+            if directory.domain == domain:
+                yield from checked.among(directory, missing)
+
+
+class _Given:
+    """A ContainerSource: copies of containers, and the store where there is none."""
+
+    def __init__(
+        self, below: ContainerStore, copies: Mapping[ContainerId, bytes], directories: dict[ContainerId, Directory]
+    ) -> None:
+        self._below = below
+        self._copies = copies
+        self._directories = directories
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._below.buffers
+
+    def directory(self, container: ContainerId) -> Directory:
+        if container not in self._copies:
+            return self._below.directory(container)
+        known = self._directories.get(container)
+        if known is None:
+            known = decode_container(self._copies[container], f"the copy of {object_name(container)}")
+            self._directories[container] = known
+        return known
+
+    def decoded(self, container: ContainerId, block: int) -> U8 | None:
+        return None if container in self._copies else self._below.decoded(container, block)
+
+    def record(self, container: ContainerId, block: int) -> bytes | memoryview:
+        if container not in self._copies:
+            return self._below.record(container, block)
+        blocks = self.directory(container).blocks
+        if block >= len(blocks) or not blocks.raw[block]:
+            raise NotFound(f"the copy of {object_name(container)}: has no block {block}")
+        return memoryview(self._copies[container])[blocks.record(block)]
+
+    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
+        if container not in self._copies:
+            self._below.keep(container, block, decoded)

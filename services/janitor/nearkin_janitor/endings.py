@@ -1,0 +1,117 @@
+"""Ends of versions. Invariant: one goes only behind a mark that no undeletion comes before; its number stays taken.
+
+mark: collected -> index -> manifest -> lower marks, ascending; of a key's highest version the last mark stays
+
+All in one turn: an index that was made anew in between would count marks that go right after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nearkin.errors import Permanent
+from nearkin.failpoints import failpoint
+from nearkin.formats.manifest import Manifest
+from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.index.protocols import Collected
+from nearkin.store.manifests import ManifestStore, mark_name
+from nearkin.store.objects import AlreadyExists
+from nearkin_janitor.roots import Roots, Version
+from nearkin_janitor.turns import Turns
+
+COLLECTED_AT_ONCE = 8
+"""So many versions go in a turn: of each a durable mark, and a manifest and two marks removed, some 5 ms apiece."""
+WHO = "gc"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """`kept` are the roots: those that were kept, and those that were brought back meanwhile."""
+
+    kept: tuple[Version, ...]
+    versions: int
+    freed_bytes: int
+
+
+class Endings:
+    """Step 2 of a round."""
+
+    def __init__(self, manifests: ManifestStore, now_us: Callable[[], int]) -> None:
+        self._manifests = manifests
+        self._now_us = now_us
+
+    def end(self, roots: Roots, turns: Turns) -> Ended:
+        """Free manifests and marks of the versions that are gone for good. Raises Corrupt, StoreUnavailable."""
+        kept, versions, freed_bytes = list(roots.kept), 0, 0
+        for start in range(0, len(roots.ended), COLLECTED_AT_ONCE):
+            some = roots.ended[start : start + COLLECTED_AT_ONCE]
+            manifests = [self._manifest(version) for version in some]
+            going = []
+            with turns.take() as index:
+                for version, manifest in zip(some, manifests, strict=True):
+                    if self._sentenced(version):
+                        going.append((version, manifest, self._staying(version, roots)))
+                    else:
+                        kept.append(version)  # brought back meanwhile
+                index.collect_many([_told(*one) for one in going])
+                failpoint("gc.uncatalogued")
+                for version, _, marks_bytes in going:
+                    versions += bool(version.committed)
+                    freed_bytes += version.manifest_bytes + version.marks_bytes - marks_bytes
+                    self._remove(version, roots)
+        return Ended(tuple(kept), versions, freed_bytes)
+
+    def _sentenced(self, version: Version) -> bool:
+        """Make the mark by which a version never comes back; return False where an undeletion has come first."""
+        assert version.ended is not None
+        if version.ended.kind is Kind.COLLECTED:
+            return True
+        try:
+            self._manifests.put_mark(self._sentence(version.ended))
+        except AlreadyExists:
+            return False
+        failpoint("gc.sentenced")
+        return True
+
+    def _sentence(self, mark: Mark) -> Mark:
+        number, now_us = mark.sequence + 1, self._now_us()
+        return Mark(mark.tenant, mark.key, mark.version, number, Kind.COLLECTED, now_us, 0, who=WHO)
+
+    def _staying(self, version: Version, roots: Roots) -> int:
+        """Return the bytes of the mark that stays: the last one of the key's highest version."""
+        assert version.ended is not None
+        if version.manifest not in roots.highest:
+            return 0
+        if version.ended.kind is Kind.COLLECTED:
+            return version.marks[-1][2]
+        return len(encode_mark(self._sentence(version.ended)))
+
+    def _manifest(self, version: Version) -> Manifest | None:
+        """Return the manifest of a version that goes, None where it cannot be read."""
+        mark = version.ended
+        assert mark is not None
+        try:
+            return self._manifests.get(mark.tenant, mark.key, mark.version) if version.committed else None
+        except Permanent:
+            return None
+
+    def _remove(self, version: Version, roots: Roots) -> None:
+        """Remove the manifest, then marks, ascending: the last one says until the end what became of the version."""
+        assert version.ended is not None
+        mark = version.ended
+        self._manifests.delete(mark.tenant, mark.key, mark.version)
+        failpoint("gc.manifest")
+        names = [name for _, name, _ in version.marks]
+        if mark.kind is Kind.DELETED:
+            names.append(mark_name(mark.tenant, mark.key, mark.version, mark.sequence + 1))
+        for name in names[:-1] if version.manifest in roots.highest else names:
+            self._manifests.delete_mark(name)
+        failpoint("gc.marks")
+
+
+def _told(version: Version, manifest: Manifest | None, marks_bytes: int) -> Collected:
+    mark = version.ended
+    assert mark is not None
+    sequence = mark.sequence + (mark.kind is Kind.DELETED)
+    return Collected(mark.tenant, mark.key, mark.version, manifest, sequence, marks_bytes)

@@ -1,0 +1,61 @@
+"""Objects of erased tenants. Invariant: the index lets go of them first; nothing of another tenant is touched.
+
+    index forgets -> manifests and marks -> containers -> the erasure counts as swept, once no writer can add to them
+
+A tenant's containers lean on its own alone (I9), so no other version reads what goes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol, runtime_checkable
+
+from nearkin.errors import Erased
+from nearkin.index.catalog import CatalogEntry
+from nearkin.index.protocols import SupportsCollection
+from nearkin.store.containers import id_of
+from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.objects import ObjectStore
+
+FORGOTTEN_AT_ONCE = 1024
+"""Containers leave the index so many at a time."""
+
+
+@runtime_checkable
+class _Listing(Protocol):
+    def catalogs(self) -> Iterator[tuple[str, CatalogEntry]]: ...
+    def forget_tenants(self, tenants: Collection[str]) -> None: ...
+
+
+def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callable[[], None] = lambda: None) -> int:
+    """Remove what erased tenants have left; return its bytes. `check` raises where nothing may be removed any more.
+
+    Raises StoreUnavailable: a later call does the rest.
+    """
+    if not isinstance(objects, EncryptedObjects) or not objects.keyring.unswept():
+        return 0
+    forget_erased(objects, index)
+    check()
+    return sum(size_bytes for _, size_bytes in objects.sweep_erased(check))
+
+
+def forget_erased(objects: EncryptedObjects, index: SupportsCollection, tenant: str | None = None) -> None:
+    """Let the index name nothing of erased tenants any more; a later put would lean on what cannot be read.
+
+    `tenant`: one of them, known by name; of others what the index lists tells.
+    """
+    containers = [int(found) for found in (id_of(name) for name, _ in objects.erased()) if found is not None]
+    for start in range(0, len(containers), FORGOTTEN_AT_ONCE):
+        some = containers[start : start + FORGOTTEN_AT_ONCE]
+        index.forget(dict.fromkeys(some), {}, some)
+    if isinstance(index, _Listing):
+        known = {listed for listed, _ in index.catalogs()} | ({tenant} if tenant is not None else set())
+        index.forget_tenants([named for named in sorted(known) if _is_erased(objects, named)])
+
+
+def _is_erased(objects: EncryptedObjects, tenant: str) -> bool:
+    try:
+        objects.check_tenant(tenant)
+    except Erased:
+        return True
+    return False

@@ -1,0 +1,192 @@
+"""`nearkin keys`. Invariant: a key is shown by its id, never by itself; what cannot be taken back is asked for by name.
+
+generate -> key-encryption keys, in a file      list, rotate, rewrap, erase -> data keys, in the store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nearkin.cli.session import AsWrittenGroup, current_session, json_option, shared_options
+from nearkin.errors import BadInput
+
+if TYPE_CHECKING:
+    from nearkin.config import Settings
+    from nearkin.store.keyring import KeyInfo, Keyring
+
+
+@click.group(cls=AsWrittenGroup)
+def keys() -> None:
+    """Keys of an encrypted store: make, list, rotate, erase.
+
+    nearkin keys generate /etc/nearkin/store.key     # before a store with storage.encryption is made
+    nearkin keys list
+    nearkin keys rotate db                           # what tenant db writes from now on gets a new key
+    nearkin keys generate /etc/nearkin/store.key     # a new key-encryption key, before the one until now
+    nearkin keys rewrap                              # then the old one may go
+    nearkin keys erase db --yes                      # nobody ever reads again what tenant db has stored
+
+    Data are sealed by data keys, each tenant's by its own. These lie in the store, wrapped by a key-encryption key
+    that does not: storage.key_file or NEARKIN_STORAGE__KEY. Without it nothing can be read: keep a copy elsewhere.
+    """
+
+
+@keys.command()
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@json_option
+def generate(file: Path) -> None:
+    """Make a key-encryption key: the first in FILE, before those that are in it.
+
+    nearkin keys generate /etc/nearkin/store.key
+    nearkin keys generate new.key && cat new.key     # for a secret store, as NEARKIN_STORAGE__KEY
+    """
+    from nearkin.cli.output import print_json, say
+    from nearkin.wrapping import generate as generate_key
+
+    made = generate_key(file)
+    if current_session().as_json:
+        print_json({"key_id": made, "file": str(file)})
+    else:
+        say(f"key-encryption key {made}: the first in {file}; keep a copy where the store is not")
+
+
+@keys.command("list")
+@shared_options
+def list_() -> None:
+    """List the data keys: whose they are, and which key-encryption key has wrapped each.
+
+    nearkin keys list --json | jq '.[] | select(.newest)'
+    """
+    from nearkin.cli.output import console, print_json, printable
+
+    with _opened() as (keyring, _):
+        listed = keyring.listed()
+    if current_session().as_json:
+        print_json([_json(key) for key in listed])
+        return
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table("owner", "tenant", "number", "made", "wrapped by", "", box=SIMPLE, pad_edge=False)
+    for key in listed:
+        made = "" if key.created is None else f"{key.created:%Y-%m-%dT%H:%M:%SZ}"
+        note = key.problem or ("seals what is written now" if key.newest else "")
+        tenant = "(the store's own)" if not int(key.owner, 16) else key.tenant or ""
+        table.add_row(key.owner, printable(tenant), str(key.number), made, key.wrapped_by, printable(note))
+    console().print(table)
+
+
+@keys.command()
+@click.argument("tenant", metavar="[TENANT]", required=False)
+@click.option("--store-key", is_flag=True, help="The store's own key instead: of the janitor's records.")
+@shared_options
+def rotate(tenant: str | None, store_key: bool) -> None:
+    """Make a new data key for a tenant (NEARKIN_TENANT by default).
+
+    nearkin keys rotate db
+
+    What is written from now on is sealed by it, at the latest after a minute; older data stay readable by the keys
+    that they have, until garbage collection writes them anew.
+    """
+    from nearkin.cli.output import print_json, say
+
+    if tenant is not None and store_key:
+        raise BadInput(f"keys rotate {tenant!r} --store-key: give one of them")
+    with _opened() as (keyring, settings):
+        whose = None if store_key else tenant or settings.tenant
+        number = keyring.rotate(whose)
+    if current_session().as_json:
+        print_json({"tenant": whose, "number": number})
+    else:
+        say(f"key {number} of {'the store' if whose is None else f'tenant {whose}'} seals what is written from now on")
+
+
+@keys.command()
+@shared_options
+def rewrap() -> None:
+    """Wrap all data keys with the newest key-encryption key; no data are rewritten.
+
+    nearkin keys generate /etc/nearkin/store.key && nearkin keys rewrap
+
+    When it has ended, and all services have the new file, the older key-encryption keys may be taken out of it.
+    """
+    from nearkin.cli.output import print_json, say
+
+    with _opened() as (keyring, _):
+        count = keyring.rewrap()
+    if current_session().as_json:
+        print_json({"rewrapped": count})
+    else:
+        say(f"{count:,} data keys wrapped anew; all are wrapped by the newest key-encryption key")
+
+
+@keys.command()
+@click.argument("tenant", metavar="TENANT")
+@click.option("--yes", is_flag=True, help="Do not ask for the tenant's name again.")
+@shared_options
+def erase(tenant: str, yes: bool) -> None:
+    """Erase a tenant: remove its data keys, so that nothing it has stored can ever be read again.
+
+    nearkin keys erase db
+
+    There is no way back, and the store takes nothing from that tenant any more. Services let go of its keys within a
+    minute; `nearkin gc` frees the bytes. Copies of the store's folder keys/ made before still hold the wrapped keys.
+    """
+    from nearkin.cli.output import print_json, say
+
+    session = current_session()
+    if not yes:
+        if session.as_json:
+            raise BadInput(f"keys erase {tenant!r}: with --json say --yes, nobody is asked")
+        try:
+            typed = click.prompt(
+                f"All data of tenant {tenant} become unreadable for good. Type the tenant's name", err=True
+            )
+        except click.Abort:  # a script, or Ctrl-C
+            raise BadInput(f"keys erase {tenant!r}: no name was typed, nothing was erased; scripts say --yes") from None
+        if typed != tenant:
+            raise BadInput(f"keys erase {tenant!r}: {typed!r} was typed; nothing was erased")
+    settings, _ = session.load()
+    if settings.object_store.url is None:
+        with session.open_local(read_only=False) as store:
+            count = store.erase_tenant(tenant)
+    else:
+        with _opened() as (keyring, _):
+            count = keyring.erase(tenant)
+    if session.as_json:
+        print_json({"tenant": tenant, "keys": count})
+    else:
+        say(f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed")
+
+
+@contextmanager
+def _opened() -> Iterator[tuple[Keyring, Settings]]:
+    """Open the keys of the store that the settings name, in a folder or in S3, for as long as the block runs."""
+    session = current_session()
+    settings, _ = session.load()
+    if settings.object_store.url is None:
+        with session.open_local() as store:
+            yield store.keyring, settings
+        return
+    if settings.storage.encryption == "none":
+        raise BadInput('keys: storage.encryption is "none": name the settings of an encrypted store')
+    from nearkin.store.opening import open_keys
+
+    yield open_keys(settings), settings
+
+
+def _json(key: KeyInfo) -> dict[str, object]:
+    return {
+        "owner": key.owner,
+        "tenant": key.tenant,
+        "number": key.number,
+        "created": None if key.created is None else key.created.isoformat(),
+        "wrapped_by": key.wrapped_by,
+        "newest": key.newest,
+        "problem": key.problem,
+    }

@@ -1,0 +1,193 @@
+"""Settings from their sources. Invariant: a value that is refused names its field, itself and what would be right.
+
+Lowest to highest: built-in defaults, the profile, the TOML file, `NEARKIN_*` variables, explicit overrides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nearkin import config
+from nearkin.config import HIDDEN, PLAIN_FIELDS, PROFILES, SECRET_URLS, SECRETS, Settings
+from nearkin.config_rules import (
+    Refused,
+    Unknown,
+)
+from nearkin.errors import ConfigError, choose
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+ENVIRONMENT_PREFIX = "NEARKIN_"
+OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint"})
+"""`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
+
+
+class Origin(NamedTuple):
+    """A value as it may be shown, and its source.
+
+    This is `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`.
+    """
+
+    value: object
+    source: str
+
+
+def load(
+    config_file: str | Path | None = None, overrides: Mapping[str, object] | None = None
+) -> tuple[Settings, dict[str, Origin]]:
+    """Return the settings and, by dotted name, where each came from.
+
+    `overrides` is nested as the settings are. Raises ConfigError, one line, for anything that does not fit.
+    """
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if config_file is not None:
+        layers.append((f"file {config_file}", _read_toml(Path(config_file))))
+    layers.append(("environment", _read_environment()))
+    if overrides:
+        layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
+    profile = next((layer["profile"] for _, layer in reversed(layers) if "profile" in layer), "default")
+    if not isinstance(profile, str) or profile not in PROFILES:
+        raise choose("profile", profile, PROFILES)
+    layers.insert(0, (f"profile {profile}", {name: dict(values) for name, values in PROFILES[profile].items()}))
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
+        _merge(merged, layer, source, sources, "")
+    settings = _validated(merged, sources)
+    return settings, {
+        name: Origin(_shown(name, value), _named(_source_of(name, sources), name))
+        for name, value in _flatten(asdict(settings))
+    }
+
+
+def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    """Return `settings` with nested `changes` merged in (RFC 7396 without deletion), validated again."""
+    merged = asdict(settings)
+    _merge(merged, changes, "argument", {}, "")
+    return _validated(merged, {})
+
+
+def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
+    if all(name in PLAIN_FIELDS and isinstance(value, str) for name, value in merged.items()):
+        checked: dict[str, Any] = {name: _plain(name, value, sources) for name, value in merged.items()}
+        return replace(Settings(), **checked)
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Settings).validate_python(merged)
+    except ValidationError as err:
+        raise _one_line(err, sources) from err
+
+
+def _plain(name: str, value: str, sources: Mapping[str, str]) -> str:
+    """Check one of PLAIN_FIELDS as pydantic would: the same refusals in the same words."""
+    rule = PLAIN_FIELDS[name]
+    try:
+        return value if rule is None else rule.check(value)
+    except Refused as err:
+        raise _refused(name, value, err, sources) from err
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as err:
+        raise ConfigError(f'config file "{path}": no such file') from err
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as err:
+        raise ConfigError(f'config file "{path}": {err}') from err
+
+
+def _read_environment() -> dict[str, Any]:
+    given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
+    sections = {name for name in Settings.__dataclass_fields__ if name not in PLAIN_FIELDS}
+    for name in sorted(given):
+        first, *below = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+        if first not in sections | set(PLAIN_FIELDS) | OTHER_VARIABLES or (below and first in PLAIN_FIELDS):
+            raise ConfigError(f"environment {name}: no such setting; `nearkin config` lists them all")
+    if not any(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0] in sections for name in given):
+        # Whatever their case, as pydantic-settings reads them below.
+        folded = {name.upper(): value for name, value in os.environ.items()} | dict(os.environ)
+        plain = {name: folded.get(f"{ENVIRONMENT_PREFIX}{name.upper()}") for name in PLAIN_FIELDS}
+        return {name: value for name, value in plain.items() if value is not None}
+    from pydantic import create_model
+    from pydantic_settings import BaseSettings as FromEnvironment
+    from pydantic_settings import EnvSettingsSource
+
+    fields: dict[str, Any] = {name: (field.type, None) for name, field in Settings.__dataclass_fields__.items()}
+    model = create_model("Environment", __base__=FromEnvironment, __module__=config.__name__, **fields)
+    model.model_rebuild(_types_namespace=vars(config))
+    try:
+        return EnvSettingsSource(model, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")()
+    except Exception as err:  # pydantic-settings raises its own type for a section given as broken JSON
+        raise ConfigError(f"NEARKIN_* variables: {err}") from err
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources: dict[str, str], prefix: str) -> None:
+    for name, value in layer.items():
+        if isinstance(value, Mapping):
+            below = into.setdefault(name, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f'{prefix}{name} "{below}": is one value, not a section')
+            _merge(below, value, source, sources, f"{prefix}{name}.")
+        else:
+            into[name] = value
+            sources[f"{prefix}{name}"] = source
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    flat: list[tuple[str, object]] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat += _flatten(value, f"{prefix}{name}.")
+        else:
+            flat.append((f"{prefix}{name}", value))
+    return flat
+
+
+def _source_of(name: str, sources: Mapping[str, str]) -> str:
+    """Return who set a field; one that takes a table was set by parts."""
+    return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
+
+
+def _shown(name: str, value: object) -> object:
+    if name in SECRET_URLS:
+        return re.sub(r"(?<=://)[^/]*@", f"{HIDDEN}@", str(value))
+    return HIDDEN if name in SECRETS and value is not None else value
+
+
+def _named(source: str, name: str) -> str:
+    return f"environment NEARKIN_{name.replace('.', '__').upper()}" if source == "environment" else source
+
+
+def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
+    """Say the first thing that is wrong: the field, its value, the remedy, and who set it."""
+    first = err.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    source = _set_by(field, sources)
+    cause = first.get("ctx", {}).get("error")
+    given = _shown(field, first["input"])
+    if isinstance(cause, Unknown):
+        return ConfigError(f"{choose(field, given, cause.known)}{source}")
+    if isinstance(cause, Refused):
+        return _refused(field, given, cause, sources)
+    if cause is not None:  # a section or the whole: the text names fields and values itself
+        return ConfigError(f"{field}: {cause}" if field else str(cause))
+    if first["type"] == "unexpected_keyword_argument":
+        return ConfigError(f'{field} "{given}": no such setting; `nearkin config` lists them all{source}')
+    return ConfigError(f'{field} "{given}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')
+
+
+def _refused(name: str, value: object, why: Refused, sources: Mapping[str, str]) -> ConfigError:
+    return ConfigError(f'{name} "{_shown(name, value)}": {why}{_set_by(name, sources)}')
+
+
+def _set_by(name: str, sources: Mapping[str, str]) -> str:
+    return f" (set by {_named(sources[name], name)})" if name in sources else ""

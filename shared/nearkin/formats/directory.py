@@ -1,0 +1,172 @@
+"""What a container says of itself, decoded: tables of its blocks, chunks, segment recipes and patch blocks' bases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.formats import runs
+from nearkin.formats.layout import BLOCK
+from nearkin.records import (
+    NAME_BYTES,
+    U8,
+    U32,
+    U64,
+    Bools,
+    ContainerId,
+    Locations,
+    distinct,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """How the chunks of one container are kept; all arrays have one row a chunk, in stream order.
+
+    `blocks` says in which block the encoding lies, `positions` and `encoded` where in the decoded block (bytes).
+    `bases` is (0, 0) for a chunk at depth 0; of a chunk in a patch block it is the one that gives most of its bytes.
+    `ranks` says which super-feature found that base, or LOCALITY_RANK. A chunk of length 0 is gone: all of it is zero.
+    """
+
+    names: U8
+    lengths: U32
+    blocks: U32
+    positions: U32
+    encoded: U32
+    depths: U8
+    bases: Locations
+    ranks: U8
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def there(self) -> Bools:
+        """Return which chunks are not gone."""
+        there: Bools = self.lengths > 0
+        return there
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The blocks of one container: `offsets` uint64 and `stored` uint32 bytes of the payload, `raw` bytes decoded.
+
+    A block of no bytes is gone; its number is never given to another.
+    """
+
+    offsets: U64
+    stored: U32
+    raw: U32
+    codecs: U8
+    kinds: U8
+    depths: U8
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def record(self, block: int) -> slice:
+        """Return where in its container a block lies, header and payload."""
+        payload = int(self.offsets[block])
+        return slice(payload - BLOCK.size, payload + int(self.stored[block]))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTable:
+    """The bases of patch blocks, in the order in which their bytes are the prefix: block b has rows bounds[b] to
+    bounds[b + 1] of `bases`, none if it is of another kind.
+    """
+
+    bounds: U32
+    bases: Locations
+
+    @staticmethod
+    def empty(blocks: int) -> PrefixTable:
+        """Return the table of `blocks` blocks that lean on nothing."""
+        return PrefixTable(np.zeros(blocks + 1, np.uint32), Locations.empty())
+
+    def of(self, block: int) -> Locations:
+        """Return the bases of one block."""
+        return self.bases.take(slice(int(self.bounds[block]), int(self.bounds[block + 1])))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTable:
+    """Segment recipes: segment j is rows bounds[j] .. bounds[j + 1] of `chunks`; `sketches` how each was sketched."""
+
+    bounds: U32
+    sketches: U8
+    chunks: Locations
+
+    def __len__(self) -> int:
+        return len(self.sketches)
+
+
+CHUNK_ROW = np.dtype(
+    [
+        ("names", "u1", NAME_BYTES),
+        ("base_containers", "<u8"),
+        ("base_ordinals", "<u4"),
+        ("lengths", "<u4"),
+        ("encoded", "<u4"),
+        ("blocks", "<u4"),
+        ("positions", "<u4"),
+        ("depths", "u1"),
+        ("ranks", "u1"),
+        ("kinds", "u1"),
+    ]
+)
+"""How one chunk is kept, all of it side by side: a reader takes rows at random, and each costs one cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What a container says of itself, decoded."""
+
+    container: ContainerId
+    domain: bytes
+    depth_max: int
+    sketch_names: tuple[str, ...]
+    blocks: BlockTable
+    chunks: ChunkTable
+    segments: SegmentTable
+    prefixes: PrefixTable
+    container_bytes: int
+    directory_bytes: int
+    recipe_bytes: int
+    _rows: list[NDArray[np.void]] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return about how much memory the decoded tables take."""
+        rows = len(self.segments.chunks) + len(self.prefixes.bases)
+        chunk_bytes = NAME_BYTES + 30 + CHUNK_ROW.itemsize
+        return len(self.chunks) * chunk_bytes + rows * 12 + len(self.blocks) * 28 + 512
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """Return CHUNK_ROW[chunks]: the chunk table, and the kind of each chunk's block."""
+        if not self._rows:
+            chunks, rows = self.chunks, np.empty(len(self.chunks), CHUNK_ROW)
+            rows["names"] = chunks.names
+            rows["base_containers"], rows["base_ordinals"] = chunks.bases.containers, chunks.bases.ordinals
+            for name in ("lengths", "encoded", "blocks", "positions", "depths", "ranks"):
+                rows[name] = getattr(chunks, name)
+            rows["kinds"] = self.blocks.kinds[chunks.blocks]
+            self._rows.append(rows)
+        return self._rows[0]
+
+    def leans_on(self) -> list[int]:
+        """Return the other containers in which bases of this one lie, ascending."""
+        bases = np.concatenate([self.chunks.bases.containers, self.prefixes.bases.containers])
+        return [int(base) for base in distinct(bases) if base not in (0, self.container)]
+
+
+def positions_in_blocks(blocks: U32, encoded: U32) -> U32:
+    """Return where in its decoded block each chunk's encoding starts, bytes: chunks of a block lie in stream order."""
+    return runs.group_totals(blocks, encoded.astype(np.int64)).astype(np.uint32)

@@ -1,0 +1,44 @@
+"""Rounds of garbage collection, as the fleet knows them. Invariant: it only tells and asks; losing it costs one round.
+
+{prefix}:{m}:gc       what the last round came to, JSON: whoever asks, and every janitor, so that all keep one interval
+{prefix}:{m}:gc-ask   there while a round is asked for
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nearkin.index.redis.index import RedisIndex
+
+
+class ToldRounds:
+    """What janitors and gateways tell each other of rounds. All calls raise StoreUnavailable."""
+
+    def __init__(self, index: RedisIndex) -> None:
+        self._server = index.server
+        self._told = f"{index.prefix}:{{m}}:gc"
+        self._asked = f"{index.prefix}:{{m}}:gc-ask"
+
+    def last(self) -> dict[str, Any] | None:
+        """Return what was told of the last round, by whichever janitor; None where there was none."""
+        told = self._server.one(("GET", self._told))
+        return None if told is None else dict(json.loads(told))
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Say what a round came to; whoever asked for one has it."""
+        self._server.run([("SET", self._told, json.dumps(told)), ("DEL", self._asked)])
+
+    def tell_failure(self, at: float, failure: str) -> None:
+        """Say that a round did not end. It stays due, and asked for if it was."""
+        last = {name: value for name, value in (self.last() or {}).items() if name != "failure"}
+        self._server.run([("SET", self._told, json.dumps({**last, "failed_at": at, "failure": failure}))])
+
+    def ask(self) -> None:
+        """Ask for a round: the janitor that sees it first does one, due or not."""
+        self._server.run([("SET", self._asked, b"1")])
+
+    @property
+    def asked(self) -> bool:
+        """Return whether a round is asked for."""
+        return bool(self._server.one(("EXISTS", self._asked)))

@@ -1,0 +1,33 @@
+"""Ctrl-C. Invariant: it ends what runs, by KeyboardInterrupt, also where it falls into an import that was put off."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C, and SIGTERM where Python handles it, back for as long as the block runs.
+
+    One that falls into the import of a compiled module is lost, one that falls into the making of a dataclass becomes
+    a RuntimeError. For imports that a put waits for: they take milliseconds. A mask of signals would not do: they are
+    one thread's, and a library's threads (numpy's) would take what the process is sent.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no signal is handled in this thread
+        return
+    handled = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: handler for number, handler in handled.items() if callable(handler)}  # not ignored, nor C's own
+    sent: list[int] = []
+    try:
+        for number in handled:
+            signal.signal(number, lambda received, _: sent.append(received))
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        for received in sent:
+            signal.raise_signal(received)

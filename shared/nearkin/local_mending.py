@@ -1,0 +1,152 @@
+"""What makes the index of a local store whole. Invariant: containers, manifests and marks alone say what it must name.
+
+make: all of it, anew      catch up: what a writer stored and did not tell      restate marks, forget: what is not so
+
+Whoever asks holds the store's lock: nothing is stored or goes meanwhile but by that one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from nearkin.errors import Erased
+from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.condemned import Record
+from nearkin.index.protocols import Marked
+from nearkin.interrupts import interrupts_wait
+from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.manifests import History, ManifestStore
+from nearkin.store.manifests import object_name as manifest_name
+from nearkin.store.objects import ObjectStore
+from nearkin.store.quarantine import Quarantine, joined
+
+if TYPE_CHECKING:  # most commands mend nothing
+    from nearkin.index.catalog import CatalogEntry
+    from nearkin.index.lmdb import LmdbIndex
+    from nearkin_janitor import Tenants
+
+_log = logging.getLogger("nearkin")
+
+
+class Mending:
+    """Reads one store, and tells its index."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        fingerprinter: Callable[[str], Fingerprinter],
+        tenant: str,
+    ) -> None:
+        self._objects = objects
+        self._containers = containers
+        self._manifests = manifests
+        self._fingerprinter = fingerprinter
+        self._tenant = tenant
+
+    def make(self, index: LmdbIndex, progress: Callable[[int, int], None] | None) -> RebuildReport:
+        """Fill an empty index with all that is stored, and say that it is complete."""
+        with interrupts_wait():
+            from nearkin_janitor import rebuild_index
+
+        report = rebuild_index(
+            self._containers,
+            self._manifests,
+            index,
+            self._tenants(),
+            super_features_of,
+            progress,
+            condemned=self._left_out(),
+        )
+        index.mark_complete()
+        return report
+
+    def catch_up(self, index: LmdbIndex) -> None:
+        """Add what a writer had stored, and not yet put into the index, when it died or failed."""
+        with interrupts_wait():
+            from nearkin_janitor import rebuild_index
+
+        known = {manifest_name(tenant, entry.key, entry.version): entry.sequence for tenant, entry in index.catalogs()}
+        rebuild_index(
+            self._containers,
+            self._manifests,
+            index,
+            self._tenants(),
+            super_features_of,
+            known_containers=set(index.container_ids().tolist()),
+            known_manifests=set(known),
+            known_marks=known,
+            condemned=self._left_out(),
+        )
+
+    def restate_marks(self, index: LmdbIndex) -> None:
+        """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
+        by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
+        for tenant, entry in index.catalogs():
+            if entry.sequence:
+                by_key.setdefault((tenant, entry.key), []).append(entry)
+        stated = []
+        for (tenant, key), entries in by_key.items():
+            try:
+                histories = self._manifests.histories(tenant, key)
+            except Erased:  # its entries go with the next round of garbage collection
+                continue
+            for entry in entries:
+                there = histories.get(entry.version)
+                sequence, marks_bytes = (there.sequence, there.marks_bytes) if there else (0, 0)
+                if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
+                    stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
+        index.restate_marks(stated)
+
+    def collected_marks(self, tenant: str, key: str, versions: Collection[int]) -> list[Marked]:
+        """Return what is there of marks of those of these versions that a round has collected."""
+        histories = self._manifests.histories(tenant, key)
+        gone = [histories.get(version, History(version)) for version in versions]
+        return [
+            Marked(tenant, key, history.version, history.sequence, history.marks_bytes)
+            for history in gone
+            if not history.committed
+        ]
+
+    def forget_missing(self, index: LmdbIndex, listed: Collection[ContainerId]) -> None:
+        """Let go of what lay in containers that are no longer there; `listed` are all that are.
+
+        Costs one read of the ids that the index has, 8 bytes each, where none is missing.
+        """
+        missing = sorted(set(index.container_ids().tolist()).difference(listed))
+        if not missing:
+            return
+        from nearkin_janitor import Soundness
+
+        first = object_name(ContainerId(missing[0]))
+        _log.warning(
+            "%d of the containers that the index names are missing, the first %s: what lay in them is stored anew when "
+            "it is put again; `nearkin verify` names the versions they break",
+            len(missing),
+            first,
+        )
+        soundness = Soundness(self._containers, self._tenants(), self._fingerprinter(self._tenant))
+        unsound = soundness.unsound([*listed, *map(ContainerId, missing)])
+        index.forget(unsound.chunks, unsound.segments, missing)
+
+    def _left_out(self) -> Record:
+        """Return what is not to be found again: condemned, or broken when it was last read."""
+        return joined(CondemnedStore(self._objects).read(), Quarantine(self._objects, time.time).read())
+
+    def _tenants(self) -> Tenants:
+        from nearkin_janitor import Tenants
+
+        return Tenants(self._fingerprinter, [self._tenant], self._manifests)
+
+
+def super_features_of(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
+    """Return what the sketch of that name gives: what a rebuild needs of the resemblance stage."""
+    from nearkin_resemblance import Sketch
+
+    return Sketch.parse(sketch).super_features(payload, offsets, lengths)

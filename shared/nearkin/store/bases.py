@@ -1,0 +1,148 @@
+"""Reading bases. Invariant: what cannot be read is not available, no error, and all else is.
+
+locations -> those that are there -> in place of what is too deep its ancestor -> bytes, each distinct chunk once
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import Corrupt, NotFound
+from nearkin.limits import DEPTH_MAX
+from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
+from nearkin.stage import Contents
+from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
+from nearkin.store.containers import ContainerSource
+
+CONTENTS_BYTES_MAX = 32 * 1024 * 1024
+"""Of bases read for one batch, at most."""
+
+MISSING_MAX = 1 << 16
+_NO_LENGTHS: U32 = np.zeros(0, np.uint32)
+
+
+class BaseReader:
+    """Bytes of what may be a base, by location."""
+
+    def __init__(self, source: ContainerSource) -> None:
+        self._source = source
+        self._reader = ChunkReader(source)
+        self._missing: set[int] = set()
+        """Containers that were collected, and that older recipes still name."""
+
+    def contents(self, locations: Locations, depth_below: int | None = None) -> Contents:
+        """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
+
+        With `depth_below` chunks as deep as that are replaced as `Reads` says. What comes after CONTENTS_BYTES_MAX is
+        not available either.
+        """
+        if self._missing and not (there := self._there(locations)).all():
+            return self._some(locations, there, depth_below)
+        try:
+            return self._contents(locations, depth_below)
+        except (Corrupt, NotFound):
+            there = self._there(locations)
+            if not there.all():  # garbage that was collected: what is around it is read as ever
+                return self._some(locations, there, depth_below)
+            return self._contents_piecewise(locations, depth_below)
+
+    def _some(self, locations: Locations, there: Bools, depth_below: int | None) -> Contents:
+        rows = np.flatnonzero(there)
+        return _spread(self.contents(locations.take(rows), depth_below), rows, locations)
+
+    def _there(self, locations: Locations) -> Bools:
+        """Return which rows are chunks that their containers have."""
+        there = np.ones(len(locations), np.bool_)
+        for container, rows in grouped(locations.containers):
+            if container == ZERO:
+                continue
+            lengths = self._lengths(container)
+            ordinals = locations.ordinals[rows]
+            there[rows] = ordinals < len(lengths)
+            beyond = np.zeros(1, np.uint32)
+            there[rows] &= np.concatenate([lengths, beyond])[np.minimum(ordinals, len(lengths))] > 0
+        return there
+
+    def _lengths(self, container: int) -> U32:
+        """Return the lengths of a container's chunks, none where it is not there."""
+        if container in self._missing:
+            return _NO_LENGTHS
+        try:
+            return self._source.directory(ContainerId(container)).chunks.lengths
+        except (Corrupt, NotFound):
+            if len(self._missing) >= MISSING_MAX:
+                self._missing.clear()
+            self._missing.add(container)
+            return _NO_LENGTHS
+
+    def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
+        plan = self._reader.plan(locations)
+        if depth_below is not None:
+            plan = self._replaced(plan, depth_below)
+        distinct, which = _distinct(plan.locations)
+        lengths = plan.lengths[distinct]
+        kept = np.cumsum(lengths, dtype=np.uint64) <= CONTENTS_BYTES_MAX
+        lengths = np.where(kept, lengths, 0).astype(np.uint32)
+        payload = self._reader.fetch(plan.take(distinct[kept]))
+        offsets = offsets_of(lengths)
+        return Contents(plan.locations, payload, offsets[which], lengths[which], plan.depths, kept[which])
+
+    def _replaced(self, plan: Plan, depth_below: int) -> Plan:
+        """Return the plan of the first ancestor of each row that is less deep than `depth_below`."""
+        containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
+        replaced = Plan(Locations(containers, ordinals), plan.rows)
+        for _ in range(DEPTH_MAX + 1):
+            deep = np.flatnonzero(replaced.depths >= depth_below)
+            if not len(deep):
+                return replaced
+            below = self._reader.plan(replaced.bases.take(deep))
+            containers[deep], ordinals[deep] = below.locations.containers, below.locations.ordinals
+            replaced.rows[deep] = below.rows
+        raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
+
+    def _contents_piecewise(self, locations: Locations, depth_below: int | None) -> Contents:
+        """Read container by container, leaving out what fails: only on the way through damage."""
+        count = len(locations)
+        lengths, depths, available = np.zeros(count, np.uint32), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+        found = Locations(locations.containers.copy(), locations.ordinals.copy())
+        offsets, parts, position = np.zeros(count, np.uint64), [], 0
+        for _, rows in grouped(locations.containers):
+            try:
+                part = self._contents(locations.take(rows), depth_below)
+            except (Corrupt, NotFound):
+                continue
+            lengths[rows], depths[rows], available[rows] = part.lengths, part.depths, part.available
+            found.containers[rows], found.ordinals[rows] = part.locations.containers, part.locations.ordinals
+            offsets[rows] = part.offsets + np.uint64(position)
+            parts.append(part.payload)
+            position += len(part.payload)
+        payload = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+        return Contents(found, payload, offsets, lengths, depths, available)
+
+
+def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:
+    """Return what was found of some rows as answers for all of `locations`: the others are not available."""
+    count = len(locations)
+    replaced = Locations(locations.containers.copy(), locations.ordinals.copy())
+    replaced.containers[rows], replaced.ordinals[rows] = found.locations.containers, found.locations.ordinals
+    offsets, lengths = np.zeros(count, np.uint64), np.zeros(count, np.uint32)
+    depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+    offsets[rows], lengths[rows] = found.offsets, found.lengths
+    depths[rows], available[rows] = found.depths, found.available
+    return Contents(replaced, found.payload, offsets, lengths, depths, available)
+
+
+def _distinct(locations: Locations) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return (a row of each location, in the order of its first mention; which of these each row is)."""
+    order = np.lexsort((locations.ordinals, locations.containers))
+    containers, ordinals = locations.containers[order], locations.ordinals[order]
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (containers[1:] != containers[:-1]) | (ordinals[1:] != ordinals[:-1])
+    firsts = order[new]  # lexsort is stable: each group starts with its first mention
+    by_mention = np.argsort(firsts)
+    place = np.empty(len(firsts), np.intp)
+    place[by_mention] = np.arange(len(firsts))
+    which = np.empty(len(order), np.intp)
+    which[order] = place[np.cumsum(new) - 1]
+    return firsts[by_mention], which

@@ -1,0 +1,171 @@
+"""An encrypted store's objects. Invariant: parity is of what is stored, sealed; what is read was authenticated.
+
+    readers, writers -> sealed or opened here -> parity -> local folder or S3
+
+So damage is mended, byte for byte, without a key, and what was erased stays so: its parity is of no more use than it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from nearkin.errors import Corrupt, NearkinError, Permanent
+from nearkin.formats.parity import Scheme
+from nearkin.store.keyring import Keyring
+from nearkin.store.objects import ObjectStore, Payload
+from nearkin.store.overlay import Overlay
+from nearkin.store.parity import ParityObjects
+from nearkin.store.sealing import SealedObjects, Sealing
+
+_log = logging.getLogger("nearkin")
+
+
+class EncryptedObjects(ParityObjects):
+    """Objects with parity, as they are in clear; what lies in `inner`, and its parity, is sealed."""
+
+    def __init__(self, inner: ObjectStore, scheme: Scheme | None, keyring: Keyring) -> None:
+        super().__init__(inner, scheme)
+        self.keyring = keyring
+        sealing = Sealing(keyring)
+        self._stored = ParityObjects(inner, scheme)
+        self._sealed = SealedObjects(self._stored, sealing)
+        self._bare = SealedObjects(inner, sealing)
+
+    @property
+    def bare(self) -> ObjectStore:
+        """Return the objects in clear as they lie there, whatever parity would make of them."""
+        return self._bare
+
+    def check_tenant(self, tenant: str) -> None:
+        """Raise Erased where a tenant was."""
+        self.keyring.check_tenant(tenant)
+
+    def put_new(self, name: str, data: Payload) -> None:
+        """Seal and write an object, then its parity. Raises AlreadyExists, Erased, StoreUnavailable."""
+        self._sealed.put_new(name, data)
+
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
+        return self._sealed.get(name)
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Return the byte ranges [start, end) in order. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
+        return self._sealed.get_ranges(name, starts, ends)
+
+    def size_bytes(self, name: str) -> int:
+        """Return an object's size in clear."""
+        return self._sealed.size_bytes(name)
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (name, size in clear) below `prefix`; nothing of an erased tenant."""
+        return self._sealed.names(prefix)
+
+    def delete(self, name: str) -> None:
+        """Remove an object, then its parity."""
+        self._sealed.delete(name)
+
+    def add_parity(self, name: str, data: bytes) -> None:
+        """Make the parity of an object that is what was written. Raises Corrupt, StoreUnavailable, ConfigError."""
+        self._stored.add_parity(name, self._stored_of(name, data))
+
+    def mended(self, name: str) -> bytes | None:
+        """Return an object as it was written, None where too much of it or of its parity is lost, or it was erased."""
+        stored = self._stored.mended(name)
+        try:
+            return None if stored is None else self._sealed.sealing.open(name, stored)
+        except Permanent as err:
+            _log.warning("%s", err)
+            return None
+
+    def damage_of(self, name: str, data: bytes) -> str | None:
+        """Return what is wrong with the parity of an object that is what was written. Raises NotFound, Corrupt."""
+        return self._stored.damage_of(name, self._stored_of(name, data))
+
+    def renew_parity(self, name: str, data: bytes) -> None:
+        """Put the parity of a sound object in the place of a broken one."""
+        self._stored.renew_parity(name, self._stored_of(name, data))
+
+    def replace(self, name: str, data: Payload) -> None:
+        """Put an object's own bytes in the place of what became of them: just as they were stored where parity knows.
+
+        Else sealed anew, with new parity. Raises StoreUnavailable.
+        """
+        stored = self._stored.mended(name)
+        try:
+            if stored is not None and self._sealed.sealing.open(name, stored) == data:
+                self._stored.replace(name, stored)
+                self._sealed.sealing.forget(name)
+                return
+        except Permanent:
+            pass
+        self._sealed.replace(name, data)
+        if self.adds:
+            try:
+                self._stored.add_parity(name, self._stored.get(name))
+            except NearkinError as err:
+                _log.warning("%s has no parity yet, the next scrub or `nearkin repair` adds it: %s", name, err)
+
+    def _stored_of(self, name: str, data: bytes) -> bytes:
+        """Return a sound object as it is stored. Raises Corrupt where it is not `data`."""
+        stored = self._stored.get(name)
+        if self._sealed.sealing.open(name, stored) != data:
+            raise Corrupt(f"{name}: is not what it was a moment ago")
+        return stored
+
+    # --- as a whole --------------------------------------------------------------------------------------------------
+
+    def opened(self, name: str, stored: bytes) -> bytes:
+        """Return the object of that name from a copy as it was stored. Raises Erased, Corrupt, FormatTooNew."""
+        return self._sealed.sealing.open(name, stored)
+
+    def encryption_bytes(self) -> int:
+        """Return what encryption adds to what is stored: heads, tags and keys. One listing of all."""
+        added = sum(size_bytes for _, size_bytes in self.keyring.names())
+        for folder in ("containers", "manifests", "gc", "quarantine", "scrub"):
+            stored = dict(self.inner.names(folder))
+            added += sum(stored.get(name, size_bytes) - size_bytes for name, size_bytes in self.names(folder))
+        return added
+
+    def erased(self) -> list[tuple[str, int]]:
+        """Return (name, bytes) of the objects of erased tenants that are left: manifests and marks first."""
+        return self._sealed.erased()
+
+    def salvaged(self, name: str) -> bytes | None:
+        """Return an object as far as it can be read, zeros where it cannot; None where its head is broken."""
+        return self._sealed.salvaged(name)
+
+    def sweep_erased(self, check: Callable[[], None] = lambda: None) -> list[tuple[str, int]]:
+        """Remove the objects of erased tenants; return (name, bytes) of each. Who dies in between begins anew.
+
+        `check` is asked before each, and raises where nothing may be removed any more.
+        """
+        owners = self.keyring.unswept()
+        found = self._sealed.erased()
+        for name, _ in found:
+            check()
+            self._stored.delete(name)
+        for owner in sorted(owners):
+            self.keyring.swept(owner)
+        return found
+
+    def above(self, below: ObjectStore) -> SealedObjects:
+        """Return the objects in clear of a store with the same keys, such as an overlay over `inner`."""
+        return SealedObjects(below, self._sealed.sealing)
+
+
+def key_names(objects: ObjectStore) -> list[str]:
+    """Return the names of all wrapped keys, and of what says that some were erased; none of a store in clear."""
+    return [name for name, _ in objects.keyring.names()] if isinstance(objects, EncryptedObjects) else []
+
+
+@contextmanager
+def overlaid(objects: ObjectStore) -> Iterator[ObjectStore]:
+    """Return a store as it would be: what is written stays apart, and sealed where the store is encrypted."""
+    if isinstance(objects, EncryptedObjects):
+        with Overlay(objects.inner) as below:
+            yield objects.above(below)
+    else:
+        with Overlay(objects) as overlay:
+            yield overlay

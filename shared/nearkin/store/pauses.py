@@ -1,0 +1,82 @@
+"""Whether garbage collection is paused. Invariant: it is while a record lies there; doubt pauses it.
+
+pause/0000000000000001.json     who paused it, and when; to resume removes all
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nearkin.errors import Corrupt, Paused
+from nearkin.store.numbered import NumberedRecords
+from nearkin.store.objects import AlreadyExists, ObjectStore
+
+FOLDER = "pause"
+VERSION = 1
+WHO_CHARACTERS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Since when, microseconds since 1970, and by whom; 0 and "" where the record cannot be read."""
+
+    at_us: int
+    who: str
+
+
+class Pauses:
+    """The pause of one store: it lies beside what it guards, so every janitor, gateway and command sees it."""
+
+    def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self._records = NumberedRecords(objects, FOLDER, "json", "a pause")
+        self._clock = clock
+
+    def read(self) -> Pause | None:
+        """Return the pause, None where collection runs. Raises StoreUnavailable."""
+        held = self._records.holding(self._at, lambda _: Pause(0, ""))
+        return None if held is None else held[1]
+
+    def check(self) -> None:
+        """Raise Paused where collection is paused; StoreUnavailable."""
+        found = self.read()
+        if found is not None:
+            since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.at_us / 1e6))
+            raise Paused(
+                f"garbage collection is paused since {since} by {found.who or 'an unreadable record'}: what was done "
+                "before stays so; `nearkin gc --resume` lets it go on"
+            )
+
+    def pause(self, who: str) -> Pause:
+        """Pause collection, before the next step of a round that is at work; return the pause, an older one if one is.
+
+        Raises StoreUnavailable.
+        """
+        before = self.read()
+        if before is not None:
+            return before
+        made = Pause(int(self._clock() * 1e6), who[:WHO_CHARACTERS_MAX])
+        try:
+            self._records.add(1, json.dumps({"version": VERSION, "at_us": made.at_us, "who": made.who}).encode())
+        except AlreadyExists:  # by somebody else, at the same moment
+            return self.read() or made
+        return made
+
+    def resume(self) -> bool:
+        """Let collection go on; return whether it was paused. Raises StoreUnavailable."""
+        there = sorted(self.listed())
+        self._records.remove(there)
+        return bool(there)
+
+    def listed(self) -> dict[int, int]:
+        """Return the bytes of each record that is there. Raises Corrupt for a name that is none's."""
+        return self._records.listed()
+
+    def _at(self, sequence: int) -> Pause:
+        try:
+            said = json.loads(self._records.get(sequence))
+            return Pause(int(said["at_us"]), str(said["who"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as err:
+            raise Corrupt(f"{self._records.name(sequence)}: {err}") from err

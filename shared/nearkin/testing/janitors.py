@@ -1,0 +1,95 @@
+"""Janitors over one store of objects and one index in Redis. Invariant: each process that joins sees the same clock.
+
+python -m nearkin.testing.janitors ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT:ACTION    one round, armed
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nearkin import failpoints
+from nearkin.config import GcSettings, RedisSettings
+from nearkin.errors import NearkinError
+from nearkin.fingerprints import Fingerprinter, domain_of
+from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.lease import LEASE_SECONDS, Lease
+from nearkin.index.redis.server import Server
+from nearkin.local_mending import super_features_of
+from nearkin.recoding import BlockRecoder
+from nearkin.store import descriptor
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import LocalObjects, ObjectStore
+from nearkin.testing.stores import SMALL, settings
+from nearkin_janitor import Rewriter, Tenants, rebuild_index
+from nearkin_janitor.service import Rounds
+
+CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
+GC = GcSettings(grace_seconds=3600, interval_seconds=60)
+
+
+class Fleet:
+    """One store and its index, as any process of a fleet sees them."""
+
+    def __init__(self, objects: ObjectStore, url: str, prefix: str, now: float) -> None:
+        self.objects, self.now = objects, now
+        found = descriptor.read(objects)
+        self.secret, self.bits = bytes.fromhex(found.secret), found.fingerprint_bits
+        self.index = RedisIndex(RedisSettings(url=url, prefix=prefix), domain_of("default"))
+        self.manifests = ManifestStore(objects)
+
+    def fill_index(self) -> None:
+        """Make the index whole, from the objects."""
+        rebuild_index(self.containers(self.objects), self.manifests, self.index, self.tenants(), super_features_of)
+        name, lease_key = self.index.epochs.current.name, f"{self.index.prefix}:{{m}}:lease"
+        with Lease(self.index) as lease:
+            assert lease.take()
+            held = self.index.server.one(("GET", lease_key))
+            assert self.index.server.one(Server.call("whole", [self.index.epochs.key, lease_key], name, held))
+        assert not self.index.check()
+
+    def tenants(self) -> Tenants:
+        """Return the tenants that there are."""
+        return Tenants(self.fingerprinter, ["default"], self.manifests)
+
+    def fingerprinter(self, tenant: str) -> Fingerprinter:
+        """Return what names a tenant's chunks."""
+        return Fingerprinter(self.secret, tenant, self.bits)
+
+    def containers(self, over: ObjectStore) -> ContainerStore:
+        """Return containers with caches of their own."""
+        return ContainerStore(over, domain_of("default"), 8 << 20)
+
+    def rounds(
+        self, over: ObjectStore | None = None, gc: GcSettings = GC, lease_seconds: float = LEASE_SECONDS
+    ) -> Rounds:
+        """Return a janitor's rounds, by the fleet's clock."""
+
+        def rewriter(containers: ContainerStore) -> Rewriter:
+            return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(CHOSEN))
+
+        return Rounds(
+            self.index,
+            over or self.objects,
+            lambda: gc,
+            self.containers,
+            rewriter,
+            lease_seconds=lease_seconds,
+            clock=lambda: self.now,
+        )
+
+
+def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str) -> None:
+    """Do one round; print the name of the error that it ended with, or `done`."""
+    fleet = Fleet(LocalObjects(Path(root)), url, prefix, float(now))
+    rounds = fleet.rounds(lease_seconds=float(lease_seconds))
+    failpoints.arm(armed)
+    try:
+        print("done" if rounds.run_once() is not None else "none")
+    except NearkinError as err:
+        print(type(err).__name__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,44 @@
+"""A command to call, and a store that holds something."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin import open_store
+from nearkin.testing.commands import FIRST, SECOND, InProcess, answer
+
+
+@pytest.fixture
+def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> InProcess:
+    return InProcess(capfdbinary, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def puts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A store that holds two versions of one key and one of another; and what the puts answered."""
+    folder = tmp_path_factory.mktemp("filled")
+    store = folder / "store"
+    (folder / "first").write_bytes(FIRST)
+    answers = [
+        answer("--store", store, "put", "db/dump", folder / "first", "--meta", "host=db1", "--meta", "note=a=b"),
+        answer("--store", store, "put", "db/dump", "-", stdin=SECOND),
+    ]
+    with open_store(store) as opened:
+        opened.put("notes", b"hello")
+    return store, answers
+
+
+@pytest.fixture(scope="session")
+def store(puts: tuple[Path, list[dict[str, Any]]]) -> Path:
+    """Read it, never change it."""
+    return puts[0]
+
+
+@pytest.fixture
+def copied(store: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(store, tmp_path / "copied"))

@@ -1,0 +1,106 @@
+"""`nearkin get`: versions, ranges, outputs, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, damage, run
+
+
+def test_every_version_comes_back_byte_for_byte(store: Path, tmp_path: Path, call: InProcess) -> None:
+    assert run("--store", store, "get", "db/dump").stdout == SECOND
+    assert call("--store", f"file://{store}", "get", "db/dump", "--version", "1").stdout == FIRST
+    done = call("--store", store, "get", "db/dump", "-o", tmp_path / "out")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert (tmp_path / "out").read_bytes() == SECOND
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"), [("5-9", slice(5, 10)), ("-100000", slice(-100000, None)), ("570000-", slice(570000, None))]
+)
+def test_a_range_is_that_slice(store: Path, text: str, piece: slice, call: InProcess) -> None:
+    assert call("--store", store, "get", "db/dump", "--range", text).stdout == SECOND[piece]
+
+
+def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InProcess) -> None:
+    done = call("--store", store, "get", "db/dump", "--range", "0-99", "--explain", "-o", tmp_path / "out")
+    assert done.returncode == 0
+    assert re.fullmatch(rb"read [\d.]+ \w+ of \d+ containers?: \d+ directories, \d+ blocks?\n", done.stderr)
+    told = call.answer("--store", store, "get", "db/dump", "--explain", "-o", tmp_path / "out")["reads"]
+    assert told["blocks_decoded"] == told["block_reads"] > 0
+    assert 0 < told["containers"] <= told["directory_reads"]
+    assert told["bytes"] > 1000
+
+
+def test_a_range_past_the_end_is_refused(store: Path, call: InProcess) -> None:
+    assert_refused(call("--store", store, "get", "notes", "--range", "5-"), 2, "the blob has 5 bytes")
+
+
+def test_get_with_json_describes_the_file_it_wrote(store: Path, tmp_path: Path, call: InProcess) -> None:
+    got = call.answer("--store", store, "get", "notes", "--range", "1-3", "-o", tmp_path / "out")
+    assert (got["key"], got["size_bytes"], got["written_bytes"]) == ("notes", 5, 3)
+    assert (tmp_path / "out").read_bytes() == b"ell"
+
+
+def test_an_output_is_replaced_with_its_mode_kept_and_links_followed(
+    store: Path, tmp_path: Path, call: InProcess
+) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "old").chmod(0o640)
+    (tmp_path / "link").symlink_to("old")
+    assert call("--store", store, "get", "notes", "-o", tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "old").read_bytes() == b"hello"
+    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o640
+
+
+def test_an_output_that_cannot_be_written_is_wrong_usage(store: Path, tmp_path: Path, call: InProcess) -> None:
+    assert_refused(call("--store", store, "get", "notes", "-o", tmp_path), 2, "is a folder")
+    assert_refused(call("--store", store, "get", "notes", "-o", tmp_path / "no/out"), 2, "no such file or directory")
+    assert call("--store", store, "get", "notes", "-o", "/dev/null").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["get", "db/nothing", "-o", "/dev/null"],
+        ["get", "notes", "--version", "2", "-o", "/dev/null"],
+        ["info", "no"],
+        ["explain", "no"],
+    ],
+)
+def test_what_is_not_there_is_exit_code_1(store: Path, call: InProcess, arguments: list[str]) -> None:
+    assert_refused(call("--store", store, *arguments), 1, arguments[1])
+    done = call("--store", store, "--json", *arguments)
+    assert json.loads(done.stderr)["error"]["kind"] == "NotFound"
+
+
+def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
+    copied: Path, tmp_path: Path, call: InProcess
+) -> None:
+    damage(copied)
+    (tmp_path / "out").write_bytes(b"precious")
+    done = call("--store", copied, "--json", "get", "db/dump", "-o", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert json.loads(done.stderr)["error"]["kind"] == "Corrupt"
+    assert (tmp_path / "out").read_bytes() == b"precious"
+    assert sorted(os.listdir(tmp_path)) == ["copied", "out"]
+    verified = call("--store", copied, "--json", "verify")
+    report = json.loads(verified.stdout)
+    assert (verified.returncode, report["ok"]) == (1, False)
+    assert all(item["object_name"] and item["problem"] for item in report["damage"])
+    touched = {(v["key"], v["version"]) for item in report["damage"] for v in item["versions"]}
+    assert ("db/dump", 1) in touched
+    told = call("--store", copied, "verify")
+    assert told.returncode == 1
+    assert b"touches db/dump version 1" in told.stdout
+
+    assert b"put the same data again" in told.stdout
+    assert call.answer("--store", copied, "put", "db/dump", "-", stdin=FIRST)["duplicate_chunks"] == 0
+    assert call("--store", copied, "get", "db/dump").stdout == FIRST

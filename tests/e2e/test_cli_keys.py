@@ -1,0 +1,96 @@
+"""`nearkin keys`: the keys of an encrypted store, from the first to the last, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.cli import main
+from nearkin.testing.stores import objects
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]):
+    for name in [name for name in os.environ if name.startswith("NEARKIN_") and name[8:] not in ("KERNELS", "CPU")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "aes-256-gcm")
+    monkeypatch.setenv("NEARKIN_STORAGE__KEY_FILE", str(tmp_path / "store.key"))
+    monkeypatch.setenv("NEARKIN_STORE", str(tmp_path / "store"))
+
+    def run(*arguments: str | Path, code: int = 0) -> Any:
+        given = [str(argument) for argument in arguments]
+        done = main(["--json", *given])
+        out, err = capfdbinary.readouterr()
+        assert done == code, err
+        return json.loads(out or err) if (out or err).strip().startswith((b"{", b"[")) else out
+
+    return run
+
+
+@pytest.fixture
+def filled(run, tmp_path: Path) -> Path:
+    run("keys", "generate", tmp_path / "store.key")
+    (tmp_path / "content").write_bytes(b"what is kept " * 5000)
+    run("put", "db/dump", tmp_path / "content")
+    return tmp_path
+
+
+def test_keys_are_made_listed_rotated_and_wrapped_anew(filled: Path, run) -> None:
+    (own, tenants) = run("keys", "list")
+    assert (own["tenant"], own["number"], tenants["tenant"], tenants["newest"]) == (None, 1, "default", True)
+    assert run("keys", "rotate", "default")["number"] > tenants["number"]
+    assert run("keys", "rotate", "--store-key")["number"] > 1
+    made = run("keys", "generate", filled / "store.key")
+    assert run("keys", "rewrap") == {"rewrapped": 4}
+    assert {key["wrapped_by"] for key in run("keys", "list")} == {made["key_id"]}
+    newest = (filled / "store.key").read_text().splitlines()[0]
+    (filled / "store.key").write_text(newest)
+    run("get", "db/dump", "-o", filled / "restored")
+    assert (filled / "restored").read_bytes() == (filled / "content").read_bytes()
+    assert [key["newest"] for key in run("keys", "list")] == [False, True, False, True]
+
+
+def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run) -> None:
+    before = objects(filled / "store")
+    refused = run("keys", "erase", "default", code=2)
+    assert "say --yes" in refused["error"]["message"]
+    for typed, code in ((b"", 2), (b"defautl\n", 2), (b"default\n", 0)):
+        assert objects(filled / "store") == before
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        done = subprocess.run(
+            [sys.executable, "-m", "nearkin.cli", "keys", "erase", "default"],
+            input=typed, capture_output=True, env={**os.environ, "PYTHONPATH": path}, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+    erased = run("get", "db/dump", "-o", filled / "restored", code=1)
+    assert erased["error"]["kind"] == "Erased"
+    assert "tenant 'default': its keys were erased" in erased["error"]["message"]
+    report = run("verify")
+    assert (report["ok"], report["erased_objects"]) == (True, 2)
+    assert run("gc")["freed_bytes"] > 0
+    assert run("verify")["erased_objects"] == 0
+
+
+def test_no_command_shows_a_key(filled: Path, run) -> None:
+    secret = (filled / "store.key").read_text().split()[0]
+    for arguments in (("config",), ("keys", "list"), ("stats",), ("verify",)):
+        assert secret not in json.dumps(run(*arguments))
+    (filled / "store.key").write_text(secret[:-4])
+    assert secret[:-4] not in json.dumps(run("ls", code=2))
+    (filled / "store.key").chmod(0o644)
+    assert "chmod 600" in run("ls", code=2)["error"]["message"]
+
+
+def test_a_store_in_clear_has_no_keys(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "none")
+    monkeypatch.delenv("NEARKIN_STORAGE__KEY_FILE")
+    (tmp_path / "content").write_bytes(b"in clear")
+    run("put", "a", tmp_path / "content")
+    assert "not encrypted" in run("keys", "list", code=2)["error"]["message"]
+    assert run("keys", "list", "--store", tmp_path / "none", code=1)["error"]["kind"] == "NotFound"

@@ -1,0 +1,133 @@
+"""Commands that look at a store: ls, info, stats, verify, rebuild-index, explain, config, version."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, assert_refused, run
+
+LEDGER = {
+    "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",
+    "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce", "seconds",
+}  # fmt: skip
+
+
+def test_ls_lists_what_it_can_and_names_what_it_cannot(copied: Path, call: InProcess) -> None:
+    (manifest,) = (copied / "manifests").rglob("*2.nkm")
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    listed = call("--store", copied, "ls", "--versions")
+    assert listed.returncode == 1
+    assert [line.split()[-2:] for line in listed.stdout.decode().splitlines()] == [["v1", "db/dump"], ["v1", "notes"]]
+    (line,) = listed.stderr.decode().splitlines()
+    assert line.startswith("nearkin: 'db/dump' version 2 cannot be read: manifests/")
+    as_json = call("--store", copied, "--json", "ls")
+    assert as_json.returncode == 1
+    assert [info["key"] for info in json.loads(as_json.stdout)] == ["notes"]
+    assert json.loads(as_json.stderr)["error"]["kind"] == "Corrupt"
+
+
+def test_ls_lists_the_newest_versions_or_all_or_those_of_a_prefix(store: Path, call: InProcess) -> None:
+    newest = answer("--store", store, "ls")
+    assert [(info["key"], info["version"]) for info in newest] == [("db/dump", 2), ("notes", 1)]
+    assert newest[0].keys() >= {"key", "version", "size_bytes", "created", "digest"}
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", newest[0]["created"])
+    every = call.answer("ls", "db/", "--versions", "--store", store)
+    assert sorted((info["key"], info["version"]) for info in every) == [("db/dump", 1), ("db/dump", 2)]
+    assert call.answer("--store", store, "ls", "nothing/") == []
+    lines = call("--store", store, "ls").stdout.decode().splitlines()
+    assert [line.split()[-2:] for line in lines] == [["v2", "db/dump"], ["v1", "notes"]]
+
+
+def test_a_key_never_steers_the_terminal(tmp_path: Path, call: InProcess) -> None:
+    key = "red \x1b[31m\n[bold]"
+    call.answer("put", key, "-", env={"NEARKIN_STORE": str(tmp_path)})
+    assert call.answer("ls", env={"NEARKIN_STORE": str(tmp_path)})[0]["key"] == key
+    for arguments in (["ls"], ["info", key], ["explain", key]):
+        shown = call(*arguments, env={"NEARKIN_STORE": str(tmp_path)}).stdout.decode()
+        assert r"red \x1b[31m\n[bold]" in shown
+        assert "\x1b" not in shown
+
+
+def test_info_shows_one_version(store: Path, call: InProcess) -> None:
+    info = answer("--store", store, "info", "db/dump", "--version", "1")
+    assert (info["size_bytes"], info["metadata"]) == (len(FIRST), {"host": "db1", "note": "a=b"})
+    shown = call("--store", store, "info", "db/dump", "--version", "1").stdout.decode()
+    assert info["digest"] in shown
+    assert "note=a=b" in shown
+
+
+def test_stats_add_up(store: Path, call: InProcess) -> None:
+    stats = answer("--store", store, "stats")
+    assert stats.keys() >= LEDGER | {"parts", "depths", "versions", "keys", "containers", "index_bytes"}
+    assert (stats["versions"], stats["keys"]) == (3, 2)
+    assert stats["logical_bytes"] == len(FIRST) + len(SECOND) + 5
+    assert sum(stats["parts"].values()) == stats["stored_bytes"]
+    assert stats["reduction_ratio"] == pytest.approx(stats["logical_bytes"] / stats["stored_bytes"])
+    shown = call("--store", store, "stats").stdout.decode()
+    assert shown.startswith("3 versions of 2 keys")
+
+
+def test_verify_of_a_sound_store_finds_nothing(store: Path, call: InProcess) -> None:
+    report = answer("--store", store, "verify")
+    assert (report["ok"], report["damage"], report["sample"], report["versions"]) == (True, [], None, 3)
+    sampled = call.answer("--store", store, "verify", "--sample", "50%")
+    assert (sampled["ok"], sampled["sample"]) == (True, 0.5)
+    assert call("--store", store, "verify").stdout.startswith(b"no damage")
+
+
+def test_a_lost_index_is_rebuilt_from_what_is_stored(copied: Path, call: InProcess) -> None:
+    shutil.rmtree(copied / "index")
+    report = answer("--store", copied, "rebuild-index")
+    assert (report["versions"], report["skipped"]) == (3, [])
+    assert call("--store", copied, "get", "db/dump").stdout == SECOND
+    assert call.answer("--store", copied, "stats")["versions"] == 3
+
+
+def test_explain_accounts_for_every_byte(store: Path, call: InProcess) -> None:
+    whole = answer("--store", store, "explain", "db/dump", "--segments")
+    assert sum(segment["length_bytes"] for segment in whole["segments"]) == len(SECOND)
+    assert sum(kind["bytes"] for kind in whole["kinds"].values()) == len(SECOND)
+    for kind in ("duplicate", "zero", "delta", "raw"):
+        assert whole["kinds"][kind]["chunks"] == whole[f"{kind}_chunks"]
+    assert whole["segment_count"] == len(whole["segments"])
+    assert "segments" not in call.answer("--store", store, "explain", "db/dump", "--version", "1")
+    shown = call("--store", store, "explain", "db/dump", "--segments").stdout.decode()
+    assert shown.startswith("segment ")
+    assert "db/dump version 2" in shown
+
+
+def test_config_shows_each_value_and_where_it_came_from(tmp_path: Path, call: InProcess) -> None:
+    file = tmp_path / "nearkin.toml"
+    file.write_text("[delta]\nmax_depth = 3\n[block]\nlevel = 9\n")
+    settings = call.answer("--config", file, "config", "--store", "here", env={"NEARKIN_BLOCK__LEVEL": "5"})
+    assert settings["delta.max_depth"] == {"value": 3, "source": f"file {file}"}
+    assert settings["block.level"] == {"value": 5, "source": "environment NEARKIN_BLOCK__LEVEL"}
+    assert settings["store"] == {"value": "here", "source": "argument"}
+    assert settings["chunker.algorithm"]["source"] == "default"
+    shown = call("config", "--config", file).stdout.decode()
+    assert re.search(r"delta\.max_depth +3 +file ", shown)
+    file.write_text("[delta]\nmax_dept = 3\n")
+    assert_refused(call("--config", file, "config"), 2, "delta.max_dept")
+    file.write_text("[delta\n")
+    assert_refused(call("--config", file, "config"), 2, "nearkin.toml")
+
+
+def test_version_says_what_runs() -> None:
+    assert run("version").stdout.startswith(b"nearkin ")
+    assert answer("version").keys() == {"version", "python", "kernels"}
+
+
+def test_version_is_an_option_too_and_is_the_one_that_was_built(call: InProcess) -> None:
+    import tomllib
+
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        built = tomllib.load(file)["project"]["version"]
+    assert call.answer("--version") == call.answer("version")
+    assert call.answer("version")["version"] == built
+    assert call("--version").stdout.startswith(f"nearkin {built} (Python ".encode())
+    assert call("--version", "get", "k").stdout == call("version").stdout

@@ -1,0 +1,121 @@
+"""`nearkin put`: files, folders, pipes, checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused
+
+LEDGER = {
+    "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",
+    "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce", "seconds",
+}  # fmt: skip
+
+
+def test_put_answers_with_the_version_and_a_ledger_that_adds_up(puts: tuple[Path, list[dict[str, Any]]]) -> None:
+    for put, content in zip(puts[1], (FIRST, SECOND), strict=True):
+        assert put.keys() >= LEDGER | {"key", "version", "digest", "size_bytes"}
+        assert put["size_bytes"] == put["logical_bytes"] == len(content)
+        assert put["digest"] == f"blake3:{blake3(content).hexdigest()}"
+        kinds = ("duplicate_chunks", "delta_chunks", "raw_chunks", "zero_chunks")
+        assert put["chunks"] == sum(put[kind] for kind in kinds)
+        saved = put["dedup_saved_bytes"] + put["delta_saved_bytes"] + put["compression_saved_bytes"]
+        assert put["logical_bytes"] - saved == put["block_bytes"]
+    assert [put["version"] for put in puts[1]] == [1, 2]
+    assert puts[1][1]["duplicate_chunks"] > 0
+
+
+def test_put_shows_people_every_step_of_the_savings(tmp_path: Path, call: InProcess) -> None:
+    done = call("put", "key", "-", "--store", tmp_path / "store", stdin=FIRST)
+    assert (done.returncode, done.stderr) == (0, b"")
+    lines = done.stdout.decode().splitlines()
+    assert "key version 1" in lines[0]
+    steps = ("logical", "after dedup", "after delta", "after compression", "stored, with everything")
+    assert [step for line in lines for step in steps if line.strip().startswith(step)] == list(steps)
+    assert "MB/s" in done.stdout.decode()
+
+
+def test_the_sha256_of_the_content_is_checked(tmp_path: Path, call: InProcess) -> None:
+    wrong = call("put", "key", "-", "--sha256", "0" * 64, stdin=FIRST, env={"NEARKIN_STORE": str(tmp_path)})
+    assert_refused(wrong, 2, hashlib.sha256(FIRST).hexdigest())
+    assert call.answer("ls", env={"NEARKIN_STORE": str(tmp_path)}) == []
+    right = hashlib.sha256(FIRST).hexdigest()
+    put = call.answer("put", "key", "-", "--sha256", right.upper(), stdin=FIRST, env={"NEARKIN_STORE": str(tmp_path)})
+    assert put["version"] == 1
+
+
+def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(SECOND,))
+    writer.start()
+    put = call.answer("put", "key", tmp_path / "pipe", "--store", tmp_path / "store")
+    writer.join()
+    assert put["digest"] == f"blake3:{blake3(SECOND).hexdigest()}"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    tree = tmp_path / "tree"
+    (tree / "sub/empty").mkdir(parents=True)
+    (tree / "a.txt").write_bytes(b"aaaa")
+    (tree / "sub/naïve [b].bin").write_bytes(FIRST)
+    (tree / "link").symlink_to("a.txt")
+    (tree / "sub/loop").symlink_to(tree)
+    os.mkfifo(tree / "pipe")
+    return tree
+
+
+def test_a_folder_becomes_a_key_per_file_and_links_and_pipes_are_told(
+    tmp_path: Path, tree: Path, call: InProcess
+) -> None:
+    done = call("--json", "put", "home/", "-r", tree, env={"NEARKIN_STORE": str(tmp_path / "store")})
+    put = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert [(blob["key"], blob["size_bytes"]) for blob in put["blobs"]] == [
+        ("home/a.txt", 4),
+        ("home/sub/naïve [b].bin", len(FIRST)),
+    ]
+    assert put.keys() >= LEDGER
+    for name in ("logical_bytes", "stored_bytes", "chunks", "raw_chunks", "dedup_saved_bytes"):
+        assert put[name] == sum(blob[name] for blob in put["blobs"])
+    assert [Path(skipped["path"]).name for skipped in put["skipped"]] == ["link", "pipe", "loop"]
+    assert done.stderr == b""
+
+
+def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    done = call("put", "-r", tree, "--meta", "host=db1", env={"NEARKIN_STORE": str(tmp_path / "store")})
+    assert done.returncode == 0
+    assert b"2 files below" in done.stdout
+    notices = done.stderr.decode().splitlines()
+    assert [Path(notice.rpartition(": ")[2]).name for notice in notices] == ["link", "pipe", "loop"]
+    assert all(notice.startswith("nearkin: skipped, ") for notice in notices)
+    found = call.answer("ls", env={"NEARKIN_STORE": str(tmp_path / "store")})
+    assert {info["key"]: info["metadata"] for info in found} == {
+        "a.txt": {"host": "db1"},
+        "sub/naïve [b].bin": {"host": "db1"},
+    }
+    assert call("get", "sub/naïve [b].bin", env={"NEARKIN_STORE": str(tmp_path / "store")}).stdout == FIRST
+
+
+def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    call("put", "-r", tree, "--store", tree / "store")
+    put = call.answer("put", "-r", tree, "--store", tree / "store")
+    assert [blob["key"] for blob in put["blobs"]] == ["a.txt", "sub/naïve [b].bin"]
+    assert {"path": str(tree / "store"), "why": "the store itself"} in put["skipped"]
+    assert_refused(call("put", "-r", tree / "store", "--store", tree / "store"), 2, "is the store itself")
+
+
+def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tmp_path: Path, call: InProcess) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/a").write_bytes(b"fine")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/tree/caf\xe9")).write_bytes(b"not")
+    assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, r"caf\udce9")
+    assert not (tmp_path / "store").exists()

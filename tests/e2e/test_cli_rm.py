@@ -1,0 +1,56 @@
+"""`nearkin rm` and `nearkin undelete`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing.commands import InProcess, assert_refused
+
+
+def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> None:
+    store = {"NEARKIN_STORE": str(tmp_path / "store")}
+    for content in (b"one", b"two"):
+        call("put", "db/dump", "-", stdin=content, env=store)
+    call("put", "db/other", "-", stdin=b"x")
+    assert call.answer("rm", "db/dump", "--reason", "wrong host") == {"key": "db/dump", "version": None, "deleted": 2}
+    assert_refused(call("get", "db/dump"), 1, "the store has none")
+    assert_refused(call("rm", "db/dump"), 1, "there is none")
+    assert_refused(call("info", "db/dump", "--version", "1"), 1, "the store has none")
+    assert [entry["key"] for entry in call.answer("ls", "--versions")] == ["db/other"]
+    gone = call.answer("ls", "--deleted", "db/")
+    assert [(entry["key"], entry["version"], entry["reason"]) for entry in gone] == [
+        ("db/dump", 1, "wrong host"),
+        ("db/dump", 2, "wrong host"),
+    ]
+    assert set(gone[0]) == {"key", "version", "deleted", "until", "who", "reason"}
+    lines = call("ls", "--deleted").stdout.decode().splitlines()
+    assert re.fullmatch(r"\S+Z  until \S+Z  v1     \S+@\S+  db/dump  # wrong host", lines[0])
+    assert "and 2 versions deleted, 6 B" in call("stats").stdout.decode()
+    assert call("undelete", "db/dump").stdout == b"undeleted 2 versions of db/dump\n"
+    assert call("get", "db/dump").stdout == b"two"
+    assert_refused(call("undelete", "db/dump"), 1, "not deleted, or never there")
+    assert call("rm", "db/dump", "--version", "2").stdout == b"deleted 1 version of db/dump\n"
+    assert call("get", "db/dump").stdout == b"one"
+    assert call.answer("stats")["deleted_versions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("rm",), "KEY"),
+        (("rm", ""), "must not be empty"),
+        (("rm", "k", "--version", "0"), "version"),
+        (("rm", "k", "--reason", "x" * 2000), "reason of 2000 bytes"),
+        (("ls", "--deleted", "--versions"), "give one of them"),
+        (("undelete", "k", "--version", "x"), "version"),
+    ],
+)
+def test_what_rm_refuses_changes_nothing(
+    call: InProcess, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
+    assert_refused(call(*arguments), 2, says)
+    assert call("get", "k").stdout == b"x"

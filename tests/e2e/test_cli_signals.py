@@ -1,0 +1,115 @@
+"""Pipes, terminals and signals around a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing.commands import FIRST, InProcess, command, environment, run
+
+
+@pytest.mark.parametrize("env", [{}, {"FORCE_COLOR": "1", "TERM": "xterm"}])
+def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> None:
+    assert run("put", "key", "-", "--store", tmp_path, stdin=FIRST, env=env).stderr == b""
+    assert run("get", "key", "-o", tmp_path / "out", "--store", tmp_path, env=env).stderr == b""
+
+
+@pytest.mark.parametrize(("options", "drawn"), [([], True), (["--json"], False)])
+def test_a_terminal_gets_a_progress_bar_unless_json_is_asked_for(
+    tmp_path: Path, options: list[str], drawn: bool
+) -> None:
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        command("put", "key", "-", "--store", tmp_path, *options),
+        input=FIRST, stdout=subprocess.PIPE, stderr=theirs, env=environment({"TERM": "xterm"}), timeout=60, check=True,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        seen = os.read(ours, 65536)
+    except OSError:  # Linux says so when the other end is closed and nothing is left
+        seen = b""
+    os.close(ours)
+    assert done.stdout
+    assert (b"put" in seen) is drawn
+
+
+@pytest.mark.parametrize("env", [{"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}])
+def test_a_reader_that_goes_away_is_no_error_to_speak_of(store: Path, env: dict[str, str]) -> None:
+    with subprocess.Popen(
+        command("--store", store, "get", "db/dump"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(env),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >&-', "sh", *command("--store", store, "get", "notes")],
+        stderr=subprocess.PIPE, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, b"nearkin: stdout is closed: name a file with -o\n")
+
+
+def test_a_full_disk_is_one_line(store: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command("--store", store, "get", "notes"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"nearkin: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A put that has opened its store and waits for the rest of stdin."""
+    with subprocess.Popen(
+        command("put", "key", "-", "--store", tmp_path / "store"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "store" / "index").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.3)  # from the index to the first read
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, b"interrupted"), (signal.SIGTERM, 143, b"terminated")]
+)
+def test_an_interrupted_put_says_so_in_one_line_and_stores_no_version(
+    reading: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals, code: int, line: bytes, call: InProcess
+) -> None:
+    reading.send_signal(number)
+    assert reading.wait(30) == code
+    assert reading.stderr is not None
+    assert reading.stderr.read() == b"nearkin: " + line + b"\n"
+    assert call.answer("--store", tmp_path / "store", "ls") == []
+
+
+def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    done = run("--json", "--store", tmp_path / "store", "put", "other", "-", stdin=b"other")
+    assert done.returncode == 1
+    assert json.loads(done.stderr)["error"]["kind"] == "StoreLocked"
+    assert reading.poll() is None

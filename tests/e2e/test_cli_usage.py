@@ -1,0 +1,148 @@
+"""Help and wrong usage: what teaches, and what is refused in one line before any store is touched."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearkin.testing.commands import InProcess, assert_refused, environment, run
+
+COMMANDS = (
+    "put",
+    "get",
+    "ls",
+    "rm",
+    "forget",
+    "undelete",
+    "info",
+    "stats",
+    "verify",
+    "repair",
+    "gc",
+    "rebuild-index",
+    "explain",
+    "config",
+    "serve",
+    "token",
+    "dlq",
+    "keys",
+    "bench",
+    "docs",
+    "version",
+)
+
+
+def test_help_imports_neither_numpy_nor_pydantic_nor_rich() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "nearkin.cli", "--help"],
+        capture_output=True, env=environment(), timeout=60, check=True,
+    )  # fmt: skip
+    imported = {line.rpartition(b"|")[2].strip().decode().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "click" in imported
+    assert not imported & {"numpy", "pydantic", "pydantic_settings", "rich", "lmdb", "obstore"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_teaches_by_example(call: InProcess, name: str) -> None:
+    done = call(name, "--help")
+    assert done.returncode == 0
+    assert re.search(rf"^  (\w+=\S+ |.*\| )?nearkin .*\b{name}\b", done.stdout.decode(), re.MULTILINE)
+
+
+def test_the_commands_are_all_listed_in_the_help() -> None:
+    text = run("--help").stdout.decode()
+    listed = re.findall(r"^  ([a-z-]+) {2,}\S", text.partition("Commands:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+    assert "..." not in text.partition("Commands:")[2]
+
+
+def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"Commands:" in done.stderr
+
+
+# ---------------------------------------------------------------- wrong usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["nonsense"], "nonsense"),
+        (["put"], "KEY"),
+        (["put", "key"], "FILE"),
+        (["get"], "KEY"),
+        (["get", "key", "--nonsense"], "--nonsense"),
+        (["get", "key", "--version", "one"], "one"),
+        (["get", "key", "--version", "0"], "0"),
+        (["get", "key", "--range", "1"], "range '1'"),
+        (["get", "key", "--range", "5-4"], "ends before it starts"),
+        (["get", ""], "must not be empty"),
+        (["get", b"\xff"], "not valid UTF-8"),
+        (["ls", b"\xff"], "not valid UTF-8"),
+        (["put", "", "-"], "must not be empty"),
+        (["put", "k" * 1025, "-"], "1025 bytes, at most 1024"),
+        (["put", b"caf\xe9", "-"], r"'caf\udce9': not valid UTF-8"),
+        (["put", "key", "no/such/file"], "no/such/file"),
+        (["put", "key", "."], "is a folder"),
+        (["put", "-r", "no/such/folder"], "no/such/folder"),
+        (["put", "-r", "-"], "not stdin"),
+        (["put", "key", "-", "--meta", "novalue"], "novalue"),
+        (["put", "key", "-", "--meta", "a=1", "--meta", "a=2"], "given twice"),
+        (["put", "key", "-", "--sha256", "12"], "64 hex digits"),
+        (["put", "-r", ".", "--sha256", "0" * 64], "not with --recursive"),
+        (["verify", "--sample", "0"], "sample '0'"),
+        (["verify", "--sample", "101%"], "sample '101%'"),
+        (["verify", "--since", "9999-12-31T23:59-23:59"], "since '9999-12-31T23:59-23:59'"),
+        (["config", "--set", "features.algorithm=" + "[" * 100_000], "--server"),
+        (["put", "key", "\x1b]0;title\x07\u202e"], r"\x1b]0;title\x07\u202e"),
+        (["put", "-r", "no\x9b31m\rfolder"], r"no\x9b31m\rfolder"),
+        (["--config", "no/such.toml", "ls"], "no/such.toml"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2_and_touches_no_store(
+    tmp_path: Path, call: InProcess, arguments: list[str | bytes], says: str
+) -> None:
+    assert_refused(call(*arguments, env={"NEARKIN_STORE": str(tmp_path / "store")}), 2, says)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "says"),
+    [
+        (["stats"], {}, "use --store FOLDER or --server URL, or set NEARKIN_STORE or NEARKIN_SERVER"),
+        (["--store", "", "stats"], {}, 'store ""'),
+        (["--store", "s3://bucket/prefix", "stats"], {}, "not in this build"),
+        (["stats", "--store", "S3://bucket"], {}, "not in this build"),
+        (["stats"], {"NEARKIN_STORE": "gs://bucket"}, "not in this build"),
+        (["--store", "file://host/folder", "stats"], {}, "three slashes"),
+        (["config"], {"NEARKIN_DELTA__MAX_DEPTH": "99"}, "delta.max_depth"),
+        (["config"], {"NEARKIN_FEATURES__ALGORITHM": "fineese"}, "choose"),
+    ],
+)
+def test_a_store_or_setting_that_is_refused_says_what_would_be_right(
+    call: InProcess, arguments: list[str], env: dict[str, str], says: str
+) -> None:
+    assert_refused(call(*arguments, env=env), 2, says)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--json", "--nonsense"], ["get", "--json", ""], ["--json", "stats"], ["get", "key", "--json"]]
+)
+def test_errors_are_one_json_object_with_json(call: InProcess, arguments: list[str]) -> None:
+    done = call(*arguments)
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert sorted(error) == ["kind", "message"]
+
+
+def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path, call: InProcess) -> None:
+    for name in (["ls"], ["stats"], ["get", "key"], ["info", "key"], ["explain", "key"], ["verify"], ["rebuild-index"]):
+        assert_refused(call("--store", tmp_path / "none", *name), 1, "none")
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,56 @@
+"""The record of what is condemned has no parity: without it nothing is lost, and what it said is found again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.errors import StoreUnavailable
+from nearkin.testing.clock import DAY, Clock
+from nearkin.testing.collecting import COLLECTED
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import broken, flip
+
+
+@pytest.mark.parametrize("died", [False, True], ids=["whole round", "died in between"])
+@pytest.mark.parametrize("rebuilt", [False, True], ids=["index", "index made anew"])
+@pytest.mark.parametrize("harm", ["flip", "delete"])
+def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_meanwhile_keeps_it(
+    tmp_path: Path, harm: str, rebuilt: bool, died: bool
+) -> None:
+    clock, content, contents = Clock(), text_like(200_000, 1), dict[tuple[str, int], bytes]()
+    with open_store(tmp_path / "s", settings=COLLECTED, clock=clock) as store:
+        for number in range(1, 9):
+            content = mutated(content, number, edits=40)
+            store.put("k", content)
+            contents["k", number] = content
+        for number in range(1, 6):
+            gone = contents.pop(("k", number))
+            store.delete("k", number)
+        clock.now += 8 * DAY
+        store.gc()
+        assert store.gc_state().condemned_containers
+        clock.now += 2 * DAY
+        if died:
+            failpoints.arm("gc.container:1:error")
+            try:
+                with pytest.raises(StoreUnavailable):
+                    store.gc()
+            finally:
+                failpoints.disarm()
+        (record,) = (store.root / "gc").glob("*.nkg")
+        flip(record, 40) if harm == "flip" else record.unlink()
+        assert {damage.object_name.partition("/")[0] for damage in store.verify().damage} <= {"gc"}
+        if rebuilt:
+            assert store.rebuild_index().skipped == ()
+        contents["again", 1] = gone  # finds, in an index made anew, what was condemned
+        store.put("again", gone)
+        freed_bytes = 0
+        for _ in range(4):
+            freed_bytes += store.gc().freed_bytes
+            assert broken(store, contents) == set()
+            clock.now += 2 * DAY
+        assert freed_bytes > 0
+        assert store.verify().damage == ()

@@ -1,0 +1,513 @@
+"""An encrypted store: its history, what lies on the disk, damage, lost keys, rotation, and an erased tenant."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.config import Settings
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Retryable
+from nearkin.formats.key import name_of
+from nearkin.formats.sealed import HEAD, PAGE_BYTES, STRIDE_BYTES
+from nearkin.testing.bitflips import run
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
+from nearkin.testing.stores import (
+    ENCRYPTED,
+    SMALL,
+    attempt,
+    broken,
+    containers,
+    flip,
+    manifests,
+    objects,
+    settings,
+    stored_bytes,
+)
+
+CHOSEN = settings(SMALL, ENCRYPTED, {"delta": {"max_depth": 3}, "gc": {"grace_seconds": 0}})
+COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
+CLEAR = settings(CHOSEN, {"storage": {"encryption": "none", "key": None}})
+OTHER = settings(CHOSEN, {"tenant": "other"})
+WORD = b"a sentence that nobody but its owner may read. "
+
+
+def contents_of_a_history() -> dict[tuple[str, int], bytes]:
+    contents: dict[tuple[str, int], bytes] = {}
+    content = text_like(400_000, 1) + WORD * 50
+    for version in range(1, 4):
+        contents["history", version] = content
+        content = mutated(content, version, edits=60, edit_bytes_max=90)
+    contents["alone", 1] = random_bytes(300_000, 7)
+    contents["mixed", 1] = contents["alone", 1][:100_000] + contents["history", 2][200_000:]
+    contents["empty", 1] = b""
+    return contents
+
+
+CONTENTS = contents_of_a_history()
+
+
+def filled(root: Path, chosen: Settings) -> Path:
+    with open_store(root, settings=chosen) as store:
+        for (key, _), content in CONTENTS.items():
+            store.put(key, content, metadata={"a-name": "a-value"})
+        store.put("deleted", b"soon")
+        store.delete("deleted", reason="a-reason")
+        assert store.verify().damage == ()
+    return root
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    return filled(tmp_path_factory.mktemp("sound") / "store", CHOSEN)
+
+
+@pytest.fixture(scope="module")
+def covered(tmp_path_factory) -> Path:
+    return filled(tmp_path_factory.mktemp("covered") / "store", COVERED)
+
+
+@pytest.fixture
+def root(sound, tmp_path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+@pytest.fixture
+def covered_root(covered, tmp_path) -> Path:
+    return Path(shutil.copytree(covered, tmp_path / "covered"))
+
+
+def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path) -> None:
+    stored = objects(sound)
+    told = [WORD[:16], b"NKC1", b"NKD", b"NKB1", b"NKM1", b"NKT1", b"history", b"a-name", b"a-value", b"a-reason"]
+    told += [b"default", CONTENTS["alone", 1][1000:1016]]
+    for name, data in stored.items():
+        if not name.startswith("keys/"):
+            assert not [some for some in told if some in data], name
+            assert data[:4] == b"NKE1" or name == "nearkin.json"
+    assert b"secret" not in stored["nearkin.json"]
+    with open_store(sound, settings=CHOSEN) as store:
+        parts = store.stats()
+    assert parts.ledger.stored_bytes == sum(map(len, stored.values()))
+    assert parts.parts["encryption"] > 0
+
+
+def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
+    lot = random.Random(1)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()
+        content = CONTENTS["history", 3]
+        for _ in range(30):
+            start = lot.randrange(len(content))
+            stop = lot.randrange(start, len(content) + 1)
+            assert store.get("history", 3, start=start, stop=stop).read() == content[start:stop]
+
+
+def test_a_store_in_clear_and_an_encrypted_one_hold_the_same(tmp_path: Path) -> None:
+    filled(tmp_path / "clear", CLEAR)
+    with open_store(tmp_path / "clear", settings=CLEAR) as clear:
+        filled(tmp_path / "sealed", CHOSEN)
+        with open_store(tmp_path / "sealed", settings=CHOSEN) as sealed:
+            one, other = clear.stats(), sealed.stats()
+    for part in ("raw_blocks", "delta_blocks", "recipes", "manifests"):
+        assert abs(one.parts[part] - other.parts[part]) < 200, part
+
+
+def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
+    now = time.time()
+    chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 60}})
+    with open_store(root, settings=chosen, clock=lambda: now) as store:
+        store.delete("history", 1)
+        assert [entry.version for entry in store.deleted("history")] == [1]
+        store.undelete("history", 1)
+        assert broken(store, CONTENTS) == set()
+        store.delete("alone")
+        store.delete("history", 2)
+        now += 3600
+        left = {named: content for named, content in CONTENTS.items() if named not in {("alone", 1), ("history", 2)}}
+        for _ in range(4):
+            told = store.gc(dry_run=True)
+            before = {name: len(data) for name, data in objects(root).items()}
+            report = store.gc()
+            assert (told.freed_bytes, told.versions) == (report.freed_bytes, report.versions)
+            assert sum(map(len, objects(root).values())) <= sum(before.values()) + HEAD.size + STRIDE_BYTES
+            now += 1
+            assert broken(store, left) == set()
+        assert report.freed_bytes == 0
+        with pytest.raises(NotFound):
+            store.get("alone")
+        store.rebuild_index()
+        assert store.verify().damage == ()
+        assert {(info.key, info.version) for info in store.versions(all_versions=True)} == set(left)
+        assert store.put("alone", CONTENTS["alone", 1]).info.version == 2
+        assert store.verify().damage == ()
+    shutil.rmtree(root / "index")
+    with open_store(root, settings=chosen, clock=lambda: now) as store:
+        assert broken(store, left) == set()
+        assert store.get("alone").read() == CONTENTS["alone", 1]
+
+
+def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Path, monkeypatch) -> None:
+    from nearkin.store import overlay
+
+    scratch, seen = tmp_path / "scratch", []
+    scratch.mkdir()
+    put_new = overlay.Overlay.put_new
+    monkeypatch.setattr(overlay.tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(overlay.Overlay, "put_new", lambda *args: (put_new(*args), seen.append(bytes(args[2])))[0])
+    now = time.time() + 1e7
+    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+        store.delete("history", 1)
+        now += 1e7
+        store.gc(dry_run=True)
+    assert seen
+    assert all(data[:4] == b"NKE1" for data in seen)
+
+
+def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root: Path) -> None:
+    lot = random.Random(2)
+    kinds = {"containers": containers(root), "manifests": manifests(root), "marks": sorted(root.rglob("*.nkt"))}
+    for kind, paths in kinds.items():
+        for path in lot.sample(paths, min(3, len(paths))):
+            sound = path.read_bytes()
+            for at in (4, 12, 30, 57, HEAD.size, lot.randrange(len(sound)), len(sound) - 1):
+                flip(path, at, lot.randrange(8))
+                with open_store(root, settings=CHOSEN) as store:
+                    report = store.verify()
+                    named = [damage.object_name for damage in report.damage]
+                    assert str(path.relative_to(root)) in named, (kind, at)
+                    failed = broken(store, CONTENTS)
+                    touched = {version for damage in report.damage for version in damage.versions}
+                    assert failed <= touched, (kind, at)
+                path.write_bytes(sound)
+                with open_store(root, settings=CHOSEN) as store:
+                    assert store.repair().damage == ()
+
+
+def test_one_broken_page_touches_the_versions_that_need_it_and_no_others(tmp_path: Path) -> None:
+    contents = {(f"key{number}", 1): random_bytes(3 * PAGE_BYTES, 50 + number) for number in range(4)}
+    root = tmp_path / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        list(store.put_many((key, content) for (key, _), content in contents.items()))
+        flip(containers(root)[0], HEAD.size + 5 * STRIDE_BYTES + 5)
+    with open_store(root, settings=CHOSEN) as store:
+        report = store.verify()
+        touched = {version for damage in report.damage for version in damage.versions}
+        failed = broken(store, contents)
+    assert failed == touched
+    assert 1 <= len(touched) < len(contents)
+
+
+@pytest.mark.parametrize("parity", ["none", "rs-8-2"])
+def test_each_flipped_bit_is_named_and_with_parity_healed(tmp_path: Path, parity: str) -> None:
+    result = run(20, seed=24, parity=parity, root=tmp_path / "store", encrypted=True)
+    assert result.missed == []
+    assert result.flips == 20
+
+
+def test_objects_that_change_places_are_damage(root: Path) -> None:
+    one, other = containers(root)[:2]
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    with open_store(root, settings=CHOSEN) as store:
+        named = {damage.object_name for damage in store.verify().damage}
+        assert {str(path.relative_to(root)) for path in (one, other)} <= named
+        assert broken(store, CONTENTS)
+
+
+def test_an_object_in_clear_is_not_taken_for_one_of_an_encrypted_store(root: Path, tmp_path: Path) -> None:
+    """Who can write to the disk cannot slip in content that was not sealed."""
+    clear = filled(tmp_path / "clear", CLEAR)
+    (theirs,) = [path for path in manifests(clear) if path.parent.name in {p.parent.name for p in manifests(root)}][:1]
+    mine = root / theirs.relative_to(clear)
+    mine.write_bytes(theirs.read_bytes())
+    with open_store(root, settings=CHOSEN) as store:
+        (damage,) = [damage for damage in store.verify().damage if damage.object_name == str(mine.relative_to(root))]
+    assert "is not sealed" in damage.problem
+    shutil.copyfile(clear / "nearkin.json", root / "nearkin.json")
+    with pytest.raises(Corrupt, match="in clear"):
+        open_store(root, settings=CHOSEN)
+
+
+def test_parity_mends_sealed_objects_and_repair_puts_their_very_bytes_back(covered_root: Path) -> None:
+    before, lot = objects(covered_root), random.Random(3)
+    hit = [*containers(covered_root), *manifests(covered_root), *sorted(covered_root.rglob("*.nkt"))]
+    hit += [*sorted(covered_root.rglob("*.nkk")), covered_root / "nearkin.json"]
+    for path in hit:
+        flip(path, lot.randrange(path.stat().st_size), lot.randrange(8))
+    with open_store(covered_root, settings=COVERED) as store:
+        assert broken(store, CONTENTS) == set()
+        report = store.verify()
+        assert {damage.object_name for damage in report.damage} >= {
+            str(path.relative_to(covered_root)) for path in hit if path.name != "nearkin.json"
+        }
+        assert all(damage.repairable for damage in report.damage)
+        assert store.repair().damage == ()
+        assert store.verify().damage == ()
+    after = objects(covered_root)
+    assert {name: data for name, data in after.items() if not name.startswith("scrub/")} == before
+
+
+def test_scrubbing_finds_and_mends_damage_of_sealed_objects(covered_root: Path) -> None:
+    before = objects(covered_root)
+    path = containers(covered_root)[1]
+    key = next(path for path in sorted(covered_root.rglob("*.nkk")) if path.is_file())
+    flip(path, HEAD.size + 100)
+    flip(key, 100)
+    with open_store(covered_root, settings=COVERED) as store:
+        scrubber, repaired = store.scrubber(), set()
+        while not (step := scrubber.step()).ended:
+            if step.damaged:
+                repaired |= {one.object_name for one in store.attend(step)[0]}
+        if step.damaged:
+            repaired |= {one.object_name for one in store.attend(step)[0]}
+    assert repaired == {str(path.relative_to(covered_root)), str(key.relative_to(covered_root))}
+    after = objects(covered_root)
+    assert {name: data for name, data in after.items() if not name.startswith("scrub/")} == before
+
+
+def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
+    flip(containers(root)[0], HEAD.size + STRIDE_BYTES + 100)
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.verify().damage
+        failed = broken(store, CONTENTS)
+        assert failed
+        for key, version in sorted(failed):
+            store.put(key, CONTENTS[key, version])
+        assert broken(store, CONTENTS) == set()
+        assert store.verify().damage == ()
+
+
+def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -> None:
+    container, manifest = containers(root)[0], manifests(root)[0]
+    copies = [tmp_path / "copies" / container.name, tmp_path / "copies" / manifest.parent.name / manifest.name]
+    for path, copy in zip((container, manifest), copies, strict=True):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        flip(path, HEAD.size + 10)
+    with open_store(root, settings=CHOSEN) as store:
+        assert len(store.verify().damage) == 2
+        report = store.repair(copies)
+        assert {one.by for one in report.repaired} == {"a copy"}
+        assert report.damage == ()
+        assert broken(store, CONTENTS) == set()
+
+
+def test_a_copy_of_a_generation_that_holds_less_puts_that_one_right(tmp_path: Path) -> None:
+    """Found by the crash engine: the footer that would say whether it is the same generation is what is broken."""
+    root, now = tmp_path / "store", time.time()
+    contents = {(f"key{number}", 1): random_bytes(9_000, 20 + number) for number in range(3)}
+    chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"compact_below": 0.9}})
+    with open_store(root, settings=chosen, clock=lambda: now) as store:
+        list(store.put_many((key, content) for (key, _), content in contents.items()))
+        store.delete("key1")
+        for _ in range(4):
+            now += 3600
+            store.gc()
+        (path,) = containers(root)
+        assert path.name.endswith(".0001.nkc")
+        copy = tmp_path / path.name
+        shutil.copyfile(path, copy)
+        flip(path, path.stat().st_size - 5)
+        assert store.verify().damage
+        report = store.repair([copy])
+        assert [one.by for one in report.repaired] == ["a copy"]
+        assert report.damage == ()
+        assert broken(store, {named: contents[named] for named in contents if named[0] != "key1"}) == set()
+
+
+def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'is encrypted: set storage\.encryption = "aes-256-gcm"'):
+        open_store(root, settings=CLEAR)
+    wrong = settings(CHOSEN, {"storage": {"key": "b3RoZXIgdGVzdHMsIHRoZSBrZXkgb2YgMzIgYnl0ZXM="}})
+    with pytest.raises(ConfigError, match=r"storage\.key: .*wrapped by key-encryption key [0-9a-f]{16}"):
+        open_store(root, settings=wrong)
+    clear = filled(tmp_path / "clear", CLEAR)
+    with pytest.raises(ConfigError, match="was made without"):
+        open_store(clear, settings=CHOSEN)
+    with open_store(clear, settings=CLEAR) as store:
+        assert broken(store, CONTENTS) == set()
+        with pytest.raises(BadInput, match="not encrypted"):
+            store.erase_tenant("default")
+
+
+def test_a_store_whose_keys_are_gone_says_so_and_comes_back_with_them(root: Path, tmp_path: Path) -> None:
+    shutil.move(root / "keys", tmp_path / "keys")
+    with pytest.raises(Corrupt, match="restore the folder from a copy"):
+        open_store(root, settings=CHOSEN)
+    shutil.move(tmp_path / "keys", root / "keys")
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()
+
+
+def keys_taken_away(root: Path, to: Path) -> Path:
+    """Take the data keys of the tenant away; return where they were."""
+    (folder,) = [path for path in (root / "keys").iterdir() if set(path.name) != {"0"}]
+    shutil.move(folder, to)
+    return folder
+
+
+def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobody_can_read(root, tmp_path) -> None:
+    folder = keys_taken_away(root, tmp_path / "keys")
+    with open_store(root, settings=CHOSEN) as store:
+        before = objects(root)
+        for content in (CONTENTS["alone", 1], random_bytes(50_000, 9)):
+            with pytest.raises(Corrupt, match=r"data keys of tenant .default. are gone.*from a copy"):
+                store.put("anew", content)
+        assert objects(root) == before
+    with open_store(root, settings=OTHER) as store:
+        assert store.put("theirs", b"theirs").info.version == 1
+    shutil.copytree(tmp_path / "keys", folder)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()
+        assert store.put("anew", CONTENTS["alone", 1]).ledger.unique_bytes == 0
+
+
+def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sealed(root, tmp_path) -> None:
+    contents = {**CONTENTS, ("anew", 1): random_bytes(50_000, 9)}
+    folder = keys_taken_away(root, tmp_path / "keys")
+    with open_store(root, settings=CHOSEN) as store:
+        store.keyring.rotate("default")
+        store.put("anew", contents["anew", 1])
+    shutil.copytree(tmp_path / "keys", folder, dirs_exist_ok=True)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, contents) == set()
+        assert store.verify().damage == ()
+
+
+def test_a_store_that_died_between_its_keys_and_its_descriptor_is_made_by_the_next_put(tmp_path: Path) -> None:
+    root = filled(tmp_path / "store", COVERED)
+    for entry in root.iterdir():
+        if entry.name not in ("keys", "lock", "lock.holder"):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    with open_store(root, settings=COVERED) as store:
+        store.put("a", b"content")
+        assert store.get("a").read() == b"content"
+
+
+def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new_key(tmp_path: Path) -> None:
+    def numbers() -> list[int]:
+        return [int.from_bytes(path.read_bytes()[16:20], "little") for path in containers(root)]
+
+    root, now = tmp_path / "store", time.time()
+    contents = {(f"key{number}", 1): random_bytes(60_000, 20 + number) for number in range(4)}
+    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+        list(store.put_many((key, content) for (key, _), content in contents.items()))
+        (first,) = set(numbers())
+        second = store.keyring.rotate("default")
+        store.put("new", random_bytes(50_000, 9))
+        assert set(numbers()) == {first, second}
+        assert broken(store, contents) == set()
+        store.delete("key1")
+        store.delete("key3")
+        left = {name: content for name, content in contents.items() if name[0] not in ("key1", "key3")}
+        now += 1e7
+        assert sum(store.gc().containers_rewritten for _ in range(4)) > 0
+        assert set(numbers()) == {second}
+        assert broken(store, left) == set()
+        assert store.verify().damage == ()
+
+
+def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path) -> None:
+    with open_store(root, settings=OTHER) as store:
+        store.put("theirs", CONTENTS["alone", 1])
+        before = objects(root)
+        assert store.erase_tenant("default") == 1
+        assert not [name for name in objects(root) if (said := name_of(name)) and said.owner.hex() not in "".join(
+            key.owner for key in store.keyring.listed()
+        )]  # fmt: skip
+    with open_store(root, settings=CHOSEN) as store:
+        for ask in (
+            lambda: store.get("history"),
+            lambda: store.get("history", 2),
+            lambda: store.versions(),
+            lambda: store.put("history", b"anew"),
+            lambda: store.delete("history"),
+        ):
+            with pytest.raises(Erased, match="tenant 'default': its keys were erased"):
+                ask()
+        report = store.verify()
+        assert report.damage == ()
+        assert report.erased_objects == len([n for n in before if n.startswith(("containers", "manifests"))]) - 2
+    with open_store(root, settings=OTHER) as store:
+        assert store.get("theirs").read() == CONTENTS["alone", 1]
+        assert store.verify().damage == ()
+        told = store.gc(dry_run=True)
+        report_of_gc = store.gc()
+        assert told.freed_bytes == report_of_gc.freed_bytes > 0
+        assert store.verify().erased_objects == 0
+        assert len(containers(root)) == len(manifests(root)) == 1
+        assert store.get("theirs").read() == CONTENTS["alone", 1]
+        store.put("theirs", CONTENTS["history", 1])
+        store.rebuild_index()
+        assert store.verify().damage == ()
+    with open_store(root, settings=CHOSEN) as store, pytest.raises(Erased):
+        store.put("history", b"anew")
+
+
+def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_sum_that_drifts(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearkin.store.keyring.FRESH_SECONDS", 0.0)  # it is heard of at once
+    at_once = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+    with open_store(root, settings=at_once) as store:
+        store.put("gone", b"its last mark stays")
+        store.delete("gone")
+        store.gc()
+    erased: list[int] = []
+
+    def erase(name: str) -> None:
+        if name == "ledger.written" and not erased:  # manifests are listed, and not read yet
+            with open_store(root, settings=OTHER) as other:
+                erased.append(other.erase_tenant("default"))
+
+    with open_store(root, settings=settings(OTHER, {"gc": {"mode": "hybrid"}})) as store:
+        store.put("theirs", CONTENTS["alone", 1])
+        store.close()
+        failpoints.arm((), erase)
+        try:
+            with pytest.raises(Retryable, match="while a round was at work"):
+                store.gc()
+        finally:
+            failpoints.disarm()
+        assert erased == [1]
+        assert store.gc().freed_bytes > 0
+        assert store.stats().ledger.stored_bytes == stored_bytes(root)
+        assert store.verify().damage == ()
+        check_index_is_the_one_a_rebuild_makes(store)
+        assert store.get("theirs").read() == CONTENTS["alone", 1]
+
+
+def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(root: Path) -> None:
+    stored = objects(root)
+    with open_store(root, settings=CHOSEN) as store:
+        store.erase_tenant("default")
+    shutil.rmtree(root / "keys" / "erased")  # as if it had never been said
+    with open_store(root, settings=CHOSEN) as store:
+        for key, version in CONTENTS:
+            given, err = attempt(store, key, version)
+            assert given == b""
+            assert isinstance(err, Corrupt)
+            assert "is not in keys/" in str(err)
+    assert {name: stored[name] for name in objects(root) if name.startswith("containers")} == {
+        name: data for name, data in stored.items() if name.startswith("containers")
+    }
+
+
+def test_an_erasure_counts_as_swept_only_when_no_writer_can_hold_the_key_any_more(root: Path) -> None:
+    with open_store(root, settings=OTHER) as store:
+        store.put("theirs", b"something")
+        store.erase_tenant("default")
+        store.gc()
+        assert store.keyring.unswept()
+        store.keyring._wall = lambda: time.time() + timedelta(hours=1).total_seconds()
+        store.gc()
+        assert not store.keyring.unswept()
+        assert (root / "keys" / "erased").is_dir()

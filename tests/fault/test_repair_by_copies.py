@@ -1,0 +1,124 @@
+"""Repair by copies of containers of which nothing is left, whatever generation they are of."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.testing.clock import DAY, Clock
+from nearkin.testing.collecting import COLLECTED
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import SMALL, broken, containers, settings
+
+Contents = dict[tuple[str, int], bytes]
+ANEW = settings(
+    SMALL,
+    {
+        "block": {"raw_bytes": 160_000},
+        "container": {"target_bytes": 4 << 20},
+        "deletion": {"undelete_seconds": 0},
+        "gc": {"grace_seconds": 0, "compact_below": 0.95, "bytes_per_second": 1 << 30},
+    },
+)
+
+
+def collect(store: Store, clock: Clock, contents: Contents, versions: int, rounds: int) -> None:
+    """Delete the first versions, and do so many rounds, long enough after one another."""
+    for number in range(1, versions + 1):
+        store.delete("k", number)
+        del contents["k", number]
+    for _ in range(rounds):
+        clock.now += 8 * DAY
+        store.gc()
+
+
+def rebased(store: Store, clock: Clock) -> Contents:
+    """Put versions that lean on one another, and collect all but the last two; return what is left."""
+    content, contents = text_like(400_000, 1), Contents()
+    for number in range(1, 15):
+        content = mutated(content, number, edits=60)
+        store.put("k", content)
+        contents["k", number] = content
+    before = len(containers(store.root))
+    collect(store, clock, contents, versions=12, rounds=4)
+    assert len(containers(store.root)) < before
+    assert broken(store, contents) == set()
+    return contents
+
+
+def test_a_copy_of_any_generation_is_used_where_nothing_of_the_container_is_left(tmp_path: Path) -> None:
+    clock = Clock()
+    with open_store(tmp_path / "s", settings=COLLECTED, clock=clock) as store:
+        contents = rebased(store, clock)
+        path = max(containers(store.root))
+        assert "." in path.stem
+        path.rename(copy := tmp_path / "copy")
+        store._containers.forget_read()
+        assert broken(store, contents)
+        report = store.repair([copy])
+        assert report.damage == ()
+        assert broken(store, contents) == set()
+
+
+def test_who_read_a_later_generation_reads_on_after_its_block_numbers_were_given_again(tmp_path: Path) -> None:
+    contents = {f"v{number}": random.Random(number).randbytes(100_000) for number in range(1, 7)}
+    clock = Clock()
+    root, copy = tmp_path / "s", tmp_path / "copy"
+
+    def collected(*keys: str) -> None:
+        for key in keys:
+            store.delete(key)
+            del contents[key]
+        for _ in range(3):
+            clock.now += DAY
+            store.gc()
+
+    with open_store(root, settings=ANEW, clock=clock) as store:
+        list(store.put_many(contents.items()))
+        copy.write_bytes(containers(root)[0].read_bytes())
+        collected("v1", "v3")
+        with open_store(root, settings=ANEW, clock=clock) as reader:
+            assert reader.get("v2").read() == contents["v2"]  # block 4, of what was left of 0 and 1
+            containers(root)[0].write_bytes(random_bytes(100_000, 9))  # nothing of it can be read, so the copy is used
+            assert store.repair([copy]).damage == ()
+            collected("v2")  # block 4 again
+            for key in sorted(contents, reverse=True):
+                assert reader.get(key).read() == contents[key]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("codec", ["patch", "xdelta3"])
+def test_what_was_put_since_a_copy_was_made_reads_once_the_older_generation_takes_the_place_of_a_lost_one(
+    codec: str, gone: bool, tmp_path: Path
+) -> None:
+    clock, content, contents = Clock(), text_like(300_000, 1), Contents()
+    small = settings(ANEW, {"block": {"raw_bytes": 65_536}, "delta": {"codec": codec, "max_depth": 4}})
+    with open_store(tmp_path / "s", settings=small, clock=clock) as store:
+
+        def put(number: int) -> None:
+            nonlocal content
+            content = mutated(content, number, edits=30)
+            store.put("k", content)
+            contents["k", number] = content
+
+        for number in range(1, 7):
+            put(number)
+        copies = []
+        for path in containers(store.root):
+            copies.append(tmp_path / f"copy-{path.name}")
+            copies[-1].write_bytes(path.read_bytes())
+        collect(store, clock, contents, versions=4, rounds=3)
+        put(7)
+        put(8)
+        anew = [path for path in containers(store.root) if "." in path.stem]
+        assert anew
+        for path in anew:
+            path.unlink() if gone else path.write_bytes(b"lost")
+    with open_store(tmp_path / "s", settings=small, clock=clock) as store:
+        assert broken(store, contents)
+        store.repair(copies)
+        assert broken(store, contents) == set()

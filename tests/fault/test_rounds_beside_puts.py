@@ -1,0 +1,360 @@
+"""Rounds of garbage collection beside puts and restores, by the same process and others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.errors import StoreLocked
+from nearkin.formats.container import decode_container
+from nearkin.records import ContainerId
+from nearkin.store.containers import ContainerStore
+from nearkin.store.lock import ROUND, WriterLock
+from nearkin.testing import beside, victim
+from nearkin.testing.generated import random_bytes, text_like
+from nearkin.testing.oracle import DAY
+from nearkin.testing.races import Scene, scene
+from nearkin.testing.stores import containers, flip, settings
+
+EVERY = 1 if "SOAK" in os.environ else 11
+SECONDS = 8.0 if "SOAK" in os.environ else 3.0
+CHOSEN = settings(victim.CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+
+PREAMBLE = """
+import random, sys, time
+from nearkin import open_store
+from nearkin.errors import NotFound, StoreLocked
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from tests_chosen import CHOSEN
+root, until = sys.argv[1], time.monotonic() + float(sys.argv[2])
+def content(key, number):
+    return mutated(text_like(120_000, key), number, edits=20) + random_bytes(60_000, 1000 * key + number)
+"""
+FIRST = """
+with open_store(root, settings=CHOSEN) as store:
+    for key in range(3):
+        store.put(f"k{key}", content(key, 1))
+"""
+READER = """
+done = 0
+with open_store(root, settings=CHOSEN, read_only=True) as store:
+    while time.monotonic() < until:
+        for key in range(3):
+            try:
+                blob = store.get(f"k{key}")
+                data, version = blob.read(), blob.info.version
+            except Exception:
+                newest = store.get(f"k{key}").info.version
+                if newest - blob.info.version < 2:  # else deleted while it was read
+                    raise
+                continue
+            assert data == content(key, version), (key, version)
+            done += 1
+print(done)
+"""
+WRITER = """
+done = 0
+while time.monotonic() < until or done < 12:  # of each key two versions are deleted by then
+    key = done % 3
+    with open_store(root, settings=CHOSEN) as store:
+        version = store.info(f"k{key}").version + 1
+        assert store.put(f"k{key}", content(key, version)).info.version == version
+        if version > 2:
+            store.delete(f"k{key}", version - 2)
+    done += 1
+print(done)
+"""
+ROUNDS = """
+freed = done = 0
+while time.monotonic() < until or (not freed and time.monotonic() < until + 60):
+    try:
+        with open_store(root, settings=CHOSEN) as store:
+            report = store.gc(wait_seconds=30)
+    except StoreLocked as err:
+        raise SystemExit(f"refused: {err}")
+    freed += report.containers_deleted + report.containers_rewritten
+    done += 1
+assert freed, done
+print(done)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
+        yield Path(made)
+
+
+def child(script: str, root: Path, seconds: float) -> subprocess.Popen[str]:
+    (root.parent / "tests_chosen.py").write_text(
+        "from nearkin.testing import victim\n"
+        "from nearkin.testing.stores import settings\n"
+        'CHOSEN = settings(victim.CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})\n'
+    )
+    path = os.pathsep.join([str(root.parent), *(entry for entry in sys.path if entry)])
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + script, str(root), str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Path) -> None:
+    root = place / "s"
+    with child(FIRST, root, 0) as first:
+        assert first.wait(60) == 0, first.stderr and first.stderr.read()
+    children = [child(script, root, SECONDS) for script in (READER, WRITER, ROUNDS)]
+    done = [one.communicate(timeout=120) for one in children]
+    assert [one.returncode for one in children] == [0, 0, 0], done
+    assert all(int(said) > 3 for said, _ in done), done
+    with open_store(root, settings=CHOSEN) as store:
+        for _ in range(3):
+            store.gc()
+        assert store.verify().damage == ()
+        assert store._index.to_check() is not None
+
+
+@pytest.mark.parametrize(
+    "race",
+    [beside.put_beside_a_round, beside.put_from_elsewhere, beside.second_round, beside.rebuild_beside_a_round],
+    ids=lambda race: race.__name__,
+)
+def test_whoever_comes_by_at_a_step_of_a_round_loses_nothing(place: Path, race: Callable[..., int]) -> None:
+    assert race(place, every=EVERY) >= 20
+
+
+def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) -> None:
+    made = beside.neighbours(place)
+    points: list[str] = []
+
+    def watch(name: str) -> None:
+        if name in ("gc.marked", "gc.swept-planned", "compact.made", "gc.condemned-planned"):
+            with made.open() as elsewhere:
+                elsewhere.put("other", name.encode())
+            points.append(name)
+
+    with made.open() as store:
+        failpoints.arm((), lambda name: watch(name) if threading.current_thread() is threading.main_thread() else None)
+        try:
+            store.gc()
+        finally:
+            failpoints.disarm()
+        assert points == ["gc.marked", "gc.swept-planned", "compact.made", "gc.condemned-planned"]
+        assert store.get("other").info.version == len(points)
+        made.check(store)
+
+
+def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
+    with open_store(place / "s", settings=CHOSEN) as store:
+        store.put("k", b"1")
+    step = WriterLock(place / "s")
+    step.acquire(what=ROUND)
+    done: list[int] = []
+
+    def put() -> None:
+        with open_store(place / "s", settings=CHOSEN) as store:
+            done.append(store.put("k", b"2").info.version)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    waiting = WriterLock(place / "s")
+    deadline = time.monotonic() + 30
+    while not waiting.wanted and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert waiting.wanted
+    assert not done
+    step.release()
+    thread.join(30)
+    assert done == [2]
+    assert not waiting.wanted
+
+
+def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearkin.store.lock.STEP_SECONDS_MAX", 0.1)
+    with open_store(place / "s", settings=CHOSEN) as store:
+        store.put("k", b"1")
+    step = WriterLock(place / "s")
+    step.acquire(what=ROUND)
+    with (
+        open_store(place / "s", settings=CHOSEN) as store,
+        pytest.raises(StoreLocked, match=f"in a step of garbage collection, by process {os.getpid()}"),
+    ):
+        store.put("k", b"2")
+    step.release()
+
+
+def test_a_round_beside_a_round_is_refused_and_says_so(place: Path) -> None:
+    with open_store(place / "s", settings=CHOSEN) as store:
+        store.put("k", random_bytes(10_000, 1))
+    rounds = WriterLock(place / "s", "lock.round")
+    rounds.acquire(what="garbage collection")
+    with open_store(place / "s", settings=CHOSEN) as store:
+        with pytest.raises(StoreLocked, match=f"is being collected by process {os.getpid()}"):
+            store.gc()
+        assert store.put("k", b"2").info.version == 2
+        rounds.release()
+        assert store.gc().freed_bytes == 0
+
+
+def test_a_store_that_collected_lets_others_write(place: Path) -> None:
+    with open_store(place / "s", settings=CHOSEN) as store, open_store(place / "s", settings=CHOSEN) as other:
+        store.put("k", random_bytes(10_000, 1))
+        store.close()
+        store.gc()
+        assert other.put("k", b"2").info.version == 2
+        with pytest.raises(StoreLocked):
+            store.put("k", b"3")
+        other.close()
+        assert store.put("k", b"3").info.version == 3
+
+
+def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_lock(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the lock of the step for its Store's own, and wrote its mark after that had gone back."""
+    done: list[int] = []
+    threads: list[threading.Thread] = []
+    with open_store(place / "s", settings=CHOSEN) as store:
+        store.put("k", b"1")
+        store.close()
+        store.gc()
+        forget_read = ContainerStore.forget_read
+
+        def lock_taken(containers: ContainerStore, container: ContainerId | None = None) -> None:
+            forget_read(containers, container)
+            if store._index.crossing.mine and not threads:
+                threads.append(thread := threading.Thread(target=lambda: done.append(store.delete("k"))))
+                thread.start()
+                thread.join(0.5)
+                assert done == []
+
+        monkeypatch.setattr(ContainerStore, "forget_read", lock_taken)
+        store.gc()
+        (thread,) = threads
+        thread.join(60)
+        assert done == [1]
+        with open_store(place / "s", settings=CHOSEN) as other, pytest.raises(StoreLocked):
+            other.put("k", b"2")  # who deletes keeps the lock until it closes
+
+
+def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_first(place: Path) -> None:
+    made = beside.neighbours(place)
+    with made.open() as store:
+        store.put("lock", b"is this Store's")
+        for point in ("gc.turn", "gc.forgot-due", "compact.put", "gc.recorded"):
+            threads: list[threading.Thread] = []
+
+            def watch(name: str, point: str = point, threads: list[threading.Thread] = threads) -> None:
+                if name == point and not threads:
+                    threads.append(thread := threading.Thread(target=store.close))
+                    thread.start()
+                    thread.join(0.2)
+
+            failpoints.arm((), watch)
+            try:
+                store.gc()
+            finally:
+                failpoints.disarm()
+            for thread in threads:
+                thread.join()
+            store.put("lock", point.encode())
+        made.check(store)
+
+
+def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_does_not_go(place: Path) -> None:
+    """Nothing of it was known to be there, so nothing of it seemed to be named by what came."""
+    now, chosen = victim.START, settings(victim.CHOSEN, {"chunker": {"algorithm": "fixed"}})
+    left, right, other = (random_bytes(40 * 1024, number) for number in range(3))
+    going = text_like(64 * 1024, 3)
+    edited = bytearray(going)
+    edited[::700] = bytes(len(edited[::700]))
+    second, third = left + other + right, left + bytes(edited) + right
+    came: list[int] = []
+    with open_store(place / "s", settings=chosen, clock=lambda: now) as store:
+        store.put("going", going)
+        (alone,) = containers(store.root)
+        for content in (left + going + right, second):
+            store.put("k", content)
+        store.delete("going")
+        store.delete("k", 1)
+        now += 2 * DAY
+        store.gc()
+        now += 2 * DAY
+        store.close()
+        whole = alone.read_bytes()
+        flip(alone, len(whole) - 40)
+
+        def mended(name: str) -> None:
+            if name == "gc.swept-planned":
+                alone.write_bytes(whole)
+                with open_store(store.root, settings=chosen, clock=lambda: now) as elsewhere:
+                    came.append(elsewhere.put("k", third).info.version)
+
+        failpoints.arm((), mended)
+        try:
+            store.gc()
+        finally:
+            failpoints.disarm()
+        assert came == [3]
+        newest = containers(store.root)[-1]
+        assert int(alone.name[:16], 16) in decode_container(newest.read_bytes(), newest.name).leans_on()
+        assert store.get("k", 2).read() == second
+        assert store.get("k", 3).read() == third
+
+
+def test_who_verifies_while_rounds_end_versions_and_remove_containers_is_told_of_no_damage(place: Path) -> None:
+    step, steps = 0, 1
+    while step < steps:
+        made = scene(place / str(step))
+        passed: list[int] = []
+
+        def collected(done: int, total: int, at: int = step, passed: list[int] = passed, made: Scene = made) -> None:
+            passed.append(total)
+            if len(passed) == at + 1:
+                with made.open() as elsewhere:
+                    for _ in range(2):
+                        elsewhere.gc()
+                        made.now += 2 * DAY
+                    elsewhere.put("new", b"meanwhile")
+
+        with made.open() as store:
+            assert store.verify(progress=collected).damage == ()
+            assert not (made.root / "quarantine").is_dir()
+        step, steps = step + 1, passed[0]
+    assert steps > 6
+
+
+def test_a_preview_looks_again_where_a_round_removed_what_it_was_about_to_read(place: Path) -> None:
+    with open_store(place / "s", settings=CHOSEN) as store:
+        store.put("stays", b"1")
+        store.put("goes", random_bytes(50_000, 1))
+        store.close()
+        passed: list[str] = []
+
+        def collect(name: str) -> None:
+            if name == "gc.condemned-planned" and not passed:
+                passed.append(name)
+                with open_store(place / "s", settings=CHOSEN) as elsewhere:
+                    elsewhere.delete("goes")
+                    elsewhere.gc()
+
+        failpoints.arm((), collect)
+        try:
+            told = store.gc(dry_run=True)
+        finally:
+            failpoints.disarm()
+        assert passed
+        assert told.freed_bytes > 50_000
+        assert store.gc().freed_bytes > 50_000

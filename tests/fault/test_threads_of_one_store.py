@@ -1,0 +1,248 @@
+"""Threads that put, list, verify and rebuild in one Store: none takes lock or index from under another."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin import Store, failpoints, open_store
+from nearkin.errors import IndexClosed, StoreLocked, StoreUnavailable
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.records import ContainerId
+from nearkin.store.lock import WriterLock
+from nearkin.testing.generated import random_bytes
+
+CONTENT = random_bytes(300_000, 1)
+WAIT_SECONDS = 30.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(tmp_path / "s") as made:
+        made.put("a", CONTENT)
+        yield made
+    failpoints.disarm()
+
+
+def beside(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def once(point: str, act: Callable[[], object]) -> list[object]:
+    """Let another thread do something when a failpoint is passed first; return what came of it, by then."""
+    came: list[object] = []
+
+    def watch(name: str) -> None:
+        if name == point and not came:
+            came.append(None)
+
+            def tried() -> None:
+                try:
+                    came[0] = act()
+                except StoreLocked as err:
+                    came[0] = err
+
+            beside(tried).join(WAIT_SECONDS)
+
+    failpoints.arm((), watch)
+    return came
+
+
+def is_locked(store: Store) -> bool:
+    other = WriterLock(store.root)
+    try:
+        other.acquire()
+    except StoreLocked:
+        return True
+    other.release()
+    return False
+
+
+def damaged(store: Store) -> None:
+    store.put("broken", random_bytes(200_000, 2))
+    path = max(store.root.glob("containers/*/*.nkc"))
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+
+
+def listed(store: Store) -> list[str]:
+    return [version.key for version in store.versions()]
+
+
+def sound_and_listed_by_another(store: Store) -> list[str]:
+    store.close()
+    with open_store(store.root) as other:
+        other.put("later", b"later")
+        assert not [damage for damage in other.verify().damage if damage.object_name == "index"]
+        return listed(other)
+
+
+def test_an_index_that_is_closed_is_read_to_the_end_by_who_began(tmp_path: Path) -> None:
+    index = LmdbIndex(tmp_path, bytes(16), 1 << 24)
+    index.mark_complete()
+    with index._reading() as txn:
+        beside(index.close).join(WAIT_SECONDS)
+        assert txn.get(b"complete", db=index._meta)
+    with pytest.raises(IndexClosed, match="was closed meanwhile"):
+        assert index.complete
+
+
+def test_listings_meet_no_error_while_puts_and_closes_take_their_index_away(store: Store) -> None:
+    ended, failures, count = threading.Event(), list[BaseException](), 0
+
+    def listing() -> None:
+        nonlocal count
+        try:
+            while not ended.is_set():
+                count += len(list(store.catalog("default")))
+        except BaseException as err:
+            failures.append(err)
+
+    threads = [beside(listing) for _ in range(3)]
+    for number in range(12):
+        store.put("b", b"%d" % number)
+        store.close()
+    ended.set()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert (failures, count > 0) == ([], True)
+
+
+def test_an_index_is_not_rebuilt_beside_a_put_whose_version_it_would_not_list(store: Store) -> None:
+    came = once("commit.begun", store.rebuild_index)
+    store.put("b", CONTENT)
+    assert isinstance(came[0], StoreLocked)
+    assert listed(store) == ["a", "b"]
+    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+
+
+def test_a_put_that_comes_while_the_index_is_rebuilt_waits_for_it(store: Store) -> None:
+    putting: list[threading.Thread] = []
+
+    def watch(name: str) -> None:
+        if name == "rebuild.marks":
+            putting.append(beside(lambda: store.put("b", CONTENT)))
+            putting[0].join(0.2)
+            assert putting[0].is_alive()
+
+    failpoints.arm((), watch)
+    store.rebuild_index()
+    putting[0].join(WAIT_SECONDS)
+    assert listed(store) == ["a", "b"]
+    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+
+
+def test_verify_says_that_a_put_at_work_may_lean_on_what_it_found_broken(store: Store) -> None:
+    damaged(store)
+    came = once("put.container", lambda: (store.verify().forgotten, is_locked(store)))
+    store.put("b", random_bytes(200_000, 3))
+    assert came == [(False, True)]
+    failpoints.disarm()
+    assert store.verify().forgotten
+
+
+def test_verify_that_ends_leaves_a_put_that_began_meanwhile_its_lock(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as made:
+        damaged(made)
+    begun, verified = threading.Event(), threading.Event()
+    with open_store(tmp_path / "s") as store:
+
+        def items() -> Iterator[tuple[str, bytes]]:
+            begun.set()
+            assert verified.wait(WAIT_SECONDS)
+            yield "b", CONTENT
+
+        done: list[str] = []
+        putting: list[threading.Thread] = []
+
+        def watch(name: str) -> None:
+            if name == "quarantine.recorded" and not putting:
+                putting.append(beside(lambda: done.extend(result.info.key for result in store.put_many(items()))))
+                assert begun.wait(WAIT_SECONDS)
+
+        failpoints.arm((), watch)
+        try:
+            assert store.verify().forgotten is False
+        finally:
+            failpoints.disarm()
+        assert is_locked(store)
+        verified.set()
+        putting[0].join(WAIT_SECONDS)
+        assert done == ["b"]
+        assert sound_and_listed_by_another(store) == ["b", "broken", "later"]
+
+
+def test_a_listing_that_finds_no_index_does_not_take_the_lock_from_a_put(store: Store) -> None:
+    def removed() -> tuple[list[str], bool]:
+        shutil.rmtree(store.root / "index")
+        return listed(store), is_locked(store)
+
+    came = once("commit.begun", removed)
+    store.put("b", CONTENT)
+    assert came == [(["a"], True)]
+    assert listed(store) == ["a", "b"]
+    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+
+
+def test_what_a_put_publishes_while_verify_lists_is_not_forgotten_as_missing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged(store)
+    content = random_bytes(200_000, 4)
+    ids, begun = store._containers.ids, threading.Event()
+
+    def listed_before_a_put() -> Iterator[tuple[ContainerId, int]]:
+        found = list(ids())
+        if recorded and not begun.is_set():  # what is missing is found out by this listing
+            begun.set()
+            beside(lambda: store.put("b", content)).join(WAIT_SECONDS)
+        return iter(found)
+
+    recorded: list[str] = []
+    monkeypatch.setattr(store._containers, "ids", listed_before_a_put)
+    failpoints.arm((), lambda name: recorded.append(name) if name == "quarantine.done" else None)
+    store.verify()
+    failpoints.disarm()
+    assert begun.is_set()
+    ledger = store.put("c", content).ledger
+    assert ledger.duplicate_chunks == ledger.chunks
+
+
+def test_a_store_that_is_closed_beside_a_put_keeps_its_lock_until_that_has_ended(store: Store) -> None:
+    closing: list[threading.Thread] = []
+    locked: list[bool] = []
+
+    def watch(name: str) -> None:
+        if name == "put.container":
+            closing.append(beside(store.close))
+            closing[0].join(0.2)
+            locked.append(is_locked(store))
+
+    failpoints.arm((), watch)
+    store.put("b", random_bytes(200_000, 3))
+    failpoints.disarm()
+    closing[0].join(WAIT_SECONDS)
+    assert (locked, is_locked(store)) == ([True], False)
+    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+
+
+def test_a_put_that_was_left_in_the_middle_writes_nothing_once_its_store_is_closed(store: Store) -> None:
+    before = sorted(store.root.rglob("*.nk?"))
+
+    def items() -> Iterator[tuple[str, bytes]]:
+        yield "b", random_bytes(200_000, 3)
+        store.close()
+        assert not is_locked(store)
+        yield "c", random_bytes(200_000, 4)
+
+    with pytest.raises(StoreUnavailable, match="before it was committed"):
+        list(store.put_many(items()))
+    assert sorted(store.root.rglob("*.nk?")) == before
+    assert sound_and_listed_by_another(store) == ["a", "later"]

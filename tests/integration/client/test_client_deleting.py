@@ -1,0 +1,44 @@
+"""A deletion whose answer is lost is done once."""
+
+from __future__ import annotations
+
+import pytest
+
+from nearkin.client.remote import RemoteStore
+from nearkin.errors import (
+    BadInput,
+    Denied,
+    NotFound,
+)
+from nearkin.testing.gateway import ScriptedGateway
+
+
+@pytest.mark.parametrize("fault", ["lost-reply", "busy", "reset"])
+def test_a_deletion_whose_answer_is_lost_is_asked_for_again_and_done_once(
+    store: RemoteStore, gateway: ScriptedGateway, fault: str
+) -> None:
+    store.put("k", b"one")
+    store.put("k", b"two")
+    gateway.script(fault)
+    assert store.delete("k", reason="täglich") == 2
+    assert {entry.reason for entry in store.deleted()} == {"täglich"}
+    asked = [headers["idempotency-key"] for method, _, headers in gateway.seen if method == "DELETE"]
+    assert len(asked) == 2
+    assert len(set(asked)) == 1
+    with pytest.raises(NotFound):
+        store.delete("k")
+    gateway.script(fault)
+    assert store.undelete("k") == 2
+    assert store.get("k").read() == b"two"
+
+
+def test_who_may_not_delete_is_told_so(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    store.put("k", b"one")
+    gateway.script("deny")
+    with pytest.raises(Denied):
+        store.delete("k")
+    with pytest.raises(BadInput):
+        store.delete("k", 0)
+    with pytest.raises(BadInput):
+        store.delete("")
+    assert store.get("k").read() == b"one"

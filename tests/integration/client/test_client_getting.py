@@ -1,0 +1,61 @@
+"""Faults on the way down: what is got is what was put, or an error."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from nearkin.client.remote import RemoteStore
+from nearkin.errors import (
+    Corrupt,
+    StoreUnavailable,
+)
+from nearkin.testing.gateway import ScriptedGateway
+from nearkin.testing.samples import noise
+
+DATA = noise(300_000, "client").tobytes()
+
+
+def test_a_get_that_breaks_goes_on_where_it_was(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    store.put("k", DATA)
+    info = store.info("k")
+    gateway.seen.clear()
+    gateway.script("ok", "cut:100000", "reset", "busy", "cut:150000", "cut:0")
+    assert store.get("k").read() == DATA
+    ranges = [headers.get("range") for _, path, headers in gateway.seen if "/info/" not in path]
+    assert ranges[0] is None
+    assert [text for text in ranges[1:] if text] == [f"bytes={at}-299999" for at in [100_000] * 3 + [250_000] * 2]
+    assert all(headers["if-range"] == f'"{info.digest}"' for _, _, headers in gateway.seen if "range" in headers)
+
+
+def test_a_range_that_breaks_goes_on_too(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    store.put("k", DATA)
+    gateway.script("ok", "cut:50", "cut:50")
+    assert store.get("k", start=1000, stop=200_000).read() == DATA[1000:200_000]
+
+
+def test_wrong_bytes_never_look_like_a_good_get(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    store.put("k", DATA)
+    gateway.script("ok", "rot")
+    file = io.BytesIO()
+    with pytest.raises(Corrupt, match=r"'k' version 1: blake3:[0-9a-f]+ came"):
+        store.get("k").write_to(file)
+    assert len(file.getvalue()) < len(DATA)
+
+
+def test_a_gateway_that_always_breaks_is_given_up(
+    store: RemoteStore, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("k", DATA)
+    monkeypatch.setattr("nearkin.client.transfer.RESUMES_MAX", 5)
+    gateway.script("ok", *["cut:10"] * 100)
+    with pytest.raises(StoreUnavailable, match="broke 5 times, at byte 60"):
+        store.get("k").read()
+
+
+def test_a_reader_that_stops_early_gives_its_connection_back(store: RemoteStore) -> None:
+    store.put("k", DATA)
+    for _ in range(100):  # more than there are connections
+        next(iter(store.get("k")))
+    assert store.get("k").read() == DATA

@@ -1,0 +1,33 @@
+"""A local store under collection, and the clock that it goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.testing.clock import Clock
+from nearkin.testing.collecting import COLLECTED
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Store]]:
+    stores: list[Store] = []
+
+    def again() -> Store:
+        for store in stores:
+            store.close()
+        stores.append(open_store(tmp_path / "s", settings=COLLECTED, clock=clock))
+        return stores[-1]
+
+    yield again
+    for store in stores:
+        store.close()

@@ -1,0 +1,78 @@
+"""Services over an encrypted store: what they store is sealed, and an erased tenant's uploads fail where all see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.errors import Erased
+from nearkin.fingerprints import Fingerprinter
+from nearkin.restore import Blob
+from nearkin.store.containers import ContainerStore
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.opening import open_keys, open_store_of
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.pipeline import Pipeline, uploading
+from nearkin.testing.stores import objects
+from nearkin.wrapping import generate
+
+FIRST = text_like(2_000_000, 1)
+
+
+@pytest.fixture
+def pipeline(kafka: object, redis: object, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[Pipeline]:
+    generate(tmp_path / "store.key")
+    config = {
+        "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},  # type: ignore[attr-defined]
+        "redis": {"url": redis.url, "prefix": key_prefix},  # type: ignore[attr-defined]
+        "object_store": {"url": str(tmp_path / "objects")},
+        "storage": {"encryption": "aes-256-gcm", "key_file": str(tmp_path / "store.key"), "parity": "rs-8-2"},
+    }
+    with Pipeline(tmp_path / "pipeline", config) as made:
+        yield made
+        codes = made.stop()
+        assert set(codes.values()) == {0}, made.logs()
+
+
+def uploaded(pipeline: Pipeline, tenant: str, key: str, data: bytes) -> dict[str, Any]:
+    with uploading(pipeline.settings, tenant) as uploader:
+        return uploader.wait(uploader.put(key, [data]), 90)
+
+
+def restored(pipeline: Pipeline, tenant: str, key: str, version: int) -> bytes:
+    stored, found = open_store_of(pipeline.settings)
+    namer = Fingerprinter(bytes.fromhex(found.secret), tenant)
+    manifest = ManifestStore(stored).get(tenant, key, version)
+    containers = ContainerStore(stored, namer.domain, 64 << 20)
+    return Blob(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).read()
+
+
+def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipeline, tmp_path: Path) -> None:
+    versions = [FIRST, mutated(FIRST, 2, edits=40, edit_bytes_max=90)]
+    for tenant in ("db", "web"):
+        for data in versions:
+            event = uploaded(pipeline, tenant, "a-secret-key", data)
+            assert event["state"] == "committed", (event, pipeline.logs())
+    for name, data in objects(tmp_path / "objects").items():
+        assert data[:4] == b"NKE1" or name.startswith(("keys/", "parity/")) or name == "nearkin.json", name
+        assert b"a-secret-key" not in data
+        assert FIRST[:24] not in data
+    for tenant in ("db", "web"):
+        assert [restored(pipeline, tenant, "a-secret-key", number) for number in (1, 2)] == versions
+    assert {key.tenant for key in open_keys(pipeline.settings).listed()} == {None, "db", "web"}
+
+    assert open_keys(pipeline.settings).erase("db") == 1
+    for service in ("dedup", "resemblance", "delta"):  # or wait a minute
+        pipeline.kill(service)
+        pipeline.start(service)
+    with pytest.raises(Erased):
+        restored(pipeline, "db", "a-secret-key", 1)
+    event = uploaded(pipeline, "db", "another", FIRST)
+    assert event["state"] == "failed", (event, pipeline.logs())
+    assert "its keys were erased" in event["failure"]
+    event = uploaded(pipeline, "web", "another", FIRST)
+    assert event["state"] == "committed", (event, pipeline.logs())
+    assert restored(pipeline, "web", "another", 1) == FIRST

@@ -1,0 +1,213 @@
+"""Garbage collection over HTTP: asked for, paused, resumed and told of; by the command too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.store.pauses import Pause, Pauses
+from nearkin.testing.gateways import Running, embedded, running
+from nearkin_gateway import embedded as looked_after
+
+CHANGES = {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0, "interval_seconds": 0}}
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(embedded(tmp_path_factory.mktemp("gc") / "store", CHANGES)) as made:
+        yield made
+
+
+def ask(gateway: Running, action: object) -> Any:
+    with gateway.client() as client:
+        return client.post("/v1/gc", json={"action": action})
+
+
+def state(gateway: Running) -> dict[str, Any]:
+    with gateway.client() as client:
+        answer = client.get("/v1/gc")
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def run(gateway: Running) -> dict[str, Any]:
+    """Ask for a round and return what it did."""
+    before = ask(gateway, "run")
+    assert before.status_code == 202
+    deadline = time.monotonic() + 60
+    while (last := state(gateway)["last"]) == before.json()["last"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    done: dict[str, Any] = last
+    return done
+
+
+def command(gateway: Running, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
+    return subprocess.run(
+        [sys.executable, "-m", "nearkin.cli", "--server", gateway.url, *arguments],
+        capture_output=True,
+        env={**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        timeout=180,
+        check=False,
+    )
+
+
+def test_a_round_that_is_asked_for_is_done_and_told(gateway: Running) -> None:
+    with gateway.client() as client:
+        client.put("/v1/blobs/gone", content=os.urandom(300_000)).raise_for_status()
+        client.delete("/v1/blobs/gone").raise_for_status()
+    assert run(gateway)["versions"] == 1
+    done = run(gateway)
+    assert (done["failure"], done["containers_deleted"]) == (None, 1)
+    assert done["freed_bytes"] > 300_000
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Hold the next round where it has marked; (it is there, it may go on)."""
+    there, on = threading.Event(), threading.Event()
+
+    def watch(name: str) -> None:
+        if name == "gc.marked":
+            there.set()
+            on.wait(60)
+
+    failpoints.arm((), watch)
+    try:
+        yield there, on
+    finally:
+        on.set()
+        failpoints.disarm()
+
+
+def test_uploads_deletions_and_downloads_go_on_while_a_round_is_at_work(
+    gateway: Running, held: tuple[threading.Event, threading.Event]
+) -> None:
+    there, on = held
+    before = ask(gateway, "run").json()["last"]
+    assert there.wait(60)
+    with gateway.client() as client:
+        client.put("/v1/blobs/beside", content=b"one").raise_for_status()
+        client.put("/v1/blobs/beside", content=b"two").raise_for_status()
+        client.delete("/v1/blobs/beside", params={"version": 1}).raise_for_status()
+        assert client.get("/v1/blobs/beside").content == b"two"
+    assert state(gateway)["last"] == before  # it has not ended
+    on.set()
+    deadline = time.monotonic() + 60
+    while (last := state(gateway)["last"]) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert last["failure"] is None
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/beside").content == b"two"
+
+
+def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
+    tmp_path: Path, held: tuple[threading.Event, threading.Event]
+) -> None:
+    there, on = held
+    with running(embedded(tmp_path / "store", CHANGES)) as gateway:
+        with gateway.client() as client:
+            client.put("/v1/blobs/k", content=b"kept").raise_for_status()
+        ask(gateway, "run").raise_for_status()
+        assert there.wait(60)
+        threading.Timer(0.3, on.set).start()
+    with open_store(tmp_path / "store", create=False) as store:  # the lock is free, and nothing was condemned
+        assert store.put("k", b"after").info.version == 2
+        assert store.gc_state().condemned_containers == 0
+
+
+def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, refused = threading.Thread.start, threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "nearkin-gateway-collector":
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        plain(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(looked_after, "BROKEN_SECONDS", 0.1)
+    assert ask(gateway, "run").status_code == 202
+    assert refused.wait(30)
+    with gateway.client() as client:
+        assert client.put("/v1/blobs/after", content=b"x").status_code == 201
+    before = state(gateway)["last"]
+    monkeypatch.undo()
+    deadline = time.monotonic() + 60
+    while (last := state(gateway)["last"]) == before:  # what was asked for is not forgotten
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert last["failure"] is None
+
+
+def test_while_collection_is_paused_a_round_is_refused(gateway: Running) -> None:
+    assert ask(gateway, "pause").json()["paused"]["by"]
+    refused = ask(gateway, "run")
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:nearkin:problem:paused")
+    assert ask(gateway, "resume").json()["paused"] is None
+    assert run(gateway)["failure"] is None
+
+
+@pytest.mark.parametrize("action", ["stop", None, 7, ["run"]])
+def test_what_is_no_action_is_refused_with_the_list_of_those_that_are(gateway: Running, action: object) -> None:
+    refused = ask(gateway, action)
+    assert refused.status_code == 400
+    assert "run, pause, resume" in refused.json()["detail"]
+
+
+def test_the_command_does_the_same_behind_a_gateway_as_with_a_folder(gateway: Running) -> None:
+    done = command(gateway, "gc", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["failure"] is None
+    assert b"paused       since" in command(gateway, "gc", "--pause").stdout
+    refused = command(gateway, "gc")
+    assert refused.returncode != 0
+    assert b"paused" in refused.stderr
+    assert json.loads(command(gateway, "gc", "--status", "--json").stdout)["paused"]["by"]
+    assert command(gateway, "gc", "--resume").stdout.startswith(b"running")
+
+
+def test_a_round_that_is_due_and_paused_is_looked_for_now_and_then_and_puts_go_on_whatever_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[float] = []
+    read = Pauses.read
+
+    def counted(pauses: Pauses) -> Pause | None:
+        looked.append(time.monotonic())
+        return read(pauses)
+
+    changes = {**CHANGES, "gc": {"grace_seconds": 0, "interval_seconds": 1}}
+    with running(embedded(tmp_path / "store", changes)) as gateway:
+        ask(gateway, "pause").raise_for_status()
+        last = state(gateway)["last"]
+        monkeypatch.setattr(Pauses, "read", counted)
+        time.sleep(3.5)
+        assert 0 < len(looked) <= 4
+        (tmp_path / "store" / "pause" / "notes.txt").write_text("lies where none of it is known")
+        before = len(looked)
+        deadline = time.monotonic() + 60
+        while len(looked) == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with gateway.client() as client:
+            assert client.put("/v1/blobs/after", content=b"1").status_code == 201
+        (tmp_path / "store" / "pause" / "notes.txt").unlink()
+        ask(gateway, "resume").raise_for_status()
+        while state(gateway)["last"] == last:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

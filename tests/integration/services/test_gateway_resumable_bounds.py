@@ -1,0 +1,135 @@
+"""Resumable uploads where somebody counts on a bound: on how many are open, and on what a last answer says."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nearkin.store.objects import LocalObjects
+from nearkin.testing.gateways import embedded, running
+from nearkin_gateway import upload_bodies
+from nearkin_gateway.resumable import Meta, Resumable, Staged
+from nearkin_gateway.state import HAND_OVERS_MAX
+
+TUS = {"Tus-Resumable": "1.0.0"}
+OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream", "Upload-Offset": "0"}
+
+
+def meta(key: str, length: int) -> Meta:
+    now_us = time.time_ns() // 1000
+    return Meta("default", key, length, now_us, now_us + 3_600_000_000)
+
+
+def begun(client: httpx.Client, key: str, length: int) -> httpx.Response:
+    described = f"key {base64.b64encode(key.encode()).decode()}"
+    return client.post("/v1/uploads", headers={**TUS, "Upload-Length": str(length), "Upload-Metadata": described})
+
+
+def test_dropping_what_is_done_makes_no_room_for_more_than_may_be_open(tmp_path: Path) -> None:
+    with running(embedded(tmp_path, {"gateway": {"resumable_max": 3}})) as gateway, gateway.client() as client:
+        for key in ("a", "b"):
+            assert begun(client, key, 5).status_code == 201
+        for _ in range(3):
+            done = begun(client, "empty", 0)
+            assert client.get(done.headers["location"]).json()["state"] == "handed-over"
+            assert client.delete(done.headers["location"], headers=TUS).status_code == 204
+        assert [begun(client, key, 5).status_code for key in ("c", "d")] == [201, 503]
+
+
+def test_what_begins_while_uploads_are_counted_is_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resumable = Resumable(LocalObjects(tmp_path), 2)
+    resumable.create(meta("first", 5))
+    plain = resumable._load
+
+    def slow(number: str) -> Staged:
+        resumable.create(meta("meanwhile", 5))
+        return plain(number)
+
+    monkeypatch.setattr(resumable, "_load", slow)
+    resumable.sweep(lambda _: None)
+    assert resumable.full
+
+
+def test_a_creation_that_is_refused_for_its_body_keeps_no_place_and_no_bytes(tmp_path: Path) -> None:
+    with running(embedded(tmp_path, {"gateway": {"resumable_max": 1}})) as gateway:
+        described = f"key {base64.b64encode(b'k').decode()}"
+        headers = {**OCTETS, "Upload-Length": "3", "Upload-Metadata": described}
+        wrong = {**headers, "Upload-Checksum": f"sha256 {base64.b64encode(bytes(32)).decode()}"}
+        for given, body, status in ((headers, b"abcd", 413), (wrong, b"abc", 460), (headers, b"abcd", 413)):
+            answer = httpx.post(f"{gateway.url}/v1/uploads", headers=given, content=body)
+            assert (answer.status_code, "location" in answer.headers) == (status, False)
+        assert not [path for path in (tmp_path / "uploads").rglob("*") if path.is_file()]
+        assert httpx.post(f"{gateway.url}/v1/uploads", headers=headers, content=b"abc").status_code == 201
+
+
+def test_no_room_for_a_part_with_a_checksum_is_503_and_the_part_can_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        url = str(begun(client, "full", 2_000_000).headers["location"])
+        body = bytes(2_000_000)
+        checked = {**OCTETS, "Upload-Checksum": f"sha256 {base64.b64encode(hashlib.sha256(body).digest()).decode()}"}
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        monkeypatch.setattr(upload_bodies, "SPOOL_MEMORY_BYTES", 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # files end there, as on a full disk
+        try:
+            answer = httpx.patch(f"{gateway.url}{url}", content=body, headers=checked)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:nearkin:problem:unavailable")
+        assert client.patch(url, content=body, headers=checked).status_code == 204
+
+
+def test_the_last_part_of_an_upload_that_expired_meanwhile_is_404_and_not_taken(tmp_path: Path) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        url = str(begun(client, "late", 5).headers["location"])
+        parts = gateway.store / url.removeprefix("/v1/") / "parts"
+
+        def body() -> Iterator[bytes]:
+            yield b"ab"
+            until = time.monotonic() + 10
+            while not gateway.gateway.resuming:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            gateway.gateway.resumable.remove(url.rpartition("/")[2])  # as a sweep does
+            yield b"cde"
+
+        answer = client.patch(url, content=body(), headers=OCTETS)
+        assert (answer.status_code, answer.json()["type"]) == (404, "urn:nearkin:problem:not-found")
+        assert client.get("/v1/blobs/late").status_code == 404
+        assert parts.is_dir()  # orphans, until the sweep after next
+
+
+def test_asking_for_a_whole_upload_again_and_again_begins_one_hand_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        left = Resumable(LocalObjects(tmp_path), 10)
+        numbers = [left.create(meta(f"left {number}", 3)) for number in range(HAND_OVERS_MAX + 1)]
+        for number in numbers:
+            left.stage(number, 0, b"abc")
+        plain, goes_on = Resumable.read, threading.Event()
+
+        def stuck(resumable: Resumable, staged: Staged) -> Iterator[bytes]:
+            goes_on.wait(30)
+            yield from plain(resumable, staged)
+
+        monkeypatch.setattr(Resumable, "read", stuck)
+        try:
+            for number in [*numbers, *numbers * 3]:
+                with pytest.raises(httpx.ReadTimeout):  # an answer waits for the hand-over
+                    client.head(f"/v1/uploads/{number}", headers=TUS, timeout=0.1)
+            assert sorted(gateway.gateway.background) == sorted(numbers)
+        finally:
+            goes_on.set()
+        for number in numbers:
+            assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 200
+            assert client.get(f"/v1/uploads/{number}").json()["state"] == "handed-over"

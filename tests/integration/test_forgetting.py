@@ -1,0 +1,93 @@
+"""What an LMDB index forgets, looked up beforehand: the same as with a scan, whatever was written in between."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from nearkin import open_store
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import SMALL, settings
+
+CHOSEN = settings(SMALL, {"features": {"algorithm": "odess"}})
+DOMAIN, MAP_BYTES = b"d" * 8, 1 << 26
+TABLES = ("chunks", "features", "segments", "containers")
+
+
+def filled(root: Path) -> Path:
+    content = text_like(400_000, 1)
+    with open_store(root, settings=CHOSEN) as store:
+        for number in range(3):
+            store.put("k", content)
+            content = mutated(content, number, edits=40)
+    return root / "index"
+
+
+def unwanted(index: LmdbIndex) -> tuple[dict[int, np.ndarray | None], dict[int, np.ndarray], list[int]]:
+    """Return half of the chunks and a segment of one container, and all of another."""
+    first, second, *_ = (int(container) for container in index.container_ids())
+    some = np.arange(0, 40, 2, dtype=np.uint32)
+    return {first: some, second: None}, {first: np.zeros(1, np.uint32)}, [second]
+
+
+def test_what_was_looked_up_is_forgotten_as_if_all_was_read(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "s")
+    shutil.copytree(folder, tmp_path / "other")
+    index, other = LmdbIndex(folder, DOMAIN, MAP_BYTES), LmdbIndex(tmp_path / "other", DOMAIN, MAP_BYTES)
+    chunks, segments, containers = unwanted(index)
+    before = index.entries()
+    found = index.look_up(chunks, segments)
+    assert all(found.keys[table] for table in ("chunks", "features", "segments"))
+    index.forget(chunks, segments, containers, found)
+    other.forget(chunks, segments, containers)
+    assert index.entries() == other.entries()
+    assert all(index.entries()[table] != before[table] for table in TABLES)
+    index.close()
+    other.close()
+
+
+def test_of_what_was_looked_up_only_what_is_named_is_forgotten(tmp_path: Path) -> None:
+    index = LmdbIndex(filled(tmp_path / "s"), DOMAIN, MAP_BYTES)
+    chunks, segments, _ = unwanted(index)
+    found, before = index.look_up(chunks, segments), index.entries()
+    index.forget({}, segments, (), found)
+    assert index.entries()["chunks"] == before["chunks"]
+    assert len(index.entries()["segments"]) == len(before["segments"]) - 1
+    index.close()
+
+
+def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -> None:
+    """One whose writer died before it told the index, say: whoever writes next tells of it."""
+    folder = filled(tmp_path / "s")
+    index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
+    chunks, segments, containers = unwanted(index)
+    entries = index.entries()
+    index.forget(chunks, segments, containers)
+    forgotten = index.entries()
+    found = index.look_up(chunks, segments)
+    assert not any(found.keys.values())
+    with index._writing() as txn:  # as it was before
+        for table in TABLES:
+            txn.cursor(index._databases[table]).putmulti(list(entries[table].items()))
+    index.forget(chunks, segments, containers, found)
+    assert index.entries() == forgotten
+    index.close()
+
+
+def test_what_was_looked_up_in_an_index_that_was_replaced_is_looked_up_again(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "s")
+    index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
+    chunks, segments, containers = unwanted(index)
+    index.forget(chunks, segments, containers)
+    found, forgotten = index.look_up(chunks, segments), index.entries()
+    index.close()
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.rebuild_index()
+    made = LmdbIndex(folder, DOMAIN, MAP_BYTES)
+    assert len(made.entries()["chunks"]) > len(forgotten["chunks"])
+    made.forget(chunks, segments, containers, found)
+    assert len(made.entries()["chunks"]) == len(forgotten["chunks"])
+    made.close()

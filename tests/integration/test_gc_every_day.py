@@ -1,0 +1,47 @@
+"""What a store under collection takes on every day, beside a fresh store of the same versions."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from nearkin import open_store
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.testing.clock import DAY
+from nearkin.testing.generated import text_like
+from nearkin.testing.stores import stored_bytes
+
+KEPT = 5
+CHANGES = {"deletion": {"undelete_seconds": 0}, "gc": {"bytes_per_second": 1 << 40}}
+
+
+def edited(content: bytes, draw: random.Random) -> bytes:
+    """Change 2 % in edits of 200 bytes all over: almost every chunk."""
+    data = bytearray(content)
+    for _ in range(len(data) // 10_000):
+        at = draw.randrange(len(data) - 200)
+        data[at : at + 200] = draw.randbytes(100).hex().encode()
+    return bytes(data)
+
+
+def test_what_died_since_a_round_does_not_hold_what_that_condemned(tmp_path: Path) -> None:
+    """A round a day, as a daily `nearkin gc`: without the dead encoded again too it is 1.34 times a fresh store."""
+    now, draw, content = [1_764_000_000.0], random.Random(1), text_like(600_000, 1)
+    chosen, versions = with_changes(Settings(), CHANGES), dict[int, bytes]()
+    with open_store(tmp_path / "s", settings=chosen, clock=lambda: now[0]) as store:
+        for day in range(9):
+            content = edited(content, draw)
+            versions[store.put("k", content).info.version] = content
+            for old in [version for version in versions if version <= max(versions) - KEPT]:
+                store.delete("k", old)
+                del versions[old]
+            now[0] += DAY
+            store.gc()
+            if day > KEPT:
+                with open_store(tmp_path / f"fresh{day}", settings=chosen) as fresh:
+                    for one in versions.values():
+                        fresh.put("k", one)
+                assert stored_bytes(tmp_path / "s") <= 1.2 * stored_bytes(tmp_path / f"fresh{day}"), day
+        assert not store.verify().damage
+        assert all(store.get("k", version).read() == one for version, one in versions.items())

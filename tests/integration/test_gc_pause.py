@@ -1,0 +1,125 @@
+"""Pausing garbage collection: durable, seen by whoever would do a round, and heeded between two steps of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.errors import Paused
+from nearkin.store.objects import LocalObjects
+from nearkin.store.pauses import Pauses
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, containers, objects, settings
+
+CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+
+
+def filled(root: Path) -> None:
+    """Leave several containers that a second round would remove."""
+    with open_store(root, settings=CHOSEN) as store:
+        for number in range(4):
+            store.put(f"k{number}", random_bytes(200_000, number))
+            store.delete(f"k{number}")
+        store.gc()
+    assert len(containers(root)) >= 4
+
+
+def test_a_paused_store_collects_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    filled(root)
+    with open_store(root, settings=CHOSEN) as store:
+        store.pauses.pause("somebody on some host")
+    before = objects(root)
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.gc_state().paused_by == "somebody on some host"
+        with pytest.raises(Paused, match=r"somebody on some host.*--resume"):
+            store.gc()
+        assert objects(root) == before
+        assert store.gc(dry_run=True).freed_bytes > 0
+        assert store.put("new", b"content").info.version == 1
+        assert store.stats().ledger.stored_bytes == sum(map(len, objects(root).values()))
+        assert store.pauses.resume()
+        assert store.gc().containers_deleted >= 4
+    assert not [name for name in objects(root) if name.startswith("pause/")]
+
+
+def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "s"
+    filled(root)
+    there = len(containers(root))
+    real = LocalObjects.delete
+
+    def pausing(store: LocalObjects, name: str) -> None:
+        real(store, name)
+        if name.startswith("containers/"):
+            Pauses(LocalObjects(root)).pause("in between")
+
+    with open_store(root, settings=CHOSEN) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalObjects, "delete", pausing)
+            with pytest.raises(Paused):
+                store.gc()
+        assert len(containers(root)) == there - 1
+        store.pauses.resume()
+        assert store.gc().containers_deleted == there - 1
+        assert store.verify().damage == ()
+
+
+def test_a_broken_record_pauses_too(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    filled(root)
+    with open_store(root, settings=CHOSEN) as store:
+        store.pauses.pause("me")
+        (root / "pause" / "0000000000000001.json").write_bytes(b"{")
+        with pytest.raises(Paused, match="unreadable"):
+            store.gc()
+        assert store.pauses.pause("again").who == ""
+        assert store.pauses.resume()
+        assert not store.pauses.resume()
+
+
+def test_a_writer_that_sweeps_what_dead_writers_left_does_not_take_a_pause_with_it(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    filled(root)
+    versions: list[int] = []
+
+    def put_meanwhile(name: str) -> None:
+        if name == "object.synced" and not versions:
+            versions.append(0)
+            with open_store(root, settings=CHOSEN) as writer:
+                versions.append(writer.put("new", b"content").info.version)
+
+    with open_store(root, settings=CHOSEN) as store:
+        failpoints.arm((), put_meanwhile)
+        try:
+            store.pauses.pause("me")
+        finally:
+            failpoints.disarm()
+        assert versions == [0, 1]
+        assert store.gc_state().paused_by == "me"
+        assert store.get("new").read() == b"content"
+    assert not list((root / "tmp").iterdir())
+
+
+def test_of_two_who_make_a_store_at_once_both_have_it_though_one_already_writes(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    begun: list[str] = []
+
+    def made_meanwhile(name: str) -> None:
+        if name == "object.synced" and not begun:
+            begun.append(name)
+            with open_store(root, settings=CHOSEN) as writer:
+                writer.put("new", b"content")
+
+    failpoints.arm((), made_meanwhile)
+    try:
+        store = open_store(root, settings=CHOSEN)
+    finally:
+        failpoints.disarm()
+    with store:
+        assert begun
+        assert store.get("new").read() == b"content"

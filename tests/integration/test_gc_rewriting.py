@@ -1,0 +1,215 @@
+"""Collection that writes containers anew: dead bases, little left, and readers who had begun."""
+
+from __future__ import annotations
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.errors import BadInput, Corrupt
+from nearkin.testing.clock import DAY, Clock
+from nearkin.testing.collecting import COLLECTED, collected
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.inspection import check_no_orphans
+from nearkin.testing.stores import containers, flip, objects, settings, stored_bytes
+
+
+def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, bytes]:
+    """Put versions that each lean on the one before, and delete all but the last ones; return these."""
+    content, kept = text_like(400_000, 1), {}
+    for number in range(1, versions + 1):
+        content = mutated(content, number, edits=60)
+        assert store.put("k", content).info.version == number
+        kept[number] = content
+        if number > keep:
+            store.delete("k", number - keep)
+            del kept[number - keep]
+    clock.now += 8 * DAY
+    return kept
+
+
+def test_dead_bases_go_once_what_leans_on_them_takes_living_ones(opened, clock, tmp_path):
+    store = opened()
+    kept = chain(store, clock, versions=14, keep=3)
+    before = stored_bytes(store.root)
+    collected(store, clock, rounds=6)
+    with open_store(tmp_path / "fresh", settings=COLLECTED) as fresh:
+        for content in kept.values():
+            fresh.put("k", content)
+    assert stored_bytes(store.root) < 1.2 * stored_bytes(tmp_path / "fresh") < before
+    for number, content in kept.items():
+        assert store.get("k", number).read() == content
+    assert max(store._containers.directory(c).chunks.depths.max() for c, _ in store._containers.ids()) <= 4
+    assert store.rebuild_index().skipped == ()
+    assert store.put("again", kept[14]).ledger.unique_bytes == 0
+
+
+def test_what_rebasing_frees_is_told_over_all_rounds(opened, clock):
+    store = opened()
+    chain(store, clock, versions=14, keep=3)
+    told, before = store.gc(dry_run=True), stored_bytes(store.root)
+    first = store.gc()
+    assert before - stored_bytes(store.root) == first.freed_bytes == told.freed_bytes
+    middle = stored_bytes(store.root)
+    for _ in range(6):
+        clock.now += DAY
+        store.gc()
+    assert middle - stored_bytes(store.root) == told.freed_later_bytes > 0
+
+
+def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
+    store = opened()
+    kept = chain(store, clock, versions=14, keep=3)
+    store.gc()
+    small_cache = settings(COLLECTED, {"restore": {"cache_bytes": 8 << 20}, "base": {"cache_bytes": 1 << 20}})
+    with open_store(store.root, settings=small_cache, read_only=True, clock=clock) as reader:
+        begun = {number: reader.get("k", number) for number in kept}
+        for number, content in kept.items():
+            assert reader.get("k", number, start=0, stop=10).read() == content[:10]
+        reader._containers.blocks.clear()
+        clock.now += DAY
+        assert store.gc().containers_rewritten > 1
+        for number, blob in begun.items():
+            assert blob.read() == kept[number]
+
+
+def beside(store: Store) -> tuple[dict[str, bytes], int]:
+    """Put blobs that share containers, delete most of them; return what is left and the bytes stored."""
+    contents = {f"k{number}": random_bytes(30_000, number) for number in range(20)}
+    list(store.put_many(contents.items()))
+    before = stored_bytes(store.root)
+    for number in range(20):
+        if number % 4:
+            store.delete(f"k{number}")
+            del contents[f"k{number}"]
+    return contents, before
+
+
+def test_a_container_with_little_left_is_written_anew(opened, clock):
+    store = opened()
+    contents, before = beside(store)
+    clock.now += 8 * DAY
+    collected(store, clock)
+    assert stored_bytes(store.root) < before * 0.4
+    assert all(len(path.name.split(".")) == 3 for path in containers(store.root))
+    for key, content in contents.items():
+        assert store.get(key).read() == content
+        assert sum(segment.length_bytes for segment in store.explain(key).segments) == len(content)
+    # A second time: those that were written anew are written anew again.
+    for key in list(contents)[1:]:
+        store.delete(key)
+        del contents[key]
+    clock.now += 8 * DAY
+    collected(store, clock)
+    assert stored_bytes(store.root) < before * 0.1
+    for key, content in contents.items():
+        assert store.get(key).read() == content
+    assert store.rebuild_index().skipped == ()
+    assert store.put("again", contents["k0"]).ledger.unique_bytes == 0
+
+
+def test_whoever_had_begun_to_read_reads_on(opened, clock, tmp_path):
+    store = opened()
+    contents, _ = beside(store)
+    clock.now += 8 * DAY
+    store.gc()
+    small_cache = settings(COLLECTED, {"restore": {"cache_bytes": 8 << 20}, "base": {"cache_bytes": 1 << 20}})
+    with open_store(store.root, settings=small_cache, read_only=True, clock=clock) as reader:
+        begun = {key: reader.get(key) for key in contents}
+        for key in contents:
+            assert reader.get(key, start=0, stop=10).read() == contents[key][:10]  # directories are known from now on
+        reader._containers.blocks.clear()
+        clock.now += DAY
+        assert store.gc().containers_rewritten > 0
+        for key, blob in begun.items():
+            assert blob.read() == contents[key]
+
+
+def test_a_patch_block_that_loses_chunks_keeps_the_bases_of_the_others_alone(opened, clock):
+    store = opened()
+    firsts = {f"k{number}": text_like(60_000, number) for number in range(12)}
+    list(store.put_many(firsts.items()))
+    seconds = {key: mutated(content, 3, edits=25) for key, content in firsts.items()}
+    results = list(store.put_many(seconds.items()))
+    assert sum(result.ledger.delta_chunks for result in results) > 12
+    for key in firsts:
+        store.delete(key, 1)
+        if key != "k5":
+            store.delete(key, 2)
+    clock.now += 8 * DAY
+    collected(store, clock, rounds=8)
+    assert store.get("k5").read() == seconds["k5"]
+    assert stored_bytes(store.root) < 80_000
+
+
+def test_the_next_round_frees_what_was_told_of_it(opened, clock):
+    store = opened()
+    beside(store)
+    clock.now += 8 * DAY
+    told = store.gc(dry_run=True)
+    store.gc()
+    clock.now += DAY
+    before = stored_bytes(store.root)
+    done = store.gc()
+    assert before - stored_bytes(store.root) == done.freed_bytes == told.freed_later_bytes > 0
+    assert done.containers_rewritten > 0
+
+
+def test_what_a_deletion_frees_in_the_end_is_told_at_once(opened, clock):
+    store = opened()
+    beside(store)
+    assert store.gc(dry_run=True).freed_bytes == 0
+    told = store.gc(dry_run=True, deleted_too=True)
+    assert told.versions == 15
+    with pytest.raises(BadInput):
+        store.gc(deleted_too=True)
+    clock.now += 8 * DAY
+    before = stored_bytes(store.root)
+    first = store.gc()
+    assert before - stored_bytes(store.root) == told.freed_bytes == first.freed_bytes
+    clock.now += DAY
+    store.gc()
+    assert before - stored_bytes(store.root) == told.freed_bytes + told.freed_later_bytes
+
+
+def test_what_is_damaged_is_not_written_anew(opened, clock):
+    store = opened()
+    contents, _ = beside(store)
+    clock.now += 8 * DAY
+    store.gc()
+    flip(containers(store.root)[0], 5_000)
+    store = opened()
+    before = objects(store.root)
+    clock.now += DAY
+    with pytest.raises(Corrupt, match="checksum"):
+        store.gc()
+    assert {name for name in before if name.startswith("containers")} <= set(objects(store.root))
+    assert contents.keys() - {"k0"} <= {key for key in contents if _reads(store, key, contents[key])} | {"k4", "k8"}
+
+
+def _reads(store: Store, key: str, content: bytes) -> bool:
+    try:
+        return store.get(key).read() == content
+    except Corrupt:
+        return False
+
+
+@pytest.mark.parametrize("bound", [("ENTRIES_MAX", 1), ("RUNS_MAX", 30)])
+def test_what_no_record_has_room_for_is_condemned_and_freed_by_later_rounds(opened, clock, monkeypatch, bound):
+    store = opened()
+    kept = [random_bytes(20_000, number) for number in range(40)]
+    for number in range(4):
+        mine = kept[10 * number : 10 * number + 10]
+        store.put(f"all{number}", b"".join(part + random_bytes(20_000, 99 + at) for at, part in enumerate(mine)))
+        store.put(f"kept{number}", b"".join(mine))
+        store.delete(f"all{number}")
+    clock.now += 8 * DAY
+    monkeypatch.setattr(f"nearkin.formats.condemned.{bound[0]}", bound[1])
+    assert 0 < store.gc().condemned_containers < len(containers(store.root))
+    collected(store, clock, rounds=12)
+    monkeypatch.undo()
+    assert store.gc().condemned_containers == 0
+    for number in range(4):
+        assert store.get(f"kept{number}").read() == b"".join(kept[10 * number : 10 * number + 10])
+    check_no_orphans(store)
+    assert store.stats().ledger.stored_bytes < 1_100_000

@@ -1,0 +1,53 @@
+"""Ctrl-C that falls into an import waits for its end, and is not lost."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from nearkin.interrupts import interrupts_wait
+from nearkin.testing.generated import text_like
+from nearkin.testing.stores import process
+
+IN_AN_IMPORT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Presses(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[3]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+from nearkin import open_store
+sys.meta_path.insert(0, Presses())
+try:
+    with open_store(sys.argv[1]) as store:
+        store.put("k", open(sys.argv[2], "rb").read())
+except KeyboardInterrupt:
+    print("interrupted", sys.argv[3] in sys.modules)
+"""
+
+
+def test_a_signal_waits_for_the_end_of_the_block_and_is_handled_as_before():
+    reached, handler = [], signal.getsignal(signal.SIGINT)
+
+    def block():
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("module", ["nearkin.runners.embedded", "nearkin_delta.stage", "nearkin.index.lmdb"])
+def test_ctrl_c_in_an_import_that_a_put_waits_for_ends_the_put_after_it(module, tmp_path):
+    first = tmp_path / "first"
+    first.write_bytes(text_like(100_000, 1))
+    with process(IN_AN_IMPORT, tmp_path / "store", first, module) as writer:
+        said, complained = writer.communicate(timeout=60)
+    assert (said, complained) == ("interrupted True\n", "")

@@ -1,0 +1,70 @@
+"""The committer's worker: what it gives up, and what it waits for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.formats.message import End, Envelope, encode
+from nearkin.runners.kafka import committing
+from nearkin.runners.kafka.clients import Headers
+from nearkin.runners.kafka.committing import CommitHandler
+from nearkin.runners.kafka.lag import Backlog
+from nearkin.runners.kafka.loop import Record
+
+SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
+BLOB = b"0123456789abcdef"
+
+
+class Waiting(Backlog):
+    """Says how old what waits is, and where `placed` ends, as it is told."""
+
+    def __init__(self, oldest_seconds: float = 0.0, end: int = 0) -> None:
+        self.age_seconds, self.end = oldest_seconds, end
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        assert (name, partition) == ("placed", 0)
+        return self.end > offset
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        assert "delta" in services
+        assert "committer" not in services, "what a late blob itself holds back would hold it for good"
+        return self.age_seconds
+
+
+class Kept:
+    """An outbox whose events are looked at instead of sent."""
+
+    def __init__(self, *_: object) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        self.events.append(json.loads(value))
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("backlog", "given_up"), [(Waiting(), True), (Waiting(oldest_seconds=60), False), (Waiting(end=2), False)]
+)
+def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
+    monkeypatch: pytest.MonkeyPatch, backlog: Waiting, given_up: bool
+) -> None:
+    """A store that is away for minutes, or a pause, holds segments up in the topics before: all of them come later."""
+    monkeypatch.setattr(committing, "Outbox", Kept)
+    unused: Any = None
+    handler = CommitHandler(SETTINGS, unused, unused, "w", backlog)
+    handler.assigned(0, "")
+    end = encode(End(Envelope(BLOB, "t", "key", 5), 1, BLOB, 5, b"b" * 32, segments=1))
+    handler.handle([Record("placed", 0, 0, BLOB, end, {}, ())])
+    handler._open[BLOB].last_seen -= 3
+    handler.idle()
+    told: Any = handler._outbox
+    assert [event["state"] for event in told.events] == (["failed"] if given_up else [])
+    assert list(handler.committable()) == [(0, 1 if given_up else 0, "")]

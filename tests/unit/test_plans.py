@@ -1,0 +1,48 @@
+"""Plans of what a small file says: what they take is bounded by what a version may be, not by what the file claims."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+
+from nearkin.formats import layout
+from nearkin.formats.block import encode_block
+from nearkin.formats.container import encode_container
+from nearkin.formats.directory import ChunkTable, SegmentTable
+from nearkin.formats.manifest import Manifest
+from nearkin.limits import MIB, SEGMENT_BYTES_MAX
+from nearkin.records import ZERO, Ledger, Locations
+from nearkin.restore import planned_batches
+from nearkin.store.containers import ContainerStore
+from nearkin.store.objects import LocalObjects
+from nearkin.testing import samples
+
+
+def a_segment_of_single_bytes() -> bytes:
+    """Return a container of 300 bytes whose one recipe is as many zero chunks as a segment has bytes."""
+    count, none = SEGMENT_BYTES_MAX, np.zeros(1, np.uint32)
+    one, zeros = np.ones(1, np.uint32), np.zeros(1, np.uint8)
+    chunks = ChunkTable(samples.names_of([1]), one, none, none, one, zeros, Locations.empty(1), zeros)
+    recipe = Locations(np.full(count, ZERO, np.uint64), np.ones(count, np.uint32))
+    segments = SegmentTable(np.array([0, count], np.uint32), zeros, recipe)
+    block = encode_block(np.ones(1, np.uint8), layout.RAW, 0, samples.compressor())
+    return encode_container(samples.CONTAINER, bytes(16), 3, ["x"], [block], chunks, segments)[0]
+
+
+def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path: Path) -> None:
+    store = ContainerStore(LocalObjects(tmp_path), bytes(16), MIB)
+    data = a_segment_of_single_bytes()
+    assert len(data) < 400
+    store.put(samples.CONTAINER, data)
+    segments = Locations(np.full(64, samples.CONTAINER, np.uint64), np.zeros(64, np.uint32))
+    size_bytes = 64 * SEGMENT_BYTES_MAX
+    manifest = Manifest("t", "k", 1, 0, size_bytes, bytes(32), None, 0.0, Ledger(), segments, np.ones(64, np.bool_))
+    tracemalloc.start()
+    try:
+        first = next(planned_batches(manifest, store))
+        assert int(first.lengths.sum()) == SEGMENT_BYTES_MAX
+        assert tracemalloc.get_traced_memory()[1] < 256 * MIB  # together they took 5.3 GiB
+    finally:
+        tracemalloc.stop()
