@@ -45,6 +45,19 @@ def helm(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., s
 
 
 @pytest.fixture(scope="session")
+def promtool(need: Any) -> Callable[..., str]:
+    """`promtool(*arguments)` returns what the program prints. Raises AssertionError with what it says."""
+    program = need(programs.promtool)
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def rendered(helm: Callable[..., str]) -> Callable[..., list[dict[str, Any]]]:
     """`rendered(values)` returns the objects of a release, each render made once."""
 

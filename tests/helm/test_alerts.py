@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import promql_parser
 import pytest
+import yaml
 from prometheus_client import REGISTRY
 
 from nearkin import metrics, tally
 
+for _declares_levels in (
+    *("nearkin.index.environments", "nearkin.runners.workers", "nearkin.store.containers", "nearkin_gateway.embedded"),
+):
+    import_module(_declares_levels)
 ROOT = Path(__file__).parents[2]
 GIVEN_LABELS = {"namespace", "job", "pod", "component", "le"}
 """What the scraping adds."""
 MONITORED = {
     "monitoring": {"rules": {"enabled": True}, "dashboard": {"enabled": True}, "podMonitor": {"enabled": True}}
 }
+TRIALS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "alerts.test.yaml").read_text())
 Render = Callable[..., list[dict[str, Any]]]
 
 
@@ -91,7 +98,7 @@ def test_alerts_and_panels_ask_for_series_that_exist(
     known = series()
     asked = [alert["expr"] for alert in alerts]
     asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    assert len(asked) > 35
+    assert len(asked) > 65
     for expression in asked:
         found = list(selectors(expression))
         assert found, expression
@@ -129,6 +136,39 @@ def test_each_alert_says_how_grave_and_has_its_page(alerts: list[dict[str, Any]]
         assert alert["annotations"]["summary"]
         labels = set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"]))
         assert labels <= grouped(alert["expr"]), alert["alert"]
+
+
+def test_each_alert_links_to_its_page(alerts: list[dict[str, Any]], rendered: Render) -> None:
+    url = "https://git.example.org/nearkin/docs/operations.md"
+    (group,) = of_kind(
+        rendered({"monitoring": {"rules": {"enabled": True, "runbooks": url}}}), "PrometheusRule", "store-nearkin"
+    )["spec"]["groups"]
+    for base, found in (("docs/operations.md", alerts), (url, group["rules"])):
+        for alert in found:  # a heading's anchor is its text in small letters
+            assert alert["annotations"]["runbook_url"] == f"{base}#{alert['alert'].lower()}"
+
+
+def test_each_alert_is_tried_before_under_and_after_its_fault(alerts: list[dict[str, Any]]) -> None:
+    known = series()
+    tried: dict[str, list[bool]] = {}
+    for test in TRIALS["tests"]:
+        for given in test["input_series"]:
+            ((name, matchers),) = selectors(given["series"])
+            assert set(matchers) <= known[name] | GIVEN_LABELS, given["series"]
+        for expected in sorted(test["alert_rule_test"], key=lambda one: int(one["eval_time"].rstrip("m"))):
+            tried.setdefault(expected["alertname"], []).append(bool(expected["exp_alerts"]))
+    assert set(tried) == {alert["alert"] for alert in alerts}
+    for name, fires in tried.items():
+        assert fires[:3] == [False, True, False], name
+
+
+def test_each_alert_fires_by_its_fault_and_clears_after_it(
+    alerts: list[dict[str, Any]], promtool: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "nearkin", "rules": alerts}]}))
+    (tmp_path / "alerts.test.yaml").write_text(yaml.safe_dump(TRIALS))
+    assert f"{len(alerts)} rules found" in promtool("check", "rules", "--lint=all", str(tmp_path / "rules.yaml"))
+    promtool("test", "rules", str(tmp_path / "alerts.test.yaml"))
 
 
 def test_thresholds_and_names_come_from_the_values(rendered: Render) -> None:

@@ -14,7 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from nearkin.config import HOT_FIELDS, Settings, load
+from nearkin.config import HOT_FIELDS, Settings
+from nearkin.config_layers import load
 from nearkin.runners.kafka.lag import WAITS
 from nearkin.testing import chart, cluster
 
@@ -67,6 +68,10 @@ MATRIX: dict[str, dict[str, Any]] = {
         "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"edge": "yes"}}}]},
         "monitoring": {"podMonitor": {"enabled": True}, "rules": {"enabled": True}, "dashboard": {"enabled": True}},
         "test": {"token": {"name": "operator"}},
+    },
+    "encrypted": {
+        "config": {"storage": {"encryption": "aes-256-gcm"}},
+        "secrets": {"encryption": {"name": "keys"}},
     },
     "hpa": SCALED,
     "keda": {
@@ -211,6 +216,14 @@ def test_secrets_are_named_never_given(rendered: Render) -> None:
         "NEARKIN_OBJECT_STORE__ACCESS_KEY_ID": {"name": "s3", "key": "access_key_id"},
         "NEARKIN_OBJECT_STORE__SECRET_ACCESS_KEY": {"name": "s3", "key": "secret_access_key"},
     }
+
+
+def test_services_have_the_key_of_an_encrypted_store_and_the_job_has_not(rendered: Render) -> None:
+    objects = rendered(MATRIX["encrypted"])
+    for name, _, spec in pods(objects):
+        given = [one for one in spec["containers"][0].get("env", []) if one["name"] == "NEARKIN_STORAGE__KEY"]
+        wanted = [{"secretKeyRef": {"name": "keys", "key": "store.key"}}] if name.startswith("Deployment") else []
+        assert [one["valueFrom"] for one in given] == wanted, name
 
 
 def test_it_runs_what_make_up_runs(rendered: Render) -> None:
@@ -389,6 +402,7 @@ def test_a_setting_that_is_not_hot_restarts_every_service(rendered: Render) -> N
         ({"ingress": {"enabled": True}}, "ingress.host: want the name that clients use"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs: want the Gateway"),
         ({"secrets": {"tokens": {"name": ""}}}, "secrets.tokens.name: want a Secret"),
+        ({"secrets": {"encryption": {"name": "keys"}}}, "secrets.encryption.name: is set, and config.storage"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(rendered: Render, values: dict[str, Any], told: str) -> None:

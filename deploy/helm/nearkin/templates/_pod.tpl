@@ -45,6 +45,17 @@ capabilities:
 {{- end }}{{ end }}
 {{- end -}}
 
+{{/* The key of an encrypted store: of services alone, the Job of topics opens none. */}}
+{{- define "nearkin.keyEnv" -}}
+{{- $encryption := (.Values.config.storage).encryption | default "none" -}}
+{{- if and .Values.secrets.encryption.name (eq $encryption "none") -}}
+{{- fail "secrets.encryption.name: is set, and config.storage.encryption is none: set aes-256-gcm" -}}
+{{- end -}}
+{{- with .Values.secrets.encryption }}{{ if .name }}
+{{ include "nearkin.envFrom" (list "NEARKIN_STORAGE__KEY" .name .key) }}
+{{- end }}{{ end }}
+{{- end -}}
+
 {{- define "nearkin.envFrom" -}}
 - name: {{ index . 0 }}
   valueFrom:
