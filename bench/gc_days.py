@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from nearkin import open_store
-from nearkin.config import GC_MODES, MARK_SWEEP, Settings, with_changes
+from nearkin.config import GC_MODES, MARK_SWEEP, Settings
+from nearkin.config_layers import with_changes
+from nearkin.testing.clock import DAY
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import objects
+from nearkin.testing.stores import stored_bytes
 from nearkin_janitor import Ledger, collect
 
-DAY = 86_400
 STRETCH_BYTES = 32 * 1024
 
 
@@ -51,11 +52,6 @@ def small(content: bytes, draw: random.Random, share: float) -> bytes:
         at = draw.randrange(len(data) - 400)
         data[at : at + 200] = draw.randbytes(100).hex().encode()
     return bytes(data)
-
-
-def stored_bytes(root: Path) -> int:
-    """Return every byte that counts as stored."""
-    return sum(map(len, objects(root).values()))
 
 
 Edit = Callable[[bytes, random.Random, float], bytes]

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
 from nearkin.claims import ContainerClaims
 from nearkin.config import RedisSettings
-from nearkin.formats.container import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
+from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.redis import RedisIndex
 from nearkin.records import U8, ContainerId, Ledger, Locations

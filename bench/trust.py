@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nearkin import Store, open_store
-from nearkin.config import Settings, with_changes
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
 from nearkin.testing.generated import random_bytes, text_like
 from nearkin.testing.stores import containers, flip, objects
 
