@@ -44,6 +44,10 @@ print(features.cpu_path(), fingerprint.cpu_path(), chunking.cpu_path(), digest)
 """
 
 
+NAMES_A_PROCESSOR = {"NEARKIN_CPU", "OPENBLAS_CORETYPE"}
+"""Ours, and that of numpy's OpenBLAS: some machines set it to their own, which the emulated one is not."""
+
+
 def _run(*before: str, **environment: str) -> list[str]:
     done = subprocess.run(
         [*before, sys.executable, "-c", PROGRAM],
@@ -51,7 +55,7 @@ def _run(*before: str, **environment: str) -> list[str]:
         text=True,
         timeout=300,
         check=False,
-        env={**{k: v for k, v in os.environ.items() if k != "NEARKIN_CPU"}, **environment},
+        env={**{k: v for k, v in os.environ.items() if k not in NAMES_A_PROCESSOR}, **environment},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()
