@@ -134,7 +134,7 @@ def measure(peer_class: type[Peer], corpus: Corpus, work: Path | None) -> dict[s
 def _through(peer: Peer, sources: Sequence[Path]) -> dict[str, float | None]:
     sizes = [source.stat().st_size for source in sources]
     puts = (
-        [peer.put(number, source) for number, source in enumerate(sources, start=1)]
+        [_put(peer, number, source) for number, source in enumerate(sources, start=1)]
         if peer.appends
         else [peer.put_history(sources)]
     )
@@ -144,7 +144,7 @@ def _through(peer: Peer, sources: Sequence[Path]) -> dict[str, float | None]:
     for number in dict.fromkeys([len(sources), 1]):  # the newest, then the oldest
         gets[number] = _got(peer, number, sources[number - 1], target)
     aside = stored_bytes(peer.folder) - stored
-    again = peer.put(len(sources) + 1, sources[-1]) if peer.appends else None
+    again = _put(peer, len(sources) + 1, sources[-1]) if peer.appends else None
     again_bytes = _kept_bytes(peer) - stored if again else None
     for number in range(2, len(sources)):
         _got(peer, number, sources[number - 1], target)
@@ -179,6 +179,11 @@ def _cpu_seconds(*costs: Cost) -> float:
 def _kept_bytes(peer: Peer) -> int:
     rebuildable = sum(stored_bytes(peer.repository / name) for name in peer.inside)
     return stored_bytes(peer.repository) - rebuildable
+
+
+def _put(peer: Peer, number: int, source: Path) -> Cost:
+    read_through([source])  # a machine short of memory, or one that gives it back to its host, may have dropped it
+    return peer.put(number, source)
 
 
 def _got(peer: Peer, number: int, source: Path, target: Path) -> Cost:
