@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,17 +91,19 @@ class DeltaStage:
         domain: bytes,
         last_container: int,
         *,
-        asks_bases_again: bool = False,
+        asks_bases: Literal["never", "again", "late"] = "never",
         encoding: Executor | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        """`asks_bases_again`: the resemblance stage runs elsewhere, and may not have seen what this stage placed.
+        """`asks_bases`: "again" where the resemblance stage runs elsewhere, and may not have seen what this stage
+        placed: with the first question. "late" where that stage did not ask: for the chunks for which locality has
+        found none, which in a later version are few.
 
         `encoding`: a thread that encodes the blocks of one batch while the next is read and looked up. `keeper`: keeps
         the bytes of blocks for batches to come.
         """
         self._settings = settings
-        self._asks_bases_again = asks_bases_again
+        self._asks_bases = asks_bases
         self._domain = domain
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
@@ -146,23 +149,34 @@ class DeltaStage:
                 self._alignment.begin(batch.fresh.batch, self.stream, self._here)
             return None
         if facts.chunks is None:
-            names = batch.fresh.batch.names[rows]
-            gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local else None
-            if self._asks_bases_again and self._similar:
-                unknown = batch.super_features[~batch.base_found]
-                return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
-            return Reads(names=names, gaps=gaps)
-        below = self._settings.delta.max_depth if self._tries else None
+            return self._first_question(batch)
         if facts.neighbours is not None and facts.contents is None:
-            self._found_near = None
-            blobs = batch.fresh.batch.blobs
-            alone = (self.stream, int(blobs[0])) if (blobs == blobs[0]).all() else None
-            tried = facts.neighbours.chunks if self._trials.wanted(alone) else Locations.empty()
-            return Reads(contents=tried, depth_below=below)
-        if self._similar and facts.similar is None:
-            paired = _with_bases(batch, facts)
-            return Reads(similar=paired.bases.take(self._asked(paired, facts)), depth_below=below)
-        return None
+            return self._neighbours_contents(batch, facts.neighbours.chunks)
+        if not self._similar or facts.similar is not None:
+            return None
+        if self._asks_bases == "late" and facts.bases is None:
+            return Reads(sketch=batch.sketch, super_features=batch.super_features[self._without_base(batch, facts)])
+        paired = self._with_bases(batch, facts)
+        return Reads(similar=paired.bases.take(self._asked(paired, facts)), depth_below=self._depth_below)
+
+    @property
+    def _depth_below(self) -> int | None:
+        return self._settings.delta.max_depth if self._tries else None
+
+    def _first_question(self, batch: PairedBatch) -> Reads:
+        names = batch.fresh.batch.names[batch.fresh.fresh]
+        gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local else None
+        if self._asks_bases == "again" and self._similar:
+            unknown = batch.super_features[~batch.base_found]
+            return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
+        return Reads(names=names, gaps=gaps)
+
+    def _neighbours_contents(self, batch: PairedBatch, neighbours: Locations) -> Reads:
+        self._found_near = None
+        blobs = batch.fresh.batch.blobs
+        alone = (self.stream, int(blobs[0])) if (blobs == blobs[0]).all() else None
+        tried = neighbours if self._trials.wanted(alone) else Locations.empty()
+        return Reads(contents=tried, depth_below=self._depth_below)
 
     def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
         """Return what locality found of bases that are worth it; tried once a batch, between two rounds of reading."""
@@ -181,10 +195,27 @@ class DeltaStage:
 
     def _asked(self, batch: PairedBatch, facts: Facts) -> Bools:
         """Return which fresh chunks need the base that a super-feature found."""
+        asked: Bools = batch.base_found & self._without_base(batch, facts)
+        return asked
+
+    def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
+        """Return which fresh chunks are still unknown, and locality found no base for them."""
         assert facts.chunks is not None
         near = self._near(batch, facts)
-        asked: Bools = batch.base_found & ~facts.chunks.found
-        return asked if near is None else asked & ~near.found
+        return ~facts.chunks.found if near is None else ~(facts.chunks.found | near.found)
+
+    def _with_bases(self, batch: PairedBatch, facts: Facts) -> PairedBatch:
+        """Return `batch` with the bases that were found when this stage asked for them."""
+        if facts.bases is None:
+            return batch
+        late = self._asks_bases == "late"
+        asked = np.flatnonzero(self._without_base(batch, facts) if late else ~batch.base_found)
+        found, bases, ranks = batch.base_found.copy(), batch.bases, batch.base_rank.copy()
+        bases = Locations(bases.containers.copy(), bases.ordinals.copy())
+        found[asked], ranks[asked] = facts.bases.found, facts.bases.ranks
+        bases.containers[asked] = facts.bases.locations.containers
+        bases.ordinals[asked] = facts.bases.locations.ordinals
+        return replace(batch, base_found=found, bases=bases, base_rank=ranks)
 
     def _chosen(self, batch: PairedBatch, facts: Facts) -> tuple[Chosen, Contents]:
         """Return the bases of all fresh chunks, and their bytes."""
@@ -208,7 +239,7 @@ class DeltaStage:
         """Store what is still fresh; fold in the rest."""
         known = facts.chunks or NOTHING_FRESH
         self.builder.next_turn()
-        batch = _with_bases(batch, facts)
+        batch = self._with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~known.found
         rows = fresh.fresh[still]
@@ -381,19 +412,6 @@ class DeltaStage:
         origin = first[repeated]
         result.containers[repeated], result.ordinals[repeated] = result.containers[origin], result.ordinals[origin]
         return result, ~introduced, segments.segment_ids[new], located
-
-
-def _with_bases(batch: PairedBatch, facts: Facts) -> PairedBatch:
-    """Return `batch` with the bases that were found when they were asked for again."""
-    if facts.bases is None:
-        return batch
-    asked = np.flatnonzero(~batch.base_found)
-    found, bases, ranks = batch.base_found.copy(), batch.bases, batch.base_rank.copy()
-    bases = Locations(bases.containers.copy(), bases.ordinals.copy())
-    found[asked], ranks[asked] = facts.bases.found, facts.bases.ranks
-    bases.containers[asked] = facts.bases.locations.containers
-    bases.ordinals[asked] = facts.bases.locations.ordinals
-    return replace(batch, base_found=found, bases=bases, base_rank=ranks)
 
 
 def _targets(batch: PairedBatch) -> Targets:

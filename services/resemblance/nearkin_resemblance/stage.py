@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nearkin.config import Settings
-from nearkin.records import FreshBatch, PairedBatch
+from nearkin.records import U64, FreshBatch, Locations, PairedBatch
 from nearkin.stage import Facts, Reads
 from nearkin_resemblance.algorithms import sketcher
 
@@ -13,22 +15,33 @@ class ResemblanceStage:
 
     name = "resemblance"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, looks_up: bool = True) -> None:
+        """Not `looks_up`: the delta stage asks, for the chunks alone that still need a base then."""
         self.sketch = sketcher(settings.features)
+        self._looks_up = looks_up
 
     def reads(self, batch: FreshBatch, facts: Facts) -> Reads | None:
         """Sketch the fresh chunks and ask for the first holder of each super-feature."""
-        if facts.bases is not None:
+        if facts.bases is not None or not self._looks_up:
             return None
-        rows = batch.fresh
-        super_features = self.sketch.super_features(
-            batch.batch.payload, batch.batch.offsets[rows], batch.batch.lengths[rows]
-        )
-        return Reads(sketch=self.sketch.name, super_features=super_features)
+        return Reads(sketch=self.sketch.name, super_features=self._super_features(batch))
+
+    def _super_features(self, batch: FreshBatch) -> U64:
+        rows, segments = batch.fresh, batch.batch
+        return self.sketch.super_features(segments.payload, segments.offsets[rows], segments.lengths[rows])
 
     def decide(self, batch: FreshBatch, facts: Facts) -> PairedBatch:
         """Pair each fresh chunk with its candidate."""
-        assert facts.bases is not None
+        if facts.bases is None:
+            count = len(batch.fresh)
+            return PairedBatch(
+                fresh=batch,
+                sketch=self.sketch.name,
+                super_features=self._super_features(batch),
+                base_found=np.zeros(count, np.bool_),
+                bases=Locations.empty(count),
+                base_rank=np.zeros(count, np.uint8),
+            )
         return PairedBatch(
             fresh=batch,
             sketch=self.sketch.name,

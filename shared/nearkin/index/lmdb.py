@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import lmdb
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
@@ -163,32 +163,23 @@ class LmdbIndex:
 
     def publish_many(self, many: Sequence[ContainerClaims]) -> None:
         """Add durable containers' entries in one transaction; of one key the first stays."""
-        chunks: list[Entry] = []
-        features: list[Entry] = []
-        segments: list[Entry] = []
+        chunks, segments, features = _Entries(NAME_BYTES), _Entries(SEGMENT_ID_BYTES), _Entries(FEATURE_KEY_BYTES)
         summaries: list[Entry] = []
         for claims in many:
             directory = claims.directory
             container = directory.container
-            ordinals = claims.findable
-            chunks += zip(
-                _rows(directory.chunks.names[ordinals], NAME_BYTES), _locations(container, ordinals), strict=True
-            )
+            chunks.add(directory.chunks.names[claims.findable], container, claims.findable)
             claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
-            segments += zip(
-                _rows(claims.segment_ids[claimed], SEGMENT_ID_BYTES), _locations(container, claimed), strict=True
-            )
+            segments.add(claims.segment_ids[claimed], container, claimed)
             for sketch, (bases, super_features) in claims.super_features.items():
                 for rank in range(super_features.shape[1]):
                     rows = np.flatnonzero(super_features[:, rank])
                     keys = feature_keys(sketch, directory.domain, rank, super_features[rows, rank])
-                    features += zip(_rows(keys, FEATURE_KEY_BYTES), _locations(container, bases[rows]), strict=True)
+                    features.add(keys, container, bases[rows])
             summaries.append((container.to_bytes(8, "big"), json.dumps(asdict(summarise(claims))).encode()))
         with self._writing() as txn:
             for db, entries in ((self._chunks, chunks), (self._features, features), (self._segments, segments)):
-                # Neighbours one after another touch each page once; of equal keys the order stays.
-                entries.sort(key=itemgetter(0))
-                txn.cursor(db).putmulti(entries, overwrite=False)
+                txn.cursor(db).putmulti(entries.in_order(), overwrite=False)
             txn.cursor(self._containers).putmulti(summaries)
 
     def renew(self, summary: ContainerSummary) -> None:
@@ -477,15 +468,37 @@ def _held_segments(manifest: Manifest) -> list[bytes]:
     return _rows(distinct.view(np.uint8), _LOCATION.size)
 
 
+class _Entries:
+    """Keys of one width and the locations that they name, to be put in the order of the keys."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._keys = [np.zeros((0, width), np.uint8)]
+        self._locations = [np.zeros(0, _LOCATION_DTYPE)]
+
+    def add(self, keys: U8, container: ContainerId, ordinals: Any) -> None:
+        """Take uint8[n, width] keys and the ordinals that they name."""
+        self._keys.append(keys)
+        self._locations.append(_located(container, ordinals))
+
+    def in_order(self) -> Iterator[Entry]:
+        """Return the entries: neighbours one after another touch each page once; of equal keys the order stays."""
+        keys = np.ascontiguousarray(np.concatenate(self._keys)).view(f"S{self._width}").ravel()
+        order = np.argsort(keys, kind="stable")
+        locations = np.concatenate(self._locations)[order]
+        rows = _rows(keys[order].view(np.uint8), self._width)
+        return zip(rows, _rows(locations.view(np.uint8), _LOCATION.size), strict=True)
+
+
 def _rows(array: U8, width: int) -> list[bytes]:
     rows: list[bytes] = np.ascontiguousarray(array).reshape(-1, width).view(f"V{width}").ravel().tolist()
     return rows
 
 
-def _locations(container: ContainerId, ordinals: Any) -> list[bytes]:
+def _located(container: ContainerId, ordinals: Any) -> NDArray[np.void]:
     rows = np.empty(len(ordinals), _LOCATION_DTYPE)
     rows["container"], rows["ordinal"] = container, ordinals
-    return _rows(rows.view(np.uint8), _LOCATION.size)
+    return rows
 
 
 def _tenant_head(tenant: str) -> bytes:

@@ -36,7 +36,7 @@ from nearkin.memory import large_from_system
 from nearkin.records import Bools, FreshBatch, Ledger, Locations, PutResult, SegmentBatch
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
-from nearkin.runners.facts import EmbeddedFacts, InFlight
+from nearkin.runners.facts import EmbeddedFacts, InFlight, SameTurn
 from nearkin.runners.workers import Worker
 from nearkin.stage import run_stage
 from nearkin.store.containers import ContainerStore
@@ -103,11 +103,17 @@ class EmbeddedWriter:
         self._pending = PendingIndex(index, fingerprinter.domain)
         self._in_flight = InFlight(containers)
         self._facts = EmbeddedFacts(self._pending, self._in_flight)
+        self._same_turn = SameTurn(self._facts)
         self._dedup = DedupStage()
-        self._resemblance = ResemblanceStage(settings)
+        self._resemblance = ResemblanceStage(settings, looks_up=False)
         self._encoding = ThreadPoolExecutor(1, "nearkin-encode")
         self._delta = DeltaStage(
-            settings, fingerprinter.domain, last_container, encoding=self._encoding, keeper=self._in_flight
+            settings,
+            fingerprinter.domain,
+            last_container,
+            asks_bases="late",
+            encoding=self._encoding,
+            keeper=self._in_flight,
         )
         self._arenas = arenas or Arenas(int(settings.runner.batch_bytes))
         self._arena = self._arenas.take()
@@ -227,7 +233,7 @@ class EmbeddedWriter:
             outcome = self._delta.fold(fresh, self._resemblance.sketch.name)
         else:
             paired = run_stage(self._resemblance, fresh, self._facts)
-            outcome = run_stage(self._delta, paired, self._facts)
+            outcome = run_stage(self._delta, paired, self._same_turn)
             placed = outcome.placed
             self._pending.place(
                 placed.names,

@@ -143,6 +143,24 @@ class EmbeddedFacts:
         return replace(found, lengths=lengths, available=found.available & ~condemned)
 
 
+class SameTurn:
+    """Answers the stage that stores, in the turn in which dedup was answered. Invariant: nothing was placed between.
+
+    This thread alone places chunks, and no other process writes: what dedup was told is unknown still is (I5).
+    """
+
+    def __init__(self, below: EmbeddedFacts) -> None:
+        self._below = below
+
+    def answer(self, reads: Reads, facts: Facts) -> Facts:
+        """Return `facts` with the answers added."""
+        if reads.names is not None:
+            count = len(reads.names)
+            facts = replace(facts, chunks=Found(Locations.empty(count), np.zeros(count, np.bool_)))
+            reads = replace(reads, names=None)
+        return self._below.answer(reads, facts)
+
+
 def _counted(table: str, answer: Answer) -> Answer:
     """Return an answer of the index, after counting it: a row of super-features is one question."""
     there = int(np.count_nonzero(answer.found))

@@ -291,7 +291,7 @@ class PlaceHandler:
                 self._open.clear()
             lane = self._lanes[tenant]
             domain = lane.fingerprinter.domain
-            stage = DeltaStage(settings, domain, 0, asks_bases_again=True, keeper=lane.in_flight)
+            stage = DeltaStage(settings, domain, 0, asks_bases="again", keeper=lane.in_flight)
             opened = self._open[tenant] = _Open(lane, settings, stage)
         return opened
 
