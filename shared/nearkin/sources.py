@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from io import BytesIO, RawIOBase
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from nearkin.errors import BadInput, SourceFailed
 from nearkin.formats.manifest import encode_metadata
+from nearkin.holes import Output
 from nearkin.limits import KEY_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -88,20 +89,17 @@ def feed(
 
 
 def write_pieces(pieces: Iterable[memoryview], file: BinaryIO, progress: Progress | None) -> int:
-    """Write pieces to a file and return their bytes. Raises BadInput for one that takes none without saying why."""
+    """Write pieces to a file and return their bytes; zeros become holes of a file that ends there (`holes.py`).
+
+    Raises BadInput for a file that takes none without saying why.
+    """
     written = 0
-    for piece in pieces:
-        left = piece
-        while left:  # a raw file may take less than it is given
-            taken = file.write(left)
-            if taken is None and not isinstance(file, RawIOBase):
-                break  # who does not count took all; of a raw file None means that it would have to wait
-            if not taken:
-                raise BadInput("output: takes no more bytes; open it blocking, not non-blocking")
-            left = left[taken:]
-        written += len(piece)
-        if progress is not None:
-            progress(len(piece))
+    with Output(file) as output:
+        for piece in pieces:
+            output.write(piece)
+            written += len(piece)
+            if progress is not None:
+                progress(len(piece))
     return written
 
 

@@ -104,7 +104,8 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
     nearkin get app.log --range -4096              # the last 4096 bytes
     nearkin get disk.img --range 0-1048575 --explain -o start
 
-    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was.
+    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros become
+    holes of FILE, which take no space.
     """
     from nearkin.cli.arguments import check_key, parse_range
     from nearkin.cli.output import costs_json, costs_line, print_json
