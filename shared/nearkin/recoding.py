@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH, RAW
+from nearkin.kernels.prefix import BaseRows
 from nearkin.records import U8, U32, U64, Locations
 from nearkin.stage import Contents
 from nearkin.store.chunks import offsets_of
 
 if TYPE_CHECKING:
     from nearkin_delta.blocks import BlockEncoder, OpenBlock
-    from nearkin_delta.builder import Prefixes
     from nearkin_janitor.rewrite import Anew, Part, Recoded
 
 
@@ -54,9 +54,8 @@ class BlockRecoder:
             bounds = np.full(len(rows) + 1, len(part.bases), np.uint32)
             bounds[0] = 0  # the first chunk brings all bases, in their order: they fitted when the block was made
             offsets = offsets_of(part.base_lengths)
-            block.lean_on(
-                Prefixes(bounds, part.bases, part.base_payload, offsets, part.base_lengths), rows, part.lengths
-            )
+            bases = Prefixes(bounds, part.bases, part.base_payload, offsets, part.base_lengths).checked()
+            block.lean_on(bases, rows, part.lengths)
         block.append((part.payload, none), np.zeros(len(rows), np.int32), offsets_of(part.lengths), part.lengths)
         block.took(part.best)
         self._encoder.forget()  # a dry run tells what each comes to, in whatever order they are written then
@@ -84,7 +83,7 @@ class FreshBlocks:
 
         count, offsets = len(rows), offsets_of(lengths)
         best, depths = Locations.empty(count), np.zeros(count, np.uint8)
-        prefixes: Prefixes | None = None
+        rows_of_bases: BaseRows | None = None
         if bases.available.any():
             chosen = try_shallower(Targets(payload, offsets, lengths), bases, depths_below)
             mine, used = np.flatnonzero(chosen.found), chosen.rows
@@ -92,12 +91,14 @@ class FreshBlocks:
             first = chosen.rows[chosen.bounds[mine]]
             best.containers[mine] = bases.locations.containers[first]
             best.ordinals[mine] = bases.locations.ordinals[first]
-            prefixes = Prefixes(
+            rows_of_bases = Prefixes(
                 chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
-            )
+            ).checked()
         for depth in np.flatnonzero(np.bincount(depths)).tolist():
             if depth:
-                self._append(np.flatnonzero(depths == depth), rows, (payload, offsets, lengths), best, depth, prefixes)
+                self._append(
+                    np.flatnonzero(depths == depth), rows, (payload, offsets, lengths), best, depth, rows_of_bases
+                )
         return depths
 
     def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
@@ -112,7 +113,7 @@ class FreshBlocks:
         chunks: tuple[U8, U64, U32],
         best: Locations,
         depth: int,
-        prefixes: Prefixes | None,
+        bases: BaseRows | None,
     ) -> None:
         from nearkin_delta.blocks import OpenBlock
 
@@ -124,8 +125,8 @@ class FreshBlocks:
                 self._growing[depth] = OpenBlock(0, kind, depth, limit_bytes), []
             block, held = self._growing[depth]
             if depth:
-                assert prefixes is not None
-                part = block.lean_on(prefixes, mine[taken:], lengths)
+                assert bases is not None
+                part = block.lean_on(bases, mine[taken:], lengths)
             else:
                 part = block.fitting(mine[taken:], lengths)
             if len(part):

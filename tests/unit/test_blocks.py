@@ -42,7 +42,7 @@ def filled(
     block = OpenBlock(0, layout.PATCH, 2, limit_bytes)
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
     leaning = prefixes(bases)
-    part = block.lean_on(leaning, np.arange(len(chunks)), lengths)
+    part = block.lean_on(leaning.checked(), np.arange(len(chunks)), lengths)
     offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
     payload = np.frombuffer(b"".join(chunks), np.uint8)
     none = np.zeros(0, np.uint8)

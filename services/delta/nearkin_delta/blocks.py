@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from backports.zstd import CompressionParameter
@@ -20,15 +20,12 @@ from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
-from nearkin.kernels.prefix import BasePrefix
+from nearkin.kernels.prefix import BasePrefix, BaseRows
 from nearkin.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin.memory import HUGE_BYTES, mapped
 from nearkin.records import U8, U32, U64, ContainerId, Locations
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
 from nearkin_delta.searches import Searches, deeper
-
-if TYPE_CHECKING:
-    from nearkin_delta.builder import Prefixes
 
 PREFIX_BYTES_MAX = 2 * MIB
 """A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
@@ -127,20 +124,10 @@ class OpenBlock:
         sizes = np.cumsum(encoded[rows], dtype=np.int64)
         return rows[: int(np.searchsorted(sizes, self.limit_bytes - self.used)) + 1]
 
-    def lean_on(self, prefixes: Prefixes, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
+    def lean_on(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Gather the bases of rows as far as these fit with them; return which do."""
         fit = self.fitting(rows, encoded)
-        bases = prefixes.bases
-        taken = self.room.prefix.add(
-            fit,
-            prefixes.bounds,
-            bases.containers,
-            bases.ordinals,
-            prefixes.payload,
-            prefixes.offsets,
-            prefixes.lengths,
-        )
-        return fit[:taken]
+        return fit[: self.room.prefix.add(fit, bases)]
 
     def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
         """Copy encodings behind what is there."""

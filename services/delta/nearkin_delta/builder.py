@@ -25,6 +25,7 @@ from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.container import decode_container, encode_container
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
+from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, distinct
 from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, OpenBlock
@@ -71,6 +72,11 @@ class Prefixes:
     payload: U8
     offsets: U64
     lengths: U32
+
+    def checked(self) -> BaseRows:
+        """Return them as blocks take them. Raises BadInput."""
+        bases = self.bases
+        return BaseRows(self.bounds, bases.containers, bases.ordinals, self.payload, self.offsets, self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +194,9 @@ class ContainerBuilder:
         if not count:  # all-duplicate data add nothing, batch after batch: 3 kB of empty arrays each, for ever
             return Locations.empty()
         numbers = np.zeros(count, np.uint32)
+        bases = None if fresh.prefixes is None else fresh.prefixes.checked()
         for depth in np.flatnonzero(np.bincount(fresh.depths)):
-            self._append(fresh, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
+            self._append(fresh, bases, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
         self._hand_over()
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
@@ -202,7 +209,9 @@ class ContainerBuilder:
         self._snapshot = None
         return Locations(np.full(count, self.container, np.uint64), ordinals)
 
-    def _append(self, fresh: Encodings, rows: NDArray[np.intp], depth: int, numbers: U32) -> None:
+    def _append(
+        self, fresh: Encodings, bases: BaseRows | None, rows: NDArray[np.intp], depth: int, numbers: U32
+    ) -> None:
         kind = self._kind if depth else layout.RAW
         taken = 0
         while taken < len(rows):
@@ -211,8 +220,8 @@ class ContainerBuilder:
                 limit = self._limits[depth > 0]
                 block = self._open[depth] = self._closer.begin(self.blocks, kind, depth, limit)
                 self.blocks += 1
-            if fresh.prefixes is not None and kind == layout.PATCH:
-                part = block.lean_on(fresh.prefixes, rows[taken:], fresh.encoded)
+            if bases is not None and kind == layout.PATCH:
+                part = block.lean_on(bases, rows[taken:], fresh.encoded)
             else:
                 part = block.fitting(rows[taken:], fresh.encoded)
             if len(part):

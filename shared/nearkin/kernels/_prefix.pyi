@@ -4,6 +4,27 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+class BaseRows:
+    """The bases of a batch's chunks, checked once for all prefixes that take some of them.
+
+    Chunk i has rows bounds[i] to bounds[i + 1] of `containers`, `ordinals`, `offsets` and `lengths` (bytes, into
+    `payload`), the best one first. The arrays must not change while this lives.
+    """
+
+    def __init__(
+        self,
+        bounds: NDArray[np.uint32],
+        containers: NDArray[np.uint64],
+        ordinals: NDArray[np.uint32],
+        payload: Buffer,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+    ) -> None:
+        """Raises BadInput for arrays of another type or length, and for what leaves them or the payload."""
+
+    def __len__(self) -> int:
+        """Return how many chunks there are."""
+
 class BasePrefix:
     """Bytes of bases, one behind the other, each base once. For one thread at a time."""
 
@@ -17,22 +38,12 @@ class BasePrefix:
     def content(self) -> memoryview:
         """Return a read-only view of the bytes of all bases, in order; while it lives `add` and `clear` are refused."""
 
-    def add(
-        self,
-        rows: NDArray[np.intp],
-        bounds: NDArray[np.uint32],
-        containers: NDArray[np.uint64],
-        ordinals: NDArray[np.uint32],
-        payload: Buffer,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint32],
-    ) -> int:
+    def add(self, rows: NDArray[np.intp], bases: BaseRows) -> int:
         """Take the bases of chunks `rows`, chunk by chunk, until one's do not fit; return how many chunks' did.
 
-        Chunk r has bases bounds[r] to bounds[r + 1] of `containers`, `ordinals`, `offsets` and `lengths` (bytes, into
-        `payload`); those that are there already are not taken again. An empty prefix takes the first chunk's whatever
-        they are. Raises BadInput for what leaves an array or the payload, BufferError while
-        `content` is looked at, MemoryError; nothing was taken then.
+        Those that are there already are not taken again. An empty prefix takes the first chunk's whatever they are.
+        Raises BadInput for rows that are not among the chunks, BufferError while `content` is looked at, MemoryError;
+        nothing was taken then.
         """
 
     def bases(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:

@@ -24,6 +24,33 @@ cdef inline size_t slot_of(uint64_t container, uint32_t ordinal) noexcept nogil:
     return <size_t>(mixed ^ (mixed >> 32))
 
 
+cdef class BaseRows:
+    cdef Py_buffer view
+    cdef bint held
+    cdef const uint32_t[::1] bound, ordinal, length
+    cdef const uint64_t[::1] container, offset
+    cdef Py_ssize_t chunks
+
+    def __cinit__(self, bounds, containers, ordinals, payload, offsets, lengths):
+        PyObject_GetBuffer(payload, &self.view, PyBUF_SIMPLE)
+        self.held = True
+        reference.check_bases(bounds, containers, ordinals, offsets, lengths, self.view.len)
+        self.bound, self.ordinal, self.length = (
+            np.ascontiguousarray(bounds),
+            np.ascontiguousarray(ordinals),
+            np.ascontiguousarray(lengths),
+        )
+        self.container, self.offset = np.ascontiguousarray(containers), np.ascontiguousarray(offsets)
+        self.chunks = max(0, self.bound.shape[0] - 1)
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+    def __len__(self):
+        return self.chunks
+
+
 cdef class BasePrefix:
     cdef uint64_t bytes_max, used, room
     cdef size_t bases_max, count, entries, slots
@@ -169,8 +196,7 @@ cdef class BasePrefix:
         self.table[slot] = <uint32_t>self.count
         return 1
 
-    def add(self, rows, bounds, containers, ordinals, payload, offsets, lengths):
-        cdef Py_buffer view
+    def add(self, rows, BaseRows bases not None):
         cdef Py_ssize_t taken = 0, i, number, row
         cdef size_t count_before = self.count
         cdef uint64_t used_before = self.used
@@ -178,39 +204,26 @@ cdef class BasePrefix:
         cdef uint64_t used
         cdef bint short_of_memory = False
         cdef const Py_ssize_t[::1] row_of
-        cdef const uint32_t[::1] bound, ordinal, length
-        cdef const uint64_t[::1] container, offset
-        cdef const uint8_t *base
+        cdef const uint8_t *base = <const uint8_t *>bases.view.buf
         self.check_unseen()
-        PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
-        try:
-            reference.check_rows(rows, bounds, containers, ordinals, offsets, lengths, view.len)
-            row_of = np.ascontiguousarray(rows)
-            bound, ordinal, length = (
-                np.ascontiguousarray(bounds),
-                np.ascontiguousarray(ordinals),
-                np.ascontiguousarray(lengths),
-            )
-            container, offset = np.ascontiguousarray(containers), np.ascontiguousarray(offsets)
-            base = <const uint8_t *>view.buf
-            number = row_of.shape[0]
-            with nogil:
-                while taken < number:
-                    row = row_of[taken]
-                    count, used = self.count, self.used
-                    for i in range(bound[row], bound[row + 1]):
-                        if self.take(container[i], ordinal[i], base + offset[i], length[i]) < 0:
-                            short_of_memory = True
-                            break
-                    if short_of_memory:
-                        self.undo(count_before, used_before)
+        reference.check_rows(rows, bases.chunks)
+        row_of = np.ascontiguousarray(rows)
+        number = row_of.shape[0]
+        with nogil:
+            while taken < number:
+                row = row_of[taken]
+                count, used = self.count, self.used
+                for i in range(bases.bound[row], bases.bound[row + 1]):
+                    if self.take(bases.container[i], bases.ordinal[i], base + bases.offset[i], bases.length[i]) < 0:
+                        short_of_memory = True
                         break
-                    if count and (self.used > self.bytes_max or self.count > self.bases_max):
-                        self.undo(count, used)
-                        break
-                    taken += 1
-        finally:
-            PyBuffer_Release(&view)
+                if short_of_memory:
+                    self.undo(count_before, used_before)
+                    break
+                if count and (self.used > self.bytes_max or self.count > self.bases_max):
+                    self.undo(count, used)
+                    break
+                taken += 1
         if short_of_memory:
             raise MemoryError("no memory for a prefix")
         return taken

@@ -15,8 +15,7 @@ def check_bounds(bytes_max: int, bases_max: int) -> None:
         raise BadInput(f"bytes_max {bytes_max}, bases_max {bases_max}: want at least 1 of each")
 
 
-def check_rows(
-    rows: NDArray[np.intp],
+def check_bases(
     bounds: NDArray[np.uint32],
     containers: NDArray[np.uint64],
     ordinals: NDArray[np.uint32],
@@ -25,31 +24,55 @@ def check_rows(
     payload_bytes: int,
 ) -> None:
     """Raise BadInput for arrays of other types or lengths, and for what leaves them or the payload."""
-    typed = {
-        "rows": (rows, np.intp),
-        "bounds": (bounds, np.uint32),
-        "containers": (containers, np.uint64),
-        "ordinals": (ordinals, np.uint32),
-        "offsets": (offsets, np.uint64),
-        "lengths": (lengths, np.uint32),
-    }
-    for name, (array, dtype) in typed.items():
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            raise BadInput(
-                f"{name} {getattr(array, 'dtype', type(array).__name__)}: pass a 1-d {np.dtype(dtype)} array"
-            )
+    _check_array("bounds", bounds, np.uint32)
+    _check_array("containers", containers, np.uint64)
+    _check_array("ordinals", ordinals, np.uint32)
+    _check_array("offsets", offsets, np.uint64)
+    _check_array("lengths", lengths, np.uint32)
     count = len(containers)
     if not len(ordinals) == len(offsets) == len(lengths) == count:
         raise BadInput(f"{count} containers, {len(ordinals)} ordinals, {len(offsets)} offsets, {len(lengths)} lengths")
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) + 1 >= len(bounds)):
-        raise BadInput(
-            f"rows up to {int(rows.max())}, from {int(rows.min())}: there are {max(0, len(bounds) - 1)} chunks"
-        )
     if len(bounds) and (int(bounds[-1]) > count or np.any(bounds[1:] < bounds[:-1])):
         raise BadInput(f"bounds up to {int(bounds[-1])}: want them to ascend to {count} at most")
     ends = offsets + lengths
     if count and (int(ends.max()) > payload_bytes or np.any(ends < offsets)):
         raise BadInput(f"bases end at byte {int(ends.max())}: the payload has {payload_bytes}")
+
+
+def check_rows(rows: NDArray[np.intp], chunks: int) -> None:
+    """Raise BadInput for rows of another type, and for those that are not among so many chunks."""
+    _check_array("rows", rows, np.intp)
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= chunks):
+        raise BadInput(f"rows up to {int(rows.max())}, from {int(rows.min())}: there are {chunks} chunks")
+
+
+def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        raise BadInput(f"{name} {getattr(array, 'dtype', type(array).__name__)}: pass a 1-d {np.dtype(dtype)} array")
+
+
+class BaseRows:
+    """The bases of a batch's chunks, checked once: chunk i has rows bounds[i] to bounds[i + 1], the best one first.
+
+    The bytes of row r are lengths[r] bytes of `payload` from offsets[r] on; both stay as they are meanwhile.
+    """
+
+    def __init__(
+        self,
+        bounds: NDArray[np.uint32],
+        containers: NDArray[np.uint64],
+        ordinals: NDArray[np.uint32],
+        payload: Buffer,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+    ) -> None:
+        self.data = memoryview(payload).cast("B")
+        check_bases(bounds, containers, ordinals, offsets, lengths, self.data.nbytes)
+        self.bounds, self.containers, self.ordinals = bounds, containers, ordinals
+        self.offsets, self.lengths = offsets, lengths
+
+    def __len__(self) -> int:
+        return max(0, len(self.bounds) - 1)
 
 
 class BasePrefix:
@@ -68,31 +91,21 @@ class BasePrefix:
     def content(self) -> memoryview:
         return memoryview(self._content).toreadonly()
 
-    def add(
-        self,
-        rows: NDArray[np.intp],
-        bounds: NDArray[np.uint32],
-        containers: NDArray[np.uint64],
-        ordinals: NDArray[np.uint32],
-        payload: Buffer,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint32],
-    ) -> int:
-        data = memoryview(payload).cast("B")
-        check_rows(rows, bounds, containers, ordinals, offsets, lengths, data.nbytes)
+    def add(self, rows: NDArray[np.intp], bases: BaseRows) -> int:
+        check_rows(rows, len(bases))
         for taken, row in enumerate(rows.tolist()):
             new: dict[tuple[int, int], int] = {}
-            for i in range(int(bounds[row]), int(bounds[row + 1])):
-                key = int(containers[i]), int(ordinals[i])
+            for i in range(int(bases.bounds[row]), int(bases.bounds[row + 1])):
+                key = int(bases.containers[i]), int(bases.ordinals[i])
                 if key not in self._places:
                     new.setdefault(key, i)
-            added = sum(int(lengths[i]) for i in new.values())
+            added = sum(int(bases.lengths[i]) for i in new.values())
             too_much = len(self._content) + added > self._bytes_max or len(self) + len(new) > self._bases_max
             if too_much and self._places:
                 return taken
             for key, i in new.items():
-                start = len(self._content)
-                self._content += data[int(offsets[i]) : int(offsets[i]) + int(lengths[i])]  # BufferError while seen
+                start, first = len(self._content), int(bases.offsets[i])
+                self._content += bases.data[first : first + int(bases.lengths[i])]  # BufferError while seen
                 self._places[key] = start
         return len(rows)
 

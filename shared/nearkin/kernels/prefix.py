@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from nearkin.kernels._select import USE_CYTHON
 
 if TYPE_CHECKING or USE_CYTHON:
-    from nearkin.kernels._prefix import BasePrefix
+    from nearkin.kernels._prefix import BasePrefix, BaseRows
 else:
-    from nearkin.kernels._prefix_reference import BasePrefix
+    from nearkin.kernels._prefix_reference import BasePrefix, BaseRows
 
-__all__ = ["BasePrefix"]
+__all__ = ["BasePrefix", "BaseRows"]
