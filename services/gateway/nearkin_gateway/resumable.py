@@ -36,6 +36,14 @@ Parsed = TypeVar("Parsed")
 _log = logging.getLogger("nearkin.gateway")
 
 
+class DamagedPart(Corrupt):
+    """A staged part is not what was written: what was staged ends before it."""
+
+    def __init__(self, offset: int, why: str) -> None:
+        super().__init__(f"bytes from {offset} on, which were staged, are damaged: {why}")
+        self.offset = offset
+
+
 @dataclass(frozen=True, slots=True)
 class Meta:
     """What an upload is to become. Times in microseconds since 1970."""
@@ -120,12 +128,19 @@ class Resumable:
         self._objects.put_new(_part(number, offset), memoryview(data))
 
     def read(self, staged: Staged) -> Iterator[bytes]:
-        """Yield the parts' bytes. Raises NotFound where one is gone: another gateway has handed it over."""
+        """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
         for offset, part_bytes in staged.parts:
-            data = self._objects.get(_part(staged.id, offset))
+            try:
+                data = self._objects.get(_part(staged.id, offset))
+            except Corrupt as err:
+                raise DamagedPart(offset, str(err)) from err
             if len(data) != part_bytes:
-                raise Corrupt(f"{_part(staged.id, offset)}: {len(data)} bytes, {part_bytes} were staged")
+                raise DamagedPart(offset, f"{len(data)} bytes, {part_bytes} were staged")
             yield data
+
+    def drop(self, staged: Staged, offset: int) -> None:
+        """Remove a part that cannot be read: the chain ends before it, and goes on once it is sent again."""
+        self._objects.delete(_part(staged.id, offset))
 
     def finish(self, staged: Staged, done: Done) -> Done:
         """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""

@@ -20,6 +20,8 @@ from tusclient.exceptions import TusCommunicationError
 from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import Running, embedded, running
+from nearkin.testing.samples import noise
+from nearkin.wrapping import generate
 from nearkin_gateway import handing_over
 from nearkin_gateway import resumable as stored
 from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Resumable, Staged
@@ -331,6 +333,42 @@ def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_s
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{late}"))
     assert not handed
+
+
+def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path) -> None:
+    """Such a hand-over was tried again and again until the upload expired, and nobody was told."""
+    generate(tmp_path / "store.key")
+    sealed = {"storage": {"encryption": "aes-256-gcm", "key_file": str(tmp_path / "store.key")}}
+    data = [noise(size, str(size)).tobytes() for size in (900_000, 700_000, 5_000)]
+    with running(embedded(tmp_path / "store", sealed)) as gateway, gateway.client() as client:
+        url = begin(client, "mended", sum(map(len, data)))
+        for number, part in enumerate(data[:2]):
+            assert add(client, url, sum(map(len, data[:number])), part).status_code == 204
+        first, second = (
+            gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url)
+        )
+        flipped = bytearray(second.read_bytes())
+        flipped[-100] ^= 1
+        second.write_bytes(flipped)
+        refused = add(client, url, 1_600_000, data[2])
+        assert refused.status_code == 409, refused.text
+        assert refused.json()["type"].endswith(":damaged-part")
+        assert "from 900000 on" in refused.json()["detail"]
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "900000"
+        assert client.get(url).json()["state"] == "receiving"
+        assert add(client, url, 900_000, data[1]).status_code == 204  # what came after it is there still
+        assert client.head(url, headers=TUS).headers["upload-offset"] == str(sum(map(len, data)))
+        assert client.get(url).json()["state"] == "handed-over"
+        assert client.get("/v1/blobs/mended").content == b"".join(data)
+        assert [info["version"] for info in client.get("/v1/blobs/mended/versions").json()["versions"]] == [1]
+
+        url = begin(client, "asked", 1_000_000)
+        add(client, url, 0, data[0])
+        (first,) = (gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url))
+        first.write_bytes(first.read_bytes()[:-200] + bytes(200))
+        gateway.gateway.resumable.stage(url.rpartition("/")[2], 900_000, bytes(100_000))
+        asked = client.head(url, headers=TUS)  # of a gateway that died before it handed it over
+        assert (asked.status_code, asked.headers["upload-offset"]) == (200, "0")
 
 
 def test_what_was_stored_and_could_not_be_noted_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
