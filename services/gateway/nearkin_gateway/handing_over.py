@@ -97,7 +97,7 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Damag
     return True
 
 
-async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[bytes]:
+async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[memoryview]:
     parts = gateway.resumable.read(staged)
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
         yield part

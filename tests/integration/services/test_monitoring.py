@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import time
@@ -26,6 +27,7 @@ from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
 from nearkin.testing.samples import noise
 from nearkin.testing.servers import Redis
 from nearkin_gateway.hot import HotChanges
+from nearkin_gateway.problems import Problem
 
 FRESH = 'nearkin_dedup_chunks_total{level="fresh"}'
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
@@ -269,6 +271,17 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
         assert both[0].settled
         late.told(newest[0], "what compaction leaves")
         assert late.changes == wanted
+
+        async def overtaken(message: bytes) -> None:
+            if json.loads(message)["patch"]:
+                await HotChanges(settings, both[1], publish).patch({"features": {"count": 9}}, "first")
+            await publish(message)
+
+        with pytest.raises(Problem, match=r"another change came first.*GET /v1/config") as refused:
+            asyncio.run(HotChanges(settings, both[0], overtaken).patch({"features": {"super_features": 4}}, "second"))
+        assert refused.value.status == 409
+        assert both[0].changes["features"] == {"algorithm": "odess", "count": 9}
+        assert both[0].settled
         asyncio.run(publish(b'{"changes": {"block": {"level": 5}}, "by": "by hand", "at": ""}'))
         until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}}, 10.0)
     finally:
