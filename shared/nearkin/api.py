@@ -542,11 +542,12 @@ class Store:
         """Verify all, and put right what can be put right; what is left stays in quarantine.
 
         From parity; from `files`, which may be copies of objects or hold content that was put once; from chunks of the
-        same name anywhere in the store. Raises BadInput, StoreLocked, StoreUnavailable.
+        same name anywhere in the store. Nothing is put meanwhile: a put heals too, once it is committed, and
+        both would make the same next generation. Raises BadInput, StoreLocked, StoreUnavailable.
         """
-        if self._putting:
+        if self._putting and self._put_by == threading.get_ident():
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        with self._index.crossing.beside():
+        with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
             return self._repairs().run([Path(file) for file in files])
 
     def _heal(self) -> None:

@@ -18,11 +18,12 @@ from nearkin.config_rules import (
     ServerUrl,
     Share,
     Size,
+    TenantName,
     Text,
     Token,
     TopicTenants,
 )
-from nearkin.limits import DEPTH_MAX, GIB, KEY_BYTES_MAX, KIB, MIB, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin.limits import DEPTH_MAX, GIB, KEY_BYTES_MAX, KIB, MIB, SEGMENT_BYTES_MAX
 
 if TYPE_CHECKING:
     pass
@@ -354,7 +355,7 @@ class IngestSettings:
 
     __pydantic_config__ = _FORBID
 
-    topics: Annotated[tuple[str, ...], TopicTenants(TENANT_BYTES_MAX)] = ()
+    topics: Annotated[tuple[str, ...], TopicTenants()] = ()
     """`topic` (stored for `tenant`) or `topic=TENANT`."""
     group: Annotated[str, Text(255)] | None = None
     """Consumer group; `ingest` behind `kafka.topic_prefix` where it is not set."""
@@ -394,7 +395,7 @@ class RetentionPolicy:
     __pydantic_config__ = _FORBID
 
     prefix: str = ""
-    tenant: str | None = None
+    tenant: Annotated[str | None, TenantName()] = None
     """Of this tenant alone."""
     keep_last: Annotated[int, _KEPT] = 0
     keep_daily: Annotated[int, _KEPT] = 0
@@ -566,7 +567,7 @@ class Settings:
     """URL of a gateway, used instead of a local store."""
     token: Annotated[str | None, PLAIN_FIELDS["token"]] = field(default=None, repr=False)
     """What the gateway knows the caller by."""
-    tenant: Annotated[str, Text(TENANT_BYTES_MAX)] = "default"
+    tenant: Annotated[str, TenantName()] = "default"
     chunker: ChunkerSettings = ChunkerSettings()
     segment: SegmentSettings = SegmentSettings()
     features: FeatureSettings = FeatureSettings()

@@ -20,6 +20,7 @@ from nearkin.config_rules import (
     Unknown,
 )
 from nearkin.errors import ConfigError, choose
+from nearkin.printing import printable
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -173,7 +174,7 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"])
     source = _set_by(field, sources)
     cause = first.get("ctx", {}).get("error")
-    given = _shown(field, first["input"])
+    given = printable(str(_shown(field, first["input"])))
     if isinstance(cause, Unknown):
         return ConfigError(f"{choose(field, given, cause.known)}{source}")
     if isinstance(cause, Refused):
@@ -186,7 +187,7 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
 
 
 def _refused(name: str, value: object, why: Refused, sources: Mapping[str, str]) -> ConfigError:
-    return ConfigError(f'{name} "{_shown(name, value)}": {why}{_set_by(name, sources)}')
+    return ConfigError(f'{name} "{printable(str(_shown(name, value)))}": {why}{_set_by(name, sources)}')
 
 
 def _set_by(name: str, sources: Mapping[str, str]) -> str:

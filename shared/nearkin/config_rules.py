@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nearkin.tenants import tenant_problem
+
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
@@ -125,6 +127,18 @@ class Text(Rule):
 
 
 @dataclass(frozen=True)
+class TenantName(Rule):
+    """A tenant's name."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        problem = tenant_problem(value)
+        if problem is not None:
+            raise Refused(problem)
+        return value
+
+
+@dataclass(frozen=True)
 class OneMatch(Rule):
     """Text that one pattern matches in whole."""
 
@@ -178,8 +192,6 @@ class TopicTenants(Rule):
     text with commas are taken too.
     """
 
-    tenant_bytes_max: int
-
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return what reads a list, or a table as a list."""
         from pydantic_core import core_schema
@@ -197,8 +209,9 @@ class TopicTenants(Rule):
             topic, equals, tenant = entry.partition("=")
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", topic) or bool(tenant) != bool(equals):
                 raise Refused(f"{entry!r:.80}: want a topic's name, or topic=tenant")
-            if len(tenant.encode(errors="replace")) > self.tenant_bytes_max:
-                raise Refused(f"{entry!r:.80}: want a tenant of at most {self.tenant_bytes_max} bytes")
+            problem = tenant_problem(tenant) if equals else None
+            if problem is not None:
+                raise Refused(f"{entry!r:.80}: tenant: {problem}")
         if len({entry.partition("=")[0] for entry in value}) < len(value):
             raise Refused("names a topic twice")
         return value

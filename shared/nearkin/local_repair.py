@@ -9,7 +9,8 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,8 @@ from nearkin.store.quarantine import Quarantine
 if TYPE_CHECKING:
     from nearkin.formats.directory import Directory
     from nearkin_janitor import Choice, Repairer, Tenants
+    from nearkin_janitor.given import Given, Held
     from nearkin_janitor.heal import Copies
-    from nearkin_janitor.repair import Given
 
 _log = logging.getLogger("nearkin")
 ARENA_BYTES = 8 * 1024 * 1024
@@ -63,13 +64,18 @@ class LocalRepair:
     def run(self, files: Sequence[Path]) -> RepairReport:
         """Put right what can be put right. Raises BadInput, StoreLocked, StoreUnavailable."""
         started = time.perf_counter()
-        given, contents = _sorted_out(files, self.objects)
+        from nearkin_janitor.given import Held, Needs
+        from nearkin_janitor.repair import Copied
+
+        others, kept, contents = _sorted_out(files, self.objects)
+        held = Held()
+        given = Copied(others, kept, Needs(self.containers, self.manifests, kept, held))
         self.index.writable()
         report = self.verify()
         repairer, tenants = self._repairer()
         copies: list[Copies] = [self._stored(tenants)]
-        if kept := {container: one.data for one in given.values() if (container := id_of(one.name)) is not None}:
-            copies.append(self._kept(kept, tenants))
+        if kept:
+            copies.append(self._kept(kept, held, tenants))
         if contents:
             copies.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
         repaired = repairer.repair([damage.object_name for damage in report.damage], copies, given)
@@ -157,10 +163,10 @@ class LocalRepair:
 
         return StoredCopies(self.containers, tenants, self.fingerprinter(self.settings.tenant))
 
-    def _kept(self, copies: Mapping[ContainerId, bytes], tenants: Tenants) -> Copies:
+    def _kept(self, copies: Mapping[ContainerId, Sequence[Given]], held: Held, tenants: Tenants) -> Copies:
         from nearkin_janitor.copies import ContainerCopies
 
-        return ContainerCopies(self.containers, copies, tenants, self.fingerprinter(self.settings.tenant))
+        return ContainerCopies(self.containers, copies, held, tenants, self.fingerprinter(self.settings.tenant))
 
 
 class IndexCopies:
@@ -253,24 +259,31 @@ def _sealed_as(path: Path) -> str:
     return f"manifests/{folder[:2]}/{folder}/{path.name}"
 
 
-def _sorted_out(files: Sequence[Path], objects: ParityObjects) -> tuple[dict[str, Given], list[Path]]:
-    """Return the copies of objects among the files by where they belong, and all other files, which hold content."""
-    from nearkin_janitor.repair import given_object
+def _sorted_out(
+    files: Sequence[Path], objects: ParityObjects
+) -> tuple[dict[str, Given], dict[ContainerId, list[Given]], list[Path]]:
+    """Return the copies of manifests and marks by name, those of containers, and all other files: they hold content.
+
+    Each is read once, and let go of. Copies of one container come the oldest first, whatever order they were given in.
+    """
+    from nearkin_janitor.given import given_object
 
     if len(files) > FILES_MAX:
         raise BadInput(f"{len(files)} files: give {FILES_MAX} at a time")
-    given: dict[str, Given] = {}
+    others: dict[str, Given] = {}
+    kept: dict[ContainerId, dict[bytes, Given]] = {}
     contents = []
     for path in files:
         try:
             with path.open("rb") as file:
                 magic = file.read(4)
-                small = path.stat().st_size <= CONTAINER_BYTES_MAX
-                found = given_object(magic + file.read(), str(path)) if small and magic in _MAGICS else None
-                if small and magic == SEALED_MAGIC and isinstance(objects, EncryptedObjects):
+            found = None
+            if path.stat().st_size <= CONTAINER_BYTES_MAX:
+                if magic in _MAGICS:
+                    found = given_object(partial(_read, path), str(path))
+                elif magic == SEALED_MAGIC and isinstance(objects, EncryptedObjects):
                     name = _sealed_as(path)
-                    found = given_object(objects.opened(name, magic + file.read()), str(path))
-                    found = found and replace(found, sealed_as=name)
+                    found = given_object(partial(_opened, objects, name, path), str(path), name)
         except OSError as err:
             raise BadInput(f"{path}: {err.strerror}") from err
         except Permanent as err:
@@ -278,6 +291,27 @@ def _sorted_out(files: Sequence[Path], objects: ParityObjects) -> tuple[dict[str
             continue
         if found is None:
             contents.append(path)
+        elif (container := id_of(found.name)) is not None:
+            kept.setdefault(container, {}).setdefault(found.digest, found)
         else:
-            given[found.name] = found
-    return given, contents
+            others[found.name] = found
+    return others, {container: sorted(of.values(), key=_oldest_first) for container, of in kept.items()}, contents
+
+
+def _oldest_first(given: Given) -> tuple[int, bool, bytes]:
+    return (
+        -given.chunks_there,
+        not given.whole,
+        given.digest,
+    )  # a round takes chunks out of a container, and puts none in
+
+
+def _opened(objects: EncryptedObjects, name: str, path: Path) -> bytes:
+    return objects.opened(name, _read(path))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as err:
+        raise SourceFailed(f"{path}: {err.strerror}") from err

@@ -12,7 +12,7 @@ import pytest
 from nearkin import Store, failpoints, open_store
 from nearkin.errors import IndexClosed, StoreLocked, StoreUnavailable
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import ContainerId
+from nearkin.records import ContainerId, RepairReport
 from nearkin.store.lock import WriterLock
 from nearkin.testing.generated import random_bytes
 
@@ -246,3 +246,53 @@ def test_a_put_that_was_left_in_the_middle_writes_nothing_once_its_store_is_clos
         list(store.put_many(items()))
     assert sorted(store.root.rglob("*.nk?")) == before
     assert sound_and_listed_by_another(store) == ["a", "later"]
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_put_waits_for_a_repair_that_heals_the_same_container(store: Store, number: int) -> None:
+    """Both found the same copies, and made the same next generation: one of them failed with AlreadyExists."""
+    damaged(store)
+    assert store.verify().damage
+    content = store.root.parent / "content"
+    content.write_bytes(random_bytes(200_000, 2))
+    passed, came = [0], list[object]()
+
+    def put() -> None:
+        try:
+            came.append(store.put("again", content).info.key)
+        except BaseException as err:
+            came.append(err)
+
+    repairing, threads = threading.get_ident(), list[threading.Thread]()
+
+    def watch(name: str) -> None:
+        if name == "object.begun" and threading.get_ident() == repairing:
+            passed[0] += 1
+            if passed[0] == number:
+                threads.append(beside(put))
+                threads[0].join(1.0)
+
+    failpoints.arm((), watch)
+    report = store.repair([content])
+    failpoints.disarm()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert len(report.repaired) == 1
+    assert came == ["again"] * len(threads)
+    assert store.verify().damage == ()
+
+
+def test_a_repair_waits_for_a_put_in_another_thread(store: Store) -> None:
+    damaged(store)
+    came, threads = list[object](), list[threading.Thread]()
+
+    def watch(name: str) -> None:
+        if name == "put.container" and not threads:
+            threads.append(beside(lambda: came.append(store.repair())))
+            threads[0].join(0.5)
+            assert not came
+
+    failpoints.arm((), watch)
+    store.put("other", random_bytes(100_000, 3))
+    threads[0].join(WAIT_SECONDS)
+    assert isinstance(came[0], RepairReport)

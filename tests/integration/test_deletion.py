@@ -194,6 +194,55 @@ def test_a_repeated_request_is_answered_as_the_first_one() -> None:
     assert seen(manifests) == [1, 2]
 
 
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_repeated_request_undoes_nothing_that_others_did_since(version: int | None) -> None:
+    manifests, clock = ManifestStore(memory_objects()), Clock()
+    deletions = Deletions(manifests, silent, clock=clock)
+    put(manifests)
+    put(manifests)
+    one, other, count = bytes(range(16)), bytes(range(1, 17)), 2 if version is None else 1
+    assert deletions.delete("default", "k", version, request=one, **SETTINGS) == count
+    assert deletions.undelete("default", "k", version) == count
+    assert deletions.delete("default", "k", version, request=one, **SETTINGS) == count  # its answer was lost
+    assert seen(manifests) == [1, 2]
+    clock.now += 1
+    assert deletions.delete("default", "k", version, **SETTINGS) == count
+    assert deletions.undelete("default", "k", version, request=other) == count
+    clock.now += 1
+    assert deletions.delete("default", "k", version, **SETTINGS) == count
+    gone = seen(manifests)
+    for call in range(2):
+        assert deletions.undelete("default", "k", version, request=other) == count, call
+        assert deletions.delete("default", "k", version, request=one, **SETTINGS) == count, call
+    assert seen(manifests) == gone
+
+
+def test_a_repeated_undeletion_of_a_key_leaves_what_an_earlier_deletion_took() -> None:
+    manifests, clock = ManifestStore(memory_objects()), Clock()
+    deletions = Deletions(manifests, silent, clock=clock)
+    put(manifests)
+    put(manifests)
+    deletions.delete("default", "k", 1, **SETTINGS)
+    clock.now += 1
+    deletions.delete("default", "k", **SETTINGS)
+    for _ in range(2):
+        assert deletions.undelete("default", "k", request=bytes(16)) == 1
+    assert seen(manifests) == [2]
+
+
+def test_a_request_that_was_cut_short_is_ended_by_its_repeat() -> None:
+    manifests = ManifestStore(memory_objects())
+    deletions = Deletions(manifests, silent)
+    put(manifests)
+    put(manifests)
+    manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, 10, 2**52, bytes(16)))
+    assert deletions.delete("default", "k", request=bytes(16), **SETTINGS) == 1
+    assert seen(manifests) == []
+    manifests.put_mark(Mark("default", "k", 2, 2, Kind.UNDELETED, 20, 0, bytes(range(16))))
+    assert deletions.undelete("default", "k", request=bytes(range(16))) == 1
+    assert seen(manifests) == [1, 2]
+
+
 def test_a_condition_that_fails_deletes_nothing() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)

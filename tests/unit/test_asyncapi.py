@@ -166,7 +166,7 @@ def test_events_are_those_that_are_sent() -> None:
     ],
 )
 def test_changes_are_refused_where_the_settings_refuse_them(changes: dict[str, Any], fits: bool) -> None:
-    message = json.loads(config_message(changes, "7f3a9c0e", "2026-11-21T23:00:00.000Z"))
+    message = json.loads(config_message(changes, "7f3a9c0e", "2026-11-21T23:00:00.000Z", {}, "51d0", ""))
     schema = MESSAGES["changes"]["payload"]
     if fits:
         valid(message, schema)

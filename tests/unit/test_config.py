@@ -241,6 +241,13 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"base": {"cache_bytes": -1}}, ['base.cache_bytes "-1"']),
     ({"tenant": ""}, ['tenant ""', "1 to 128 bytes"]),
     ({"tenant": "ä" * 65}, ["tenant", "1 to 128 bytes"]),
+    *(
+        ({"tenant": f"a{mark}b"}, ["tenant", "without line ends and control"])
+        for mark in "\n\t\x1b\x00\x7f\x85\u2028\u202e"
+    ),
+    ({"tenant": "a\ud800"}, ["tenant"]),
+    ({"ingest": {"topics": ["t=a\nb"]}}, ["ingest.topics", "tenant: want", "without line ends"]),
+    ({"retention": {"policies": [{"tenant": "a\nb", "keep_last": 1}]}}, ["tenant", "without line ends"]),
     ({"runner": {"queue_batches": 99}}, ['runner.queue_batches "99"', "1 to 16"]),
     ({"block": {"level": 23}}, ['block.level "23"', "1 to 22"]),
     ({"chunker": {"algorthm": "rabin"}}, ['chunker.algorthm "rabin"', "no such setting"]),

@@ -136,14 +136,18 @@ async def config(request: Request, _caller: Admin) -> Response:
 
 @router.patch(
     "/v1/config",
-    responses={**_PLAIN, **responses(408, 413, 415)},
+    responses={**_PLAIN, **responses(408, 409, 413, 415)},
     response_model=models.Config,
     openapi_extra=_PATCH,
     operation_id="patchConfig",
     tags=["admin"],
 )
 async def patch_config(request: Request, caller: Admin) -> Response:
-    """Change hot settings in every running service, by a JSON merge patch; a bad value changes nothing."""
+    """Change hot settings in every running service, by a JSON merge patch; a bad value changes nothing.
+
+    Changes that are made at the same time are merged, in the order in which they came. 409: with another that came
+    first this one is not valid.
+    """
     gateway = gateway_of(request)
     media = request.headers.get("content-type", MERGE_PATCH).partition(";")[0].strip().lower()
     if media not in (MERGE_PATCH, "application/json"):

@@ -236,7 +236,7 @@ async def _read(request: Request, key: str, tenant: str, version: int | None) ->
     }
     if info.sha256 is not None:
         headers["Repr-Digest"] = repr_digest(info.sha256)
-    if not_modified(request.headers, info):
+    if not_modified(request.headers, info, named=version is not None):
         del headers["Content-Type"]
         return Response(status_code=304, headers=headers)
     wanted = wanted_range(request.headers, info) if request.method == "GET" else None

@@ -86,7 +86,7 @@ async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int,
         raise Problem(400, "bad-json", f"want {want}") from err
 
 
-async def frames(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
+async def frames(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator[bytearray]:
     """Yield the same bytes in frames: of FRAME_BYTES_MAX, less where bytes come so slowly that waiting is over."""
     frame, began = bytearray(), 0.0
     async for piece in pieces:

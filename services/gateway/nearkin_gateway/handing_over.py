@@ -16,7 +16,7 @@ from nearkin.runners import tracing
 from nearkin_gateway.bodies import frames
 from nearkin_gateway.intake import one_at_a_time, take
 from nearkin_gateway.problems import Problem
-from nearkin_gateway.resumable import Done, Staged
+from nearkin_gateway.resumable import DamagedPart, Done, Staged
 from nearkin_gateway.state import Gateway
 
 HAND_OVER_SECONDS = 20.0
@@ -26,15 +26,21 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 async def handed_over(gateway: Gateway, tenant: str, number: str) -> None:
-    """Hand a whole upload over, and wait for that as long as an answer may wait. Raises NotFound where it is gone."""
+    """Hand a whole upload over, and wait for that as long as an answer may wait.
+
+    Raises NotFound where it is gone, Problem 409 where a part of it is damaged: that one is to be sent again.
+    """
     task = _begun(gateway, tenant, number)
     with suppress(TimeoutError):
-        if not await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS):
+        ended = await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
+        if isinstance(ended, DamagedPart):
+            raise Problem(409, "damaged-part", f"{ended}; they were dropped: ask HEAD, and send them again")
+        if not ended:
             # It expired, or was dropped, as its last bytes came: "204, all is there" would be the last word of it.
             await asyncio.to_thread(gateway.resumable.load, tenant, number)
 
 
-def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool]:
+def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | DamagedPart]:
     """Return the task that hands an upload over: one for each, however often a HEAD or a sweep asks for it."""
     task = gateway.background.get(number)
     if task is None:
@@ -43,10 +49,10 @@ def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool]:
     return task
 
 
-async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool:
+async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | DamagedPart:
     """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once.
 
-    Returns whether the upload was there to the end.
+    Returns whether the upload was there to the end, or which part was dropped since nobody can read it.
     """
     resumable = gateway.resumable
     try:
@@ -74,6 +80,10 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool:
                             trace=None if trace is None else trace.decode(),
                         )  # 1
                         done = Done(blob.hex())
+                except DamagedPart as err:
+                    await asyncio.to_thread(resumable.drop, staged, err.offset)
+                    _log.error("upload %s: %s; waiting for the client to send them again", number, err)
+                    return err
                 except Problem as err:
                     if err.status != 400:
                         raise
@@ -87,7 +97,7 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool:
     return True
 
 
-async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[bytes]:
+async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[memoryview]:
     parts = gateway.resumable.read(staged)
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
         yield part

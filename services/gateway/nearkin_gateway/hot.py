@@ -1,23 +1,30 @@
-"""Changes of hot settings. Invariant: a change is validated as a whole before anybody sees it.
+"""Changes of hot settings. Invariant: a change is validated as a whole before anybody sees it; none undoes another.
 
-    PATCH -> merged with the changes before it -> validated -> published -> in force here, and wherever it is read
+    PATCH -> merged with the changes before it -> validated -> published -> read back -> in force wherever it is read
 
-What is published are all changes over the file: the newest message of the compacted topic is enough. Two gateways
-that are asked in the same instant both publish; the later message stands for both then.
+Changes of one gateway come one after another. Of two gateways at once, every reader of the topic merges the later one
+into the earlier (nearkin.runners.kafka.hot); whoever finds that its message was not over the newest one publishes the
+whole again, which is what is left once the topic is compacted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
-from nearkin.errors import BadInput, ConfigError
-from nearkin.runners.kafka.hot import HotSettings, checked_changes, config_message
+from nearkin.errors import BadInput, ConfigError, StoreUnavailable
+from nearkin.runners.kafka.hot import CHANGES_BYTES_MAX, HotSettings, checked_changes, config_message, merged
+from nearkin_gateway.problems import Problem
 
+HEARD_SECONDS = 15.0
+"""How long a change may take from the topic back to here."""
+SETTLE_MAX = 8
 _audit = logging.getLogger("nearkin.audit")
 
 Publish = Callable[[bytes], Awaitable[None]]
@@ -30,6 +37,7 @@ class HotChanges:
         self._loaded = loaded
         self._hot = hot
         self._publish = publish
+        self._turn = asyncio.Lock()
 
     @property
     def settings(self) -> Settings:
@@ -52,28 +60,46 @@ class HotChanges:
         return self._hot.audit
 
     async def patch(self, patch: Mapping[str, Any], by: str) -> None:
-        """Merge a JSON merge patch (RFC 7396): null takes a change back. Raises ConfigError, Retryable."""
+        """Merge a JSON merge patch (RFC 7396): null takes a change back. Raises ConfigError, Retryable, Problem 409."""
         try:
-            changes = _merged(self.changes, checked_changes(patch))
+            checked = checked_changes(patch)
         except ConfigError:
             raise
         except BadInput as err:
             raise ConfigError(str(err)) from err
-        with_changes(self._loaded, changes)
-        at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        message = config_message(changes, by, at)
-        if self._publish is not None:
-            await self._publish(message)
-        self._hot.told(message, f"change by {by}")
+        async with self._turn:
+            at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            try:
+                await self._told(checked, by, at)
+            finally:
+                for _ in range(SETTLE_MAX):
+                    if self._hot.settled:
+                        break
+                    await self._told({}, by, at)
         _audit.info("config: by=%s at=%s revision=%s patch=%s", by, at, self.revision, dict(patch))
 
-
-def _merged(changes: Mapping[str, Any], patch: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    merged = {section: dict(fields) for section, fields in changes.items()}
-    for section, fields in patch.items():
-        for field, value in fields.items():
-            if value is None:
-                merged.get(section, {}).pop(field, None)
+    async def _told(self, patch: Mapping[str, Mapping[str, Any]], by: str, at: str) -> None:
+        """1 merge over what is known  2 validate  3 publish  4 wait until it is read back, after all before it."""
+        if self._publish is not None and not self._hot.caught_up:
+            raise StoreUnavailable("the changes of settings so far are not read yet; try again")
+        over, before = self._hot.known
+        changes, ident = merged(before, patch), secrets.token_hex(8)  # 1
+        with_changes(self._loaded, changes)  # 2
+        message = config_message(changes, by, at, patch, ident, over)
+        if len(message) > CHANGES_BYTES_MAX:
+            raise ConfigError(f"changes of {len(message)} bytes together: want at most {CHANGES_BYTES_MAX}")
+        heard = asyncio.wrap_future(self._hot.awaited(ident))
+        try:
+            if self._publish is None:
+                self._hot.told(message, f"change by {by}")
             else:
-                merged.setdefault(section, {})[field] = value
-    return {section: fields for section, fields in merged.items() if fields}
+                await self._publish(message)  # 3
+            await asyncio.wait_for(heard, HEARD_SECONDS)  # 4
+        except TimeoutError as err:
+            why = f"the change was published and not read back in {HEARD_SECONDS:.0f} s; ask GET /v1/config for it"
+            raise StoreUnavailable(why) from err
+        except BadInput as err:
+            why = f"another change came first, which this one does not agree with: {err}; look at GET /v1/config"
+            raise Problem(409, "conflicting-change", why) from err
+        finally:
+            self._hot.forget(ident)

@@ -18,8 +18,8 @@ from blake3 import blake3
 from nearkin.config import STORE_FOLDERS, Settings
 from nearkin.errors import BadInput
 from nearkin.formats.message import BLOB_BYTES
-from nearkin.limits import TENANT_BYTES_MAX
 from nearkin.sources import check_key, check_metadata
+from nearkin.tenants import tenant_problem
 
 DATAREF_HEADERS = ("dataref", "ce_dataref")
 CONTENT_TYPE_HEADERS = ("content-type", "ce_datacontenttype")
@@ -154,9 +154,11 @@ def _tenant(record: UserRecord, tenant: str, header: str | None) -> str:
     found = record.header(header) if header is not None else None
     if found is None:
         return tenant
-    if not 1 <= len(found) <= TENANT_BYTES_MAX:
-        raise BadInput(f"tenant of {len(found)} bytes: want 1 to {TENANT_BYTES_MAX}")
-    return _text(found, "tenant")
+    named = _text(found, "tenant")
+    problem = tenant_problem(named)
+    if problem is not None:
+        raise BadInput(f"tenant {named!r:.200}: {problem}")
+    return named
 
 
 def _metadata(record: UserRecord) -> dict[str, str]:

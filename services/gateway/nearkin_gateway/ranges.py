@@ -40,20 +40,26 @@ def check_match(match: str, info: VersionInfo) -> None:
         raise Problem(412, "precondition-failed", f"If-Match {match:.100}: version {info.version} is {info.digest}")
 
 
-def not_modified(headers: Headers, info: VersionInfo) -> bool:
-    """Return whether 304 is the answer to a read. Raises Problem 412."""
+def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
+    """Return whether 304 is the answer to a read. Raises Problem 412.
+
+    A date counts in full for a `named` version alone, which never changes. Of a key's newest one it tells too little:
+    two of one second share it, and after a deletion the newest is older than what the caller has (RFC 9110, 8.8.2.2).
+    """
     match, none_match = headers.get("if-match"), headers.get("if-none-match")
     if match is not None:
         if not _listed(match, etag(info), weak=False):
             raise Problem(412, "precondition-failed", f"If-Match {match:.100}: this version is {info.digest}")
     else:
         unmodified = _date(headers.get("if-unmodified-since"))
-        if unmodified is not None and _seconds(info) > unmodified:
-            raise Problem(412, "precondition-failed", f"If-Unmodified-Since: made at {last_modified(info)}")
+        if unmodified is not None and (_seconds(info) if named else info.created) > unmodified:
+            raise Problem(
+                412, "precondition-failed", f"If-Unmodified-Since: made at {last_modified(info)}; use If-Match"
+            )
     if none_match is not None:
         return _listed(none_match, etag(info), weak=True)
     since = _date(headers.get("if-modified-since"))
-    return since is not None and _seconds(info) <= since
+    return named and since is not None and _seconds(info) <= since
 
 
 def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:

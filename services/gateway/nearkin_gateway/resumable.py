@@ -1,7 +1,8 @@
 """Resumable uploads in the object store. Invariant: the parts of an upload form a chain; its end is where to go on.
 
 uploads/ID/meta                 what it is to become; made once
-uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two writers at one offset one is refused
+uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two writers at one offset one is refused:
+                                its bytes, then CHECK_BYTES of their BLAKE3 and offset
 uploads/ID/done                 handed over, as which attempt; or why it never will be
 
 Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
+from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 
 from nearkin.errors import Corrupt, NearkinError, NotFound
@@ -28,12 +30,21 @@ ROOT = "uploads"
 ID_BYTES = 16
 PART_BYTES = 4 * FRAME_BYTES_MAX
 """What a running PATCH holds in memory at most; a part of this size is read back in one piece."""
+CHECK_BYTES = 16
 UNSEEN_SECONDS = 60.0
 """An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
 _ID = re.compile("[0-9a-f]{32}", re.ASCII)
 _PART = re.compile("parts/([0-9a-f]{16})", re.ASCII)
 Parsed = TypeVar("Parsed")
 _log = logging.getLogger("nearkin.gateway")
+
+
+class DamagedPart(Corrupt):
+    """A staged part is not what was written: what was staged ends before it."""
+
+    def __init__(self, offset: int, why: str) -> None:
+        super().__init__(f"bytes from {offset} on, which were staged, are damaged: {why}")
+        self.offset = offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +128,30 @@ class Resumable:
 
     def stage(self, number: str, offset: int, data: bytes | bytearray) -> None:
         """Add a part at the chain's end. Raises AlreadyExists where another request put one there."""
-        self._objects.put_new(_part(number, offset), memoryview(data))
+        name, whole = _part(number, offset), b"".join((data, _check(number, offset, data)))
+        try:
+            self._objects.put_new(name, whole)
+        except AlreadyExists:
+            if self._objects.size_bytes(name) > CHECK_BYTES:
+                raise
+            self._objects.delete(name)  # it was cut short: nothing of it is told of, and nobody else would remove it
+            self._objects.put_new(name, whole)
 
-    def read(self, staged: Staged) -> Iterator[bytes]:
-        """Yield the parts' bytes. Raises NotFound where one is gone: another gateway has handed it over."""
+    def read(self, staged: Staged) -> Iterator[memoryview]:
+        """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
         for offset, part_bytes in staged.parts:
-            data = self._objects.get(_part(staged.id, offset))
-            if len(data) != part_bytes:
-                raise Corrupt(f"{_part(staged.id, offset)}: {len(data)} bytes, {part_bytes} were staged")
-            yield data
+            try:
+                data = self._objects.get(_part(staged.id, offset))
+            except Corrupt as err:
+                raise DamagedPart(offset, str(err)) from err
+            content = memoryview(data)[: len(data) - CHECK_BYTES]
+            if len(content) != part_bytes or data[-CHECK_BYTES:] != _check(staged.id, offset, content):
+                raise DamagedPart(offset, f"{_part(staged.id, offset)} is not what was written")
+            yield content
+
+    def drop(self, staged: Staged, offset: int) -> None:
+        """Remove a part that cannot be read: the chain ends before it, and goes on once it is sent again."""
+        self._objects.delete(_part(staged.id, offset))
 
     def finish(self, staged: Staged, done: Done) -> Done:
         """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
@@ -197,12 +223,12 @@ class Resumable:
             _, _, rest = name.split("/", 2)
             part = _PART.fullmatch(rest)
             if part is not None:
-                parts.append((int(part[1], 16), size_bytes))
+                parts.append((int(part[1], 16), size_bytes - CHECK_BYTES))
             is_done |= rest == "done"
         parts.sort()
         chain, end = [], 0
         for offset, part_bytes in parts:
-            if offset != end:
+            if offset != end or part_bytes <= 0:
                 break
             chain.append((offset, part_bytes))
             end += part_bytes
@@ -222,6 +248,11 @@ def _parsed(kind: TypeAdapter[Parsed], data: bytes, what: str) -> Parsed:
     except ValidationError as err:
         first = err.errors()[0]
         raise Corrupt(f"{what}: does not parse: {'.'.join(map(str, first['loc']))}: {first['msg']}") from err
+
+
+def _check(number: str, offset: int, data: bytes | bytearray | memoryview) -> bytes:
+    hasher = blake3(f"{number} {offset}".encode(), derive_key_context="nearkin 2026 part of a resumable upload")
+    return hasher.update(data).digest(length=CHECK_BYTES)
 
 
 def _part(number: str, offset: int) -> str:

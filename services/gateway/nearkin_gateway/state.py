@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
@@ -73,7 +73,7 @@ class Gateway:
     """Idempotency keys whose upload is running here."""
     resuming: set[str] = field(default_factory=set)
     """Resumable uploads that a request is adding to here."""
-    background: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
+    background: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     """Hand-overs of resumable uploads, by upload."""
 
     def __post_init__(self) -> None:

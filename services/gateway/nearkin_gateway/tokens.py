@@ -24,7 +24,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from nearkin.errors import BadInput, ConfigError, NotFound, choose
-from nearkin.limits import TENANT_BYTES_MAX
+from nearkin.tenants import tenant_problem
 
 SCOPES = ("read", "write", "delete", "admin")
 SECRET_BYTES = 32
@@ -65,8 +65,9 @@ def create(
             raise choose("scope", scope, SCOPES)
     if not scopes:
         raise BadInput(f"scopes: want at least one of {', '.join(SCOPES)}")
-    if not 1 <= len(tenant.encode(errors="replace")) <= TENANT_BYTES_MAX or not tenant.isprintable():
-        raise BadInput(f"tenant {tenant!r}: want 1 to {TENANT_BYTES_MAX} bytes that can be printed")
+    problem = tenant_problem(tenant)
+    if problem is not None:
+        raise BadInput(f"tenant {tenant!r:.200}: {problem}")
     if days is not None and not 1 <= days <= DAYS_MAX:
         raise BadInput(f"days {days}: want 1 to {DAYS_MAX}")
     if len(note) > NOTE_CHARACTERS_MAX:
@@ -186,7 +187,9 @@ def _read(path: Path) -> dict[str, Token]:
             whole = re.fullmatch("[0-9a-f]{8}", token.id) and re.fullmatch("[0-9a-f]{64}", token.sha256)
             known = bool(token.scopes) and set(token.scopes) <= set(SCOPES)
             timed = isinstance(token.created, int) and isinstance(token.expires, int | None)
-            if not (whole and known and timed and isinstance(token.tenant, str) and token.tenant):
+            if not (
+                whole and known and timed and isinstance(token.tenant, str) and tenant_problem(token.tenant) is None
+            ):
                 raise ValueError(f"token {token.id!r:.40} is not one that `nearkin token` wrote")  # noqa: TRY301
     except FileNotFoundError as err:
         raise ConfigError(f'tokens file "{path}": no such file; `nearkin token create` makes one') from err

@@ -77,7 +77,7 @@ async def options(request: Request) -> Response:
             "headers": {**_OFFSET, **_EXPIRES, "Location": {"schema": {"type": "string"}}},
         },
         **_PROBLEMS,
-        **responses(408, 413, 415),
+        **responses(408, 409, 413, 415),
     },
     openapi_extra=_BODY,
     operation_id="createUpload",
@@ -145,7 +145,9 @@ async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = N
     _check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.whole and staged.done is None:
-        await handed_over(gateway, caller.tenant, id)
+        with suppress(Problem):  # a part of it is damaged, and is to be sent again: say from where
+            await handed_over(gateway, caller.tenant, id)
+        staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
     return _answer(200, **length, **_progress(staged.meta, staged.offset))
 

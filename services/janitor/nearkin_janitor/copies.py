@@ -6,24 +6,26 @@ ContainerCopies    containers as somebody has kept them elsewhere, of whatever g
     copy, generation 0    c leans on g        read from the copy, and g from a copy of its own or from the store
     store, generation 1   c leans on h        since a round took g away
 
+Of several copies of a container each is looked at, with bases from copies as old as it, and with those of the store.
 A number means the same chunk in every generation. So a copy is read chunk by chunk: put in the place of a later
 generation it would take with it what that has sound, and lean on what is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
 from nearkin.records import NAME_BYTES, U8, ContainerId, Locations
 from nearkin.store.buffers import Buffers
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.given import Given, Held
 from nearkin_janitor.heal import Name
 from nearkin_janitor.tenants import Tenants
 
@@ -82,67 +84,72 @@ class StoredCopies:
 
 
 class ContainerCopies:
-    """Chunks of copies of containers. Their bytes are held by the caller; here, the directories of those looked at."""
+    """Chunks of copies of containers, in memory as far as `Held` has them."""
 
     def __init__(
         self,
         containers: ContainerStore,
-        copies: Mapping[ContainerId, bytes],
+        copies: Mapping[ContainerId, Sequence[Given]],
+        held: Held,
         tenants: Tenants,
         any_fingerprinter: Fingerprinter,
     ) -> None:
-        """`copies`: whole containers, checked."""
+        """`copies`: whole containers, checked; those of one container the oldest first."""
         self._containers = containers
-        self._copies = copies
+        self._held = held
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
-        self._directories: dict[ContainerId, Directory] = {}
+        ages = max(map(len, copies.values()), default=0)
+        self._together = [
+            {container: of[min(age, len(of) - 1)] for container, of in copies.items()} for age in range(ages)
+        ]
+        if ages > 1:  # those of one time were kept together; what was taken now and then may lean on the store alone
+            self._together += [{container: one} for container, of in copies.items() for one in of]
 
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes): each decoded, and compared with its name."""
-        source = _Given(self._containers.of(domain), self._copies, self._directories)
-        checked, missing = _Checked(ChunkReader(source), domain, self._tenants, self._any_fingerprinter), set(names)
-        for container in self._copies:
-            if not missing:
-                return
-            directory = source.directory(container)
-            if directory.domain == domain:
-                yield from checked.among(directory, missing)
+        """Yield (name, bytes): each decoded, and compared with its name. Raises SourceFailed."""
+        missing = set(names)
+        for copies in self._together:
+            source = _Given(self._containers.of(domain), copies, self._held)
+            checked = _Checked(ChunkReader(source), domain, self._tenants, self._any_fingerprinter)
+            for container, given in copies.items():
+                if not missing:
+                    return
+                heads = np.array([int.from_bytes(name[:8], sys.byteorder) for name in missing], np.uint64)
+                if not np.isin(heads, given.heads).any():
+                    continue
+                directory = source.directory(container)
+                if directory.domain == domain:
+                    yield from checked.among(directory, missing)
 
 
 class _Given:
     """A ContainerSource: copies of containers, and the store where there is none."""
 
-    def __init__(
-        self, below: ContainerStore, copies: Mapping[ContainerId, bytes], directories: dict[ContainerId, Directory]
-    ) -> None:
+    def __init__(self, below: ContainerStore, copies: Mapping[ContainerId, Given], held: Held) -> None:
         self._below = below
         self._copies = copies
-        self._directories = directories
+        self._held = held
 
     @property
     def buffers(self) -> Buffers:
         return self._below.buffers
 
     def directory(self, container: ContainerId) -> Directory:
-        if container not in self._copies:
-            return self._below.directory(container)
-        known = self._directories.get(container)
-        if known is None:
-            known = decode_container(self._copies[container], f"the copy of {object_name(container)}")
-            self._directories[container] = known
-        return known
+        given = self._copies.get(container)
+        return self._below.directory(container) if given is None else self._held.of(given)[1]
 
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
         return None if container in self._copies else self._below.decoded(container, block)
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
-        if container not in self._copies:
+        given = self._copies.get(container)
+        if given is None:
             return self._below.record(container, block)
-        blocks = self.directory(container).blocks
-        if block >= len(blocks) or not blocks.raw[block]:
+        data, directory = self._held.of(given)
+        if block >= len(directory.blocks) or not directory.blocks.raw[block]:
             raise NotFound(f"the copy of {object_name(container)}: has no block {block}")
-        return memoryview(self._copies[container])[blocks.record(block)]
+        return memoryview(data)[directory.blocks.record(block)]
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
         if container not in self._copies:

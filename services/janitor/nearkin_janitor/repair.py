@@ -18,17 +18,13 @@ import numpy as np
 from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.failpoints import failpoint
 from nearkin.formats import layout
-from nearkin.formats.block import decode_block
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
-from nearkin.formats.manifest import decode_manifest
-from nearkin.formats.mark import decode_mark
 from nearkin.records import U32, ContainerId, Locations, Repaired
 from nearkin.store.containers import ContainerStore, id_of, object_name
-from nearkin.store.manifests import mark_name
-from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.parity import FOLDER, SUFFIX, ParityObjects
+from nearkin_janitor.given import Given, Needs
 from nearkin_janitor.heal import Copies, Healer
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.soundness import Soundness
@@ -38,35 +34,15 @@ _log = logging.getLogger("nearkin")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A whole object that somebody has kept elsewhere."""
+class Copied:
+    """What copies of objects are given."""
 
-    name: str
-    """Where it belongs; of a container, whatever its generation."""
-    data: bytes
-    whole: bool
-    """Of a container: whether it is of generation 0, which holds all that any later one does."""
-    sealed_as: str | None = None
-    """Under which name, its generation in it, it was sealed by a key of this store: no other object has that name."""
-
-
-def given_object(data: bytes, what: str) -> Given | None:
-    """Return what object a file is a copy of, None where it is none of a store's. Raises Corrupt for a broken one."""
-    match data[:4]:
-        case b"NKC1":
-            directory = decode_container(data, what)
-            for block in np.flatnonzero(directory.blocks.raw).tolist():
-                decode_block(data[directory.blocks.record(block)], f"{what} block {block}")
-            whole = int.from_bytes(data[4:6], "little") <= layout.VERSION_WHOLE
-            return Given(object_name(directory.container), data, whole)
-        case b"NKM1":
-            manifest = decode_manifest(data, what)
-            return Given(manifest_name(manifest.tenant, manifest.key, manifest.version), data, True)
-        case b"NKT1":
-            mark = decode_mark(data, what)
-            return Given(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), data, True)
-        case _:
-            return None
+    others: Mapping[str, Given]
+    """Manifests and marks, by name."""
+    containers: Mapping[ContainerId, Sequence[Given]]
+    """Of whatever generations."""
+    needs: Needs | None
+    """What says which of several to take."""
 
 
 class Repairer:
@@ -88,15 +64,15 @@ class Repairer:
         """Containers in which nothing of their own was broken."""
 
     def repair(
-        self, damaged: Iterable[str], copies: Sequence[Copies] = (), given: Mapping[str, Given] | None = None
+        self, damaged: Iterable[str], copies: Sequence[Copies] = (), given: Copied | None = None
     ) -> list[Repaired]:
-        """Put right what can be, of the objects named as `verify` names them. Raises StoreUnavailable."""
+        """Put right what can be, of the objects named as `verify` names them. Raises StoreUnavailable, SourceFailed."""
         wanted, found = dict.fromkeys(damaged), []
         for name in wanted:
             if name.startswith(f"{FOLDER}/"):
                 done = self._parity(name, wanted)
             else:
-                done = self._object(name, copies, (given or {}).get(name))
+                done = self._object(name, copies, given or Copied({}, {}, None))
             if done is not None:
                 _log.warning("%s: repaired by %s", done.object_name, done.by)
                 found.append(done)
@@ -104,13 +80,13 @@ class Repairer:
             self._containers.forget_read()
         return found
 
-    def _object(self, name: str, copies: Sequence[Copies], given: Given | None) -> Repaired | None:
+    def _object(self, name: str, copies: Sequence[Copies], given: Copied) -> Repaired | None:
         container = id_of(name)
         if container is None:
             whole = self._objects.mended(name)
             by = "parity"
-            if whole is None and given is not None:
-                whole, by = given.data, "a copy"
+            if whole is None and name in given.others:
+                whole, by = given.others[name].data, "a copy"
             if whole is None:
                 return None
             self._replace(name, whole)
@@ -122,23 +98,31 @@ class Repairer:
             self._replace(stored, whole)
             self._containers.forget_read()
             return Repaired(name, "parity")
-        if given is not None and self._from_copy(container, generation, stored, given, copies):
+        if container in given.containers and self._from_copy(container, generation, stored, given, copies):
             return Repaired(name, "a copy")
         return self._heal(container, generation, copies)
 
     def _from_copy(
-        self, container: ContainerId, generation: int, stored: str, given: Given, copies: Sequence[Copies]
+        self, container: ContainerId, generation: int, stored: str, given: Copied, copies: Sequence[Copies]
     ) -> bool:
         there = self._stored(stored)
-        same = there is not None and len(there) == len(given.data) and there[-layout.FOOTER.size :] == given.data[-32:]
-        first = given.whole and not generation  # or it is not known that there was a later one
-        reads = not same and self._reads(container)
-        if same or given.sealed_as == stored or (first and (reads or not self._too_deep(given.data))):
-            self._replace(stored, given.data)
-        elif not reads:  # of whatever generation: there is nothing else
-            self._new_generation(container, generation, self._raw(container, given.data, copies))
-        else:
+        for one in given.containers[container]:
+            data = one.data
+            same = there is not None and len(there) == len(data) and there[-layout.FOOTER.size :] == data[-32:]
+            if same or one.sealed_as == stored:
+                self._replace(stored, data)
+                self._containers.forget_read()
+                return True
+        reads = self._reads(container)
+        wholes = [one for one in given.containers[container] if one.whole]
+        if reads and (generation or not wholes):
             return False  # chunk by chunk: what is sound in the generation that is there stays
+        chosen = wholes[0] if reads or given.needs is None else given.needs.best(container)
+        data = chosen.data
+        if reads or (chosen.whole and not generation and not self._too_deep(data)):
+            self._replace(stored, data)  # it is not known that there was a later one
+        else:  # of whatever generation: there is nothing else
+            self._new_generation(container, generation, self._raw(container, data, copies))
         self._containers.forget_read()
         return True
 

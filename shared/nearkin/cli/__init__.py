@@ -112,7 +112,7 @@ def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
     else:
         line = f"nearkin: {line}"
         if not line.isprintable():  # a path, or what a server said
-            from nearkin.cli.output import printable
+            from nearkin.printing import printable
 
             line = printable(line)
     if sys.stderr is not None:

@@ -77,8 +77,9 @@ def _ended(state: Mapping[str, Any]) -> object:
 def change(action: str) -> None:
     """Pause or resume collection, or tell how it stands, here or behind a server."""
     from nearkin.api import Store
-    from nearkin.cli.output import print_json, printable, say
+    from nearkin.cli.output import print_json, say
     from nearkin.formats.answers import gc_state_json
+    from nearkin.printing import printable
     from nearkin.store.deletion import user_and_host
 
     session = current_session()

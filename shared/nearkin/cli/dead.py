@@ -58,7 +58,8 @@ def list_(topic: str | None, limit: int, replayed: bool, bootstrap: str | None) 
     nearkin dlq list --topic orders --limit 10
     nearkin dlq list --json | jq '.[].message'
     """
-    from nearkin.cli.output import console, print_json, printable
+    from nearkin.cli.output import console, print_json
+    from nearkin.printing import printable
 
     settings = _settings(bootstrap)
     with services_extra("dlq"):
@@ -95,7 +96,8 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
 
     nearkin dlq show 0:17 --bytes 200
     """
-    from nearkin.cli.output import print_json, printable, say
+    from nearkin.cli.output import print_json, say
+    from nearkin.printing import printable
 
     settings = _settings(bootstrap)
     with services_extra("dlq"):
@@ -131,7 +133,8 @@ def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootst
     A record goes to the topic and partition it came from, with a header __nearkin.replayed.from; a second replay of a
     letter is refused.
     """
-    from nearkin.cli.output import print_json, printable, say
+    from nearkin.cli.output import print_json, say
+    from nearkin.printing import printable
 
     if everything == bool(letters) or (topic is not None and not everything):
         raise BadInput("dlq replay: name letters, such as 0:17, or --all, with --topic if need be")

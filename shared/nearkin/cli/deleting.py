@@ -11,7 +11,8 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
     """Delete or undelete, and print how many versions that were."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.ledger import counted
-    from nearkin.cli.output import print_json, printable, say
+    from nearkin.cli.output import print_json, say
+    from nearkin.printing import printable
 
     session = current_session()
     check_key(key)

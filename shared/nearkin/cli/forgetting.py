@@ -68,7 +68,8 @@ def _print(found: Sequence[Decision], *, dry_run: bool) -> None:
     from rich.table import Table
 
     from nearkin.cli.ledger import counted, human_bytes
-    from nearkin.cli.output import console, printable, say
+    from nearkin.cli.output import console, say
+    from nearkin.printing import printable
 
     table = Table(box=SIMPLE, pad_edge=False)
     for name in ("", "created", "size", "version", "key", "kept by"):

@@ -14,6 +14,7 @@ import click
 
 from nearkin.cli.session import AsWrittenGroup, current_session, json_option, shared_options
 from nearkin.errors import BadInput
+from nearkin.tenants import tenant_problem
 
 if TYPE_CHECKING:
     from nearkin.config import Settings
@@ -62,7 +63,8 @@ def list_() -> None:
 
     nearkin keys list --json | jq '.[] | select(.newest)'
     """
-    from nearkin.cli.output import console, print_json, printable
+    from nearkin.cli.output import console, print_json
+    from nearkin.printing import printable
 
     with _opened() as (keyring, _):
         listed = keyring.listed()
@@ -97,6 +99,9 @@ def rotate(tenant: str | None, store_key: bool) -> None:
 
     if tenant is not None and store_key:
         raise BadInput(f"keys rotate {tenant!r} --store-key: give one of them")
+    problem = None if tenant is None else tenant_problem(tenant)
+    if problem is not None:
+        raise BadInput(f"keys rotate {tenant!r:.200}: {problem}")
     with _opened() as (keyring, settings):
         whose = None if store_key else tenant or settings.tenant
         number = keyring.rotate(whose)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.cli.ledger import counted, human_bytes, ledger_table
 from nearkin.formats.answers import info_json, kinds
+from nearkin.printing import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,11 +63,6 @@ def print_json(value: object) -> None:
     """Print one JSON value; ASCII only, so that no terminal or locale changes it."""
     json.dump(value, sys.stdout, indent=2)
     sys.stdout.write("\n")
-
-
-def printable(text: str) -> str:
-    """Return `text` with everything a terminal might act on written as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def console() -> Console:

@@ -33,9 +33,10 @@ def put_one(session: Session, key: str, source: str, metadata: dict[str, str], s
     """Put one file or stdin and print what it cost. Raises BadInput."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.ledger import human_bytes
-    from nearkin.cli.output import print_json, print_ledger, printable
+    from nearkin.cli.output import print_json, print_ledger
     from nearkin.cli.progress import bytes_bar
     from nearkin.formats.answers import put_json
+    from nearkin.printing import printable
 
     check_key(key)
     content, total_bytes = _open_source(source)
@@ -74,9 +75,10 @@ def _open_source(source: str) -> tuple[Path | BinaryIO, int | None]:
 def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> None:
     """Put every file below `folder` under `prefix/` and print what they cost together. Raises BadInput."""
     from nearkin.cli.ledger import counted
-    from nearkin.cli.output import notice, print_json, print_ledger, printable
+    from nearkin.cli.output import notice, print_json, print_ledger
     from nearkin.cli.progress import bytes_bar
     from nearkin.formats.answers import ledger_json, put_json
+    from nearkin.printing import printable
     from nearkin.records import Ledger
 
     skipped: list[dict[str, str]] = []
@@ -108,7 +110,8 @@ def _plan_tree(
 ) -> tuple[Path, str, _Plan]:
     """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
     from nearkin.cli.arguments import check_key, walk
-    from nearkin.cli.output import notice, printable
+    from nearkin.cli.output import notice
+    from nearkin.printing import printable
 
     def skip(path: str, why: str) -> None:
         if not session.as_json:

@@ -142,7 +142,8 @@ def list_tokens(file: Path | None) -> None:
 
     nearkin token list --file tokens.json
     """
-    from nearkin.cli.output import print_json, printable, say
+    from nearkin.cli.output import print_json, say
+    from nearkin.printing import printable
     from nearkin_gateway import tokens
 
     session = current_session()

@@ -32,7 +32,8 @@ def server_settings(session: Session, server: str, patch: Mapping[str, object]) 
 
 def print_settings(session: Session, rows: SettingRows) -> None:
     """Print settings as a table or as JSON."""
-    from nearkin.cli.output import console, print_json, printable
+    from nearkin.cli.output import console, print_json
+    from nearkin.printing import printable
 
     if session.as_json:
         print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})

@@ -9,10 +9,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from nearkin.cli.ledger import counted, human_bytes
-from nearkin.cli.output import print_json, printable, say
+from nearkin.cli.output import print_json, say
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
 from nearkin.errors import BadInput
+from nearkin.printing import printable
 from nearkin.records import Damage, RepairReport, VerifyReport
 
 SEED_BITS = 32

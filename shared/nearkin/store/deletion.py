@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -86,12 +86,12 @@ class Deletions:
         for _ in range(RACES_MAX):
             histories = self._histories(tenant, key, version)
             wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
-            if request is not None and version is None:
-                wanted = self._there_before(tenant, key, histories, wanted, request)
+            earlier = self._marks(tenant, key, histories, request, Kind.DELETED)
+            if earlier:
+                wanted = self._left_of(tenant, key, wanted, earlier)
             if not wanted:
-                earlier = 0 if request is None else self._done(tenant, key, histories, request, Kind.DELETED)
                 if earlier:
-                    return earlier
+                    return len(earlier)
                 raise NotFound(f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted")
             if condition is not None:
                 condition(self._manifests.get(tenant, key, wanted[-1].version).info)
@@ -132,10 +132,12 @@ class Deletions:
         for _ in range(RACES_MAX):
             histories = self._histories(tenant, key, version)
             hidden = self._deleted(tenant, key, histories)
+            earlier = self._marks(tenant, key, histories, request, Kind.UNDELETED)
+            if earlier:
+                hidden = self._hidden_with(tenant, key, hidden, earlier)
             if not hidden:
-                earlier = 0 if request is None else self._done(tenant, key, histories, request, Kind.UNDELETED)
                 if earlier:
-                    return earlier
+                    return len(earlier)
                 raise NotFound(f"{_named(key, version)}: not deleted, or never there")
             latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
             same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
@@ -188,38 +190,47 @@ class Deletions:
         odd = [history for history in histories if history.committed and history.sequence % 2]
         return [(found, self._manifests.mark(tenant, key, found.version, found.sequence)) for found in odd]
 
-    def _there_before(
-        self, tenant: str, key: str, histories: Iterable[History], wanted: list[History], request: bytes
-    ) -> list[History]:
-        """Return what a call may delete: of a repeat, what its first sending left, and nothing that was put since.
+    def _left_of(self, tenant: str, key: str, wanted: list[History], earlier: Mapping[int, Mark]) -> list[History]:
+        """Return what the first sending of a call has left to delete: nothing that came, or came back, since.
 
-        Else a client that lost the answer, and asked again, would delete what others put in between.
+        Else a client that lost the answer, and asked again, would delete what others put or undeleted in between.
         """
-        marked = [mark.at_us for mark in self._marks(tenant, key, histories, request, Kind.DELETED)]
-        if not marked:
-            return wanted
+        began_us = min(mark.at_us for mark in earlier.values())
         before = []
         for history in wanted:
+            if history.version in earlier:
+                continue
             with suppress(Corrupt, NotFound):  # whoever wants a damaged one gone deletes it by a call of its own
-                if self._manifests.get(tenant, key, history.version).created_us <= min(marked):
+                if self._manifests.get(tenant, key, history.version).created_us <= began_us:
                     before.append(history)
         return before
 
-    def _done(self, tenant: str, key: str, histories: Iterable[History], request: bytes, kind: Kind) -> int:
-        """Return how many versions stand as an earlier call with this `request` left them."""
-        return sum(1 for _ in self._marks(tenant, key, histories, request, kind))
+    def _hidden_with(
+        self, tenant: str, key: str, hidden: list[tuple[History, Mark]], earlier: Mapping[int, Mark]
+    ) -> list[tuple[History, Mark]]:
+        """Return what the first sending of a call has left to bring back: of the same deletion, not of a later one."""
+        taken = set()
+        for mark in earlier.values():
+            with suppress(Corrupt, NotFound):
+                taken.add(self._manifests.mark(tenant, key, mark.version, mark.sequence - 1).request)
+        return [(found, mark) for found, mark in hidden if mark.request in taken and found.version not in earlier]
 
-    def _marks(self, tenant: str, key: str, histories: Iterable[History], request: bytes, kind: Kind) -> Iterator[Mark]:
-        """Yield the newest marks of versions that an earlier call with this `request` made."""
-        for history in histories:
-            if not history.committed or not history.sequence:
+    def _marks(
+        self, tenant: str, key: str, histories: Iterable[History], request: bytes | None, kind: Kind
+    ) -> dict[int, Mark]:
+        """Return by version the marks that an earlier call with this `request` made, whatever became of it since."""
+        found: dict[int, Mark] = {}
+        for history in histories if request is not None else ():
+            if not history.committed:
                 continue
-            try:
-                mark = self._manifests.mark(tenant, key, history.version, history.sequence)
-            except Corrupt:
-                continue
-            if mark.kind is kind and mark.request == request:
-                yield mark
+            newest = history.sequence - (history.sequence - kind.value) % 2
+            for sequence in range(newest, 0, -2):
+                with suppress(Corrupt, NotFound):
+                    mark = self._manifests.mark(tenant, key, history.version, sequence)
+                    if mark.kind is kind and mark.request == request:
+                        found[history.version] = mark
+                        break
+        return found
 
     def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
         """Write the marks of a key's versions, by version; return how many were not taken by another call."""

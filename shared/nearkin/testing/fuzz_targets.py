@@ -323,7 +323,7 @@ def _headers(data: bytes) -> object:
         lambda: wants_sha256(headers),
         lambda: metadata_of(headers),
         lambda: wanted_range(headers, info),
-        lambda: not_modified(headers, info),
+        lambda: not_modified(headers, info, named=True),
         lambda: check_put(headers, info),
         lambda: _described(headers.get("upload-metadata", ""), 1024),
     ]

@@ -230,7 +230,10 @@ def test_conditions_of_reads_hold(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/cond", headers={"If-Match": tag}).status_code == 200
     assert client.get("/v1/blobs/cond", headers={"If-Match": f"W/{tag}"}).status_code == 412
     assert client.get("/v1/blobs/cond", headers={"If-Match": '"x"'}).status_code == 412
-    assert client.get("/v1/blobs/cond", headers={"If-Modified-Since": get.headers["last-modified"]}).status_code == 304
+    since = {"If-Modified-Since": get.headers["last-modified"]}
+    assert client.get("/v1/blobs/cond?version=1", headers=since).status_code == 304
+    assert client.get("/v1/blobs/cond", headers=since).status_code == 200
+    assert client.get("/v1/blobs/cond", headers={**since, "If-None-Match": tag}).status_code == 304
     early = "Sat, 01 Jan 2000 00:00:00 GMT"
     assert client.get("/v1/blobs/cond", headers={"If-Unmodified-Since": early}).status_code == 412
     both = {"Range": "bytes=0-0"}
@@ -238,6 +241,20 @@ def test_conditions_of_reads_hold(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/cond", headers={**both, "If-Range": '"other"'}).content == b"one"
     assert client.get("/v1/blobs/cond", headers={**both, "If-Range": f"W/{tag}"}).content == b"one"
     assert client.head("/v1/blobs/cond", headers={"If-None-Match": "*"}).status_code == 304
+
+
+def test_a_date_never_says_not_modified_of_what_the_caller_does_not_have(client: httpx.Client) -> None:
+    client.put("/v1/blobs/dated", content=b"one")
+    first = client.get("/v1/blobs/dated")
+    client.put("/v1/blobs/dated", content=b"two")  # within the second, mostly
+    second = client.get("/v1/blobs/dated", headers={"If-Modified-Since": first.headers["last-modified"]})
+    assert (second.status_code, second.content) == (200, b"two")
+    unmodified = {"If-Unmodified-Since": first.headers["last-modified"], "Range": "bytes=1-"}
+    assert client.get("/v1/blobs/dated", headers=unmodified).status_code == 412
+    assert client.get("/v1/blobs/dated?version=1", headers=unmodified).content == b"ne"
+    client.delete("/v1/blobs/dated?version=2")
+    again = client.get("/v1/blobs/dated", headers={"If-Modified-Since": second.headers["last-modified"]})
+    assert (again.status_code, again.content) == (200, b"one")
 
 
 def test_conditions_of_puts_hold(client: httpx.Client) -> None:

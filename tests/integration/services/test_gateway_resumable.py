@@ -20,6 +20,8 @@ from tusclient.exceptions import TusCommunicationError
 from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import Running, embedded, running
+from nearkin.testing.samples import noise
+from nearkin.wrapping import generate
 from nearkin_gateway import handing_over
 from nearkin_gateway import resumable as stored
 from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Resumable, Staged
@@ -331,6 +333,63 @@ def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_s
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{late}"))
     assert not handed
+
+
+@pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
+def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: str) -> None:
+    """Such a hand-over was tried again and again until the upload expired, and nobody was told; or it was stored."""
+    generate(tmp_path / "store.key")
+    sealed = {"storage": {"encryption": encryption, "key_file": str(tmp_path / "store.key")}}
+    if encryption == "none":
+        del sealed["storage"]
+    data = [noise(size, str(size)).tobytes() for size in (900_000, 700_000, 5_000)]
+    with running(embedded(tmp_path / "store", sealed)) as gateway, gateway.client() as client:
+        url = begin(client, "mended", sum(map(len, data)))
+        for number, part in enumerate(data[:2]):
+            assert add(client, url, sum(map(len, data[:number])), part).status_code == 204
+        first, second = (
+            gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url)
+        )
+        flipped = bytearray(second.read_bytes())
+        flipped[-100] ^= 1
+        second.write_bytes(flipped)
+        refused = add(client, url, 1_600_000, data[2])
+        assert refused.status_code == 409, refused.text
+        assert refused.json()["type"].endswith(":damaged-part")
+        assert "from 900000 on" in refused.json()["detail"]
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "900000"
+        assert client.get(url).json()["state"] == "receiving"
+        assert add(client, url, 900_000, data[1]).status_code == 204  # what came after it is there still
+        assert client.head(url, headers=TUS).headers["upload-offset"] == str(sum(map(len, data)))
+        assert client.get(url).json()["state"] == "handed-over"
+        assert client.get("/v1/blobs/mended").content == b"".join(data)
+        assert [info["version"] for info in client.get("/v1/blobs/mended/versions").json()["versions"]] == [1]
+
+        url = begin(client, "asked", 1_000_000)
+        add(client, url, 0, data[0])
+        (first,) = (gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url))
+        first.write_bytes(first.read_bytes()[:-200] + bytes(200))
+        gateway.gateway.resumable.stage(url.rpartition("/")[2], 900_000, bytes(100_000))
+        asked = client.head(url, headers=TUS)  # of a gateway that died before it handed it over
+        assert (asked.status_code, asked.headers["upload-offset"]) == (200, "0")
+
+
+def test_a_part_that_was_cut_short_is_sent_again(tmp_path: Path) -> None:
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        url = begin(client, "cut", 9_000)
+        assert add(client, url, 0, bytes(5_000)).status_code == 204
+        (part,) = (gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url))
+        for left_bytes in (0, 10, 16, 3_000):
+            part.write_bytes(part.read_bytes()[:left_bytes])
+            there = int(client.head(url, headers=TUS).headers["upload-offset"])
+            assert there == max(0, left_bytes - 16)
+            if not there:
+                assert add(client, url, 0, bytes(5_000)).status_code == 204
+        assert add(client, url, there, bytes(9_000 - there)).status_code == 409
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "0"
+        assert add(client, url, 0, bytes(there)).status_code == 204  # the rest is there still
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "9000"
+        assert client.get("/v1/blobs/cut").content == bytes(9_000)
 
 
 def test_what_was_stored_and_could_not_be_noted_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import time
@@ -18,12 +20,14 @@ from nearkin import metrics
 from nearkin.config_layers import load
 from nearkin.errors import ConfigError
 from nearkin.runners.kafka.clients import connection, consumer, group, producer, topic
-from nearkin.runners.kafka.hot import HotSettings
+from nearkin.runners.kafka.hot import HotSettings, merged
 from nearkin.runners.kafka.lag import WAITS, LagWatch
 from nearkin.runners.kafka.topics import prepare_topics
 from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
 from nearkin.testing.samples import noise
 from nearkin.testing.servers import Redis
+from nearkin_gateway.hot import HotChanges
+from nearkin_gateway.problems import Problem
 
 FRESH = 'nearkin_dedup_chunks_total{level="fresh"}'
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
@@ -228,3 +232,58 @@ def test_topics_are_made_once_with_their_retention_and_keep_their_partitions(
     settings = load(None, {"kafka": sections["kafka"]})[0]
     there = AdminClient(connection(settings, "test")).list_topics(timeout=10).topics
     assert (len(there[frames].partitions), len(there[topic(settings, "config")].partitions)) == (2, 1)
+
+
+def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_last_message_is_read(
+    sections: dict[str, dict[str, Any]],
+) -> None:
+    """Each gateway merges over what it has read: a message that another overtook must not take that one back."""
+    settings = load(None, {"kafka": sections["kafka"]})[0]
+    prepare_topics(settings)
+    sender = producer(settings, "test-config")
+    full, newest = topic(settings, "config"), [b""]
+
+    async def publish(message: bytes) -> None:
+        newest[0] = message
+        sender.produce(full, message, b"settings")
+        await asyncio.to_thread(sender.flush, 10.0)
+
+    patches: list[dict[str, dict[str, Any]]] = [
+        {"block": {"level": 7}}, {"features": {"algorithm": "odess"}}, {"service": {"paused": True}},
+        {"block": {"raw_bytes": "1MiB"}}, {"delta": {"max_depth": 2}}, {"service": {"read_only": True}},
+    ]  # fmt: skip
+    both = [HotSettings(settings, None) for _ in range(2)]
+    late = HotSettings(settings, None)
+
+    async def patched() -> None:
+        gateways = [HotChanges(settings, hot, publish) for hot in both]
+        await asyncio.gather(*(gateways[turn % 2].patch(patch, "x") for turn, patch in enumerate(patches)))
+        until(lambda: both[0].known == both[1].known, 10.0)
+
+    try:
+        for hot in both:
+            hot.start()
+        asyncio.run(patched())
+        wanted: dict[str, dict[str, Any]] = {}
+        for patch in patches:
+            wanted = merged(wanted, patch)
+        assert both[0].changes == both[1].changes == wanted
+        assert both[0].settled
+        late.told(newest[0], "what compaction leaves")
+        assert late.changes == wanted
+
+        async def overtaken(message: bytes) -> None:
+            if json.loads(message)["patch"]:
+                await HotChanges(settings, both[1], publish).patch({"features": {"count": 9}}, "first")
+            await publish(message)
+
+        with pytest.raises(Problem, match=r"another change came first.*GET /v1/config") as refused:
+            asyncio.run(HotChanges(settings, both[0], overtaken).patch({"features": {"super_features": 4}}, "second"))
+        assert refused.value.status == 409
+        assert both[0].changes["features"] == {"algorithm": "odess", "count": 9}
+        assert both[0].settled
+        asyncio.run(publish(b'{"changes": {"block": {"level": 5}}, "by": "by hand", "at": ""}'))
+        until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}}, 10.0)
+    finally:
+        for hot in both:
+            hot.stop()

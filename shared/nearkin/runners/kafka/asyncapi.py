@@ -75,7 +75,7 @@ _TOPIC_TEXT = {
     "placed": "Durable in containers. Keyed by 16 bytes of BLAKE3 over tenant, a zero byte, and key.",
     "committed": "What became of each upload, once. Keyed by blob id.",
     "dead": "Records that could not be processed, with where and why. Keyed as the record was.",
-    "config": "Compacted, key `settings`: all changes of hot settings over the file; the newest message stands.",
+    "config": "Compacted, key `settings`: all changes of hot settings over the file, and which of them are new.",
     "workers": "Compacted, key SERVICE/WORKER: the newest word of each worker.",
 }
 _TYPES = {
@@ -277,6 +277,9 @@ def _others() -> Json:
     )
     word = {"worker": _TEXT, "service": _TEXT, "revision": _TEXT, "started": _MOMENT, "seen": _MOMENT}
     changes = {"changes": changes_schema(), "by": _TEXT, "at": _MOMENT}
+    patch = {"type": "object", "description": "What this message changes: a merge patch (RFC 7396) of `changes`."}
+    over = {**_TEXT, "description": "`id` of the message before; where that is another, `patch` alone counts."}
+    changes |= {"patch": patch, "id": _TEXT, "over": over}
     return {
         "committed": _json("committed", "An upload is committed.", committed, _headers("committed")),
         "failed": _json("failed", "An upload has failed; nothing of it is committed.", failed, _headers("failed")),

@@ -6,6 +6,9 @@
 
 What is not hot needs a restart and is ignored here. A revision is a digest of the hot values: equal on every worker
 that runs the same, whichever way they came.
+
+A message has all changes, so that the newest is enough, and names the one that its sender knew (`over`). Where another
+came in between, all readers take its `patch` alone, over what that one left: of two senders at once neither loses.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import reduce
 from hashlib import blake2b
@@ -67,6 +71,18 @@ def checked_changes(changes: object) -> dict[str, dict[str, Any]]:
     return {section: dict(fields) for section, fields in changes.items()}
 
 
+def merged(changes: Mapping[str, Any], patch: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return changes with a merge patch (RFC 7396) over them: null takes one back."""
+    found = {section: dict(fields) for section, fields in changes.items()}
+    for section, fields in patch.items():
+        for field, value in fields.items():
+            if value is None:
+                found.get(section, {}).pop(field, None)
+            else:
+                found.setdefault(section, {})[field] = value
+    return {section: fields for section, fields in found.items() if fields}
+
+
 class HotSettings:
     """The settings in force. `start` watches; `current` may be read by any thread at any time."""
 
@@ -86,6 +102,10 @@ class HotSettings:
         self._threads: list[threading.Thread] = []
         self._audit: deque[dict[str, Any]] = deque(maxlen=AUDIT_MAX)
         self._caught_up = threading.Event()
+        self._heard: str | None = None
+        """The id of the newest message, "" of one that has none; None where what came before the next is not known."""
+        self._settled = True
+        self._awaited: dict[str, Future[None]] = {}
         metrics.CONFIG.info({"revision": self.revision})
 
     @property
@@ -112,6 +132,33 @@ class HotSettings:
         with self._lock:
             return list(self._audit)
 
+    @property
+    def known(self) -> tuple[str, dict[str, dict[str, Any]]]:
+        """Return the id of the newest message, and what the topic changes since that."""
+        with self._lock:
+            return self._heard or "", self.changes
+
+    @property
+    def caught_up(self) -> bool:
+        """Return whether the topic was read to its end once."""
+        return self._caught_up.is_set()
+
+    @property
+    def settled(self) -> bool:
+        """Return whether the newest message, which is all that compaction leaves, says by itself what is in force."""
+        with self._lock:
+            return self._settled
+
+    def awaited(self, ident: str) -> Future[None]:
+        """Return what is done once a message with this id was taken; its error is why it was refused."""
+        with self._lock:
+            return self._awaited.setdefault(ident, Future())
+
+    def forget(self, ident: str) -> None:
+        """Await a message no longer."""
+        with self._lock:
+            self._awaited.pop(ident, None)
+
     def start(self) -> None:
         """Watch the file, where there is one, and the topic; returns when the topic was read to its end once."""
         watchers: list[Callable[[], None]] = [self._watch_topic]
@@ -131,17 +178,28 @@ class HotSettings:
             thread.join(10.0)
 
     def told(self, value: bytes, what: str) -> None:
-        """Take a message of the topic: the newest one stands for all before it. What is refused is logged."""
+        """Take a message of the topic; all of them in order, from one thread. What is refused is logged."""
+        ident, whole = "", None
+        failure: Exception | None = None
         try:
             if len(value) > CHANGES_BYTES_MAX:
                 raise BadInput(f"{len(value)} bytes: want at most {CHANGES_BYTES_MAX}")
             message = json.loads(value)
-            changes = checked_changes(message["changes"])
+            ident, over = str(message.get("id", ""))[:AUDIT_TEXT_MAX], message.get("over")
+            changes = whole = checked_changes(message["changes"])
+            if over is not None and self._heard not in (None, over):
+                changes = merged(self.changes, checked_changes(message["patch"]))
             self._apply(self._from_file, changes)
             self._remember(message, changes)
-        except (NearkinError, ValueError, KeyError, TypeError, RecursionError) as err:
+        except (NearkinError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+            failure = err
             metrics.CONFIG_REFUSED.inc()
             _log.error("%s: refused, revision %s stays: %s", what, self.revision, err)
+        with self._lock:
+            self._heard, self._settled = ident, whole == self._from_topic
+            waiting = self._awaited.pop(ident, None)
+        if waiting is not None and waiting.set_running_or_notify_cancel():
+            waiting.set_exception(failure) if failure is not None else waiting.set_result(None)
 
     def _remember(self, message: Mapping[str, Any], changes: dict[str, dict[str, Any]]) -> None:
         at, by = (str(message.get(name, ""))[:AUDIT_TEXT_MAX] for name in ("at", "by"))
@@ -206,13 +264,17 @@ class HotSettings:
         )
         try:
             client.assign([TopicPartition(full, 0, 0)])
+            following = 0
             while not self._stop.is_set():
                 message = client.poll(POLL_SECONDS)
                 if message is None:
                     continue
                 problem = message.error()
                 if problem is None:
-                    value = message.value()
+                    value, offset = message.value(), message.offset() or 0
+                    if offset != following:  # compaction took what came before: this one stands for it
+                        self._heard = None
+                    following = offset + 1
                     self.told(value if isinstance(value, bytes) else b"", f"{full} offset {message.offset()}")
                 elif problem.code() == KafkaError._PARTITION_EOF:
                     self._caught_up.set()
@@ -224,6 +286,9 @@ class HotSettings:
             client.close()
 
 
-def config_message(changes: Mapping[str, Any], by: str, at: str) -> bytes:
-    """Return the message that puts changes in force everywhere; they stand for all changes before them."""
-    return json.dumps({"changes": changes, "by": by, "at": at}, sort_keys=True).encode()
+def config_message(
+    changes: Mapping[str, Any], by: str, at: str, patch: Mapping[str, Any], ident: str, over: str
+) -> bytes:
+    """Return the message that puts changes in force everywhere: what `patch` has made of those up to message `over`."""
+    message = {"changes": changes, "by": by, "at": at, "patch": patch, "id": ident, "over": over}
+    return json.dumps(message, sort_keys=True).encode()

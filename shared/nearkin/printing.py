@@ -1,0 +1,8 @@
+"""Text for people. Invariant: what is shown is one line, and nothing of it acts on a terminal."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything a terminal might act on written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

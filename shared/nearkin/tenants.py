@@ -1,0 +1,16 @@
+"""Names of tenants. Invariant: one rule wherever a name comes in: settings, tokens, topics, records, commands.
+
+They are shown in logs, metrics, listings and problems, one a line: what breaks a line, or cannot be seen, is no name.
+"""
+
+from __future__ import annotations
+
+from nearkin.limits import TENANT_BYTES_MAX
+
+
+def tenant_problem(tenant: str) -> str | None:
+    """Return what a tenant's name should be, None where it is that."""
+    size_bytes = len(tenant.encode(errors="replace"))
+    if 1 <= size_bytes <= TENANT_BYTES_MAX and tenant.isprintable():
+        return None
+    return f"want 1 to {TENANT_BYTES_MAX} bytes of UTF-8 that can be printed, without line ends and control characters"
