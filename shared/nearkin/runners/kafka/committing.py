@@ -31,7 +31,7 @@ from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
 from nearkin.runners.kafka.offsets import PartitionOffsets
-from nearkin.runners.kafka.tenants import Lanes
+from nearkin.runners.kafka.tenants import Lane, Lanes
 from nearkin.runners.logs import about
 from nearkin.runners.tracing import about as about_span
 from nearkin.runners.tracing import span
@@ -231,23 +231,24 @@ class CommitHandler:
 
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
+        lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
         segments, known, ledger = _gathered(blob, end)
         manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
         failpoint("version.manifest")
-        self._confirm(manifest, end)
-        self._catalogue(manifest, manifest_bytes)  # 2
+        self._confirm(lane, manifest, end)
+        self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
         self._tell_committed(end, manifest, ledger + Ledger(stored_bytes=manifest_bytes), traceparent)  # 3
         failpoint("version.told")
 
-    def _catalogue(self, manifest: Manifest, manifest_bytes: int) -> None:
+    @staticmethod
+    def _catalogue(lane: Lane, manifest: Manifest, manifest_bytes: int) -> None:
         """Tell the index. What that refuses for good undoes nothing: the version is there, an index made anew has it.
 
-        Raises Retryable, Erased.
+        Raises Retryable.
         """
-        index = self._lanes[manifest.tenant].index
         try:
-            index.commit(manifest, manifest_bytes)
+            lane.index.commit(manifest, manifest_bytes)
         except Permanent as err:
             if isinstance(err, Corrupt):
                 metrics.CORRUPT.labels("committer").inc()
@@ -259,13 +260,13 @@ class CommitHandler:
                 err,
             )
 
-    def _confirm(self, manifest: Manifest, end: End) -> None:
+    def _confirm(self, lane: Lane, manifest: Manifest, end: End) -> None:
         """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.
 
         Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
         later at the soonest, unless a manifest that is durable by then names it.
         """
-        collected = self._lanes[manifest.tenant].collected
+        collected = lane.collected
         if time.time_ns() // 1000 - end.began_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
             return
         problem = collected.dangling(manifest.segments)
