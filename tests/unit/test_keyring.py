@@ -89,6 +89,9 @@ def test_a_key_that_is_not_there_is_damage_and_named() -> None:
     keys = MemoryKeys()
     with pytest.raises(Corrupt, match=r"an object: sealed by key 7 of 00000000"):
         keys.keyring.key(STORE_OWNER, 7, "an object")
+    keys.keyring.check_tenant("db")
+    with pytest.raises(Corrupt, match=r"sealed by key 7 of [0-9a-f]{32} \(tenant 'db'\), which is not in keys/"):
+        keys.keyring.key(keys.keyring.owner_of(DB), 7, "an object")
 
 
 def test_who_had_an_owners_keys_makes_no_other_once_they_are_gone() -> None:
