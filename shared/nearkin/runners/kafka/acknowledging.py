@@ -33,7 +33,7 @@ class Awaiting:
         self.settle()
 
     def settle(self) -> None:
-        """Learn what was acknowledged meanwhile, without waiting. Raises what the outbox does for what never will be."""
+        """Learn what was acknowledged meanwhile, without waiting. Raises what the outbox does."""
         self._outbox.settle()
         while self._waiting and self._waiting[0][0] <= self._outbox.acknowledged_messages:
             self._ready.update(self._waiting.popleft()[1])

@@ -233,9 +233,9 @@ class CommitHandler:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
         lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
         segments, known, ledger = _gathered(blob, end)
-        manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
+        manifest, manifest_bytes, durable_us = self._committed(end, segments, known, ledger)  # 1
         failpoint("version.manifest")
-        self._confirm(lane, manifest, end)
+        self._confirm(lane, manifest, durable_us - end.began_us)
         self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
         self._tell_committed(end, manifest, ledger + Ledger(stored_bytes=manifest_bytes), traceparent)  # 3
@@ -260,14 +260,15 @@ class CommitHandler:
                 err,
             )
 
-    def _confirm(self, lane: Lane, manifest: Manifest, end: End) -> None:
+    def _confirm(self, lane: Lane, manifest: Manifest, took_us: int) -> None:
         """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.
 
         Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
-        later at the soonest, unless a manifest that is durable by then names it.
+        later at the soonest, unless a manifest that is durable by then names it. So one that was durable in time stays,
+        however late it is looked at again: what it needs may be damaged by then, and may come back from a copy.
         """
         collected = lane.collected
-        if time.time_ns() // 1000 - end.began_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
+        if took_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
             return
         problem = collected.dangling(manifest.segments)
         if problem is not None:
@@ -276,14 +277,14 @@ class CommitHandler:
 
     def _committed(
         self, end: End, segments: Locations, known: np.ndarray[Any, np.dtype[np.bool_]], ledger: Ledger
-    ) -> tuple[Manifest, int]:
-        """Return the blob's manifest, committed now or by an earlier delivery (I2)."""
+    ) -> tuple[Manifest, int, int]:
+        """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2)."""
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
             versions = self._manifests.versions(tenant, key)
             earlier = self._earlier(end, versions)
             if earlier is not None:
-                return earlier
+                return *earlier, earlier[0].created_us
             now_us = time.time_ns() // 1000
             manifest = Manifest(
                 tenant=tenant,
@@ -305,7 +306,7 @@ class CommitHandler:
             except AlreadyExists:
                 continue  # another put took the number, or this one did and its answer was lost
             metrics.count_committed(ledger, manifest_bytes, manifest.seconds)
-            return manifest, manifest_bytes
+            return manifest, manifest_bytes, time.time_ns() // 1000
         raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
