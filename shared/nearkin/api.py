@@ -46,7 +46,7 @@ from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions, user_and_host
-from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.encrypted import EncryptedObjects, check_keys
 from nearkin.store.keyring import Keyring
 from nearkin.store.lock import NAMES as LOCKS
 from nearkin.store.manifests import ManifestStore
@@ -277,9 +277,7 @@ class Store:
         if self._arenas is None:
             self._arenas = Arenas(int(self.settings.runner.batch_bytes))
         index = self._index.put_begins()
-        if isinstance(self._covered, EncryptedObjects):
-            tenant = self.settings.tenant
-            self._covered.keyring.check_not_lost(tenant, lambda: next(index.catalog(tenant), None) is not None)
+        check_keys(self._covered, self.settings.tenant, index.catalog)
         listed = [container for container, _ in self._containers.ids()]
         self._index.forget_missing(listed)
         failpoint("put.begun")

@@ -76,6 +76,10 @@ class Erased(Permanent):
     """A tenant's keys were erased: what they sealed is there, perhaps, and can never be read again. No damage."""
 
 
+class KeysLost(Corrupt):
+    """A tenant's data keys are gone, and nobody erased them: what they sealed is unread until they are back."""
+
+
 class FormatTooNew(Permanent):
     """Written by a later Nearkin: names the format version found and the one this code reads."""
 

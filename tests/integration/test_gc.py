@@ -6,13 +6,19 @@ import os
 import random
 import shutil
 import time
+import tracemalloc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.errors import Corrupt, NotFound, Permanent, StoreLocked
+from nearkin.formats.layout import ROWS_MAX
+from nearkin.formats.manifest import Manifest
+from nearkin.records import Ledger, Locations
 from nearkin.store.condemned import EMPTY_BYTES
+from nearkin.store.manifests import object_name
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED, collected
 from nearkin.testing.generated import mutated, random_bytes, text_like
@@ -136,6 +142,72 @@ def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
     store.close()
     with open_store(tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock) as other:
         assert other.get("k").read() == content
+
+
+@pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("containers", r"one of the 200000 containers that it names: containers/.*: missing"),
+        ("segments", rf"names segment {ROWS_MAX - 1} of containers/.*, which has [0-9]+"),
+        ("above", r"names segment 1[0-9]{3} of containers/.*, which has [0-9]+"),
+    ],
+)
+def test_a_manifest_that_names_more_than_there_is_takes_no_memory_for_it_and_nothing_is_freed(
+    tmp_path, clock, what, problem, mode
+):
+    with open_store(tmp_path / "s", settings=settings(COLLECTED, {"gc": {"mode": mode}}), clock=clock) as store:
+        _refused(store, clock, what, problem)
+
+
+def _refused(store, clock, what, problem):
+    kept = random_bytes(300_000, 1)
+    for number in range(40):
+        store.put(f"kept{number}", random_bytes(20_000, 100 + number))
+    store.put("kept", kept)
+    store.put("gone", random_bytes(300_000, 2))
+    store.delete("gone")
+    clock.now += 8 * DAY
+    there = sorted(container for container, _ in store._containers.ids())
+    assert len(there) > 40
+    named = np.arange(5 << 40, (5 << 40) + 200_000) if what == "containers" else np.array(there)
+    segment = {"containers": 0, "segments": ROWS_MAX - 1, "above": 1999}[what]
+    hostile = Manifest(
+        "default",
+        "hostile",
+        1,
+        int(clock.now * 1e6),
+        10,
+        bytes(32),
+        None,
+        1.0,
+        Ledger(logical_bytes=10),
+        Locations(named.astype(np.uint64), np.full(len(named), segment, np.uint32)),
+        np.zeros(len(named), np.bool_),
+    )
+    assert store._manifests.put(hostile) < 20_000
+    name = object_name("default", "hostile", 1)
+    before = containers(store.root)
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(Corrupt, match=rf"^{name}: {problem}.*nothing is freed"):
+                store.gc()
+            clock.now += DAY
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100_000_000
+    damage = {found.object_name: found for found in store.verify().damage}
+    assert ("hostile", 1) in {version for found in damage.values() for version in found.versions}
+    assert len(damage) <= len(there) + 1  # the index, which does not list it
+    if what == "containers":
+        assert damage[name].problem == f"{name}: names 200000 containers that are not there"
+    assert containers(store.root) == before
+    assert store.get("kept").read() == kept
+    (store.root / name).unlink()
+    assert collected(store, clock) > 200_000
+    assert store.get("kept").read() == kept
 
 
 @pytest.mark.parametrize("what", ["container", "manifest"])

@@ -29,7 +29,7 @@ from nearkin_gateway.embedded import StoreListing
 from nearkin_gateway.keys import decoded_key, quoted
 from nearkin_gateway.limits import Budget, Rates, Slots
 from nearkin_gateway.listing import PipelineListing
-from nearkin_gateway.outcomes import Outcomes, Tickets, new_id
+from nearkin_gateway.outcomes import ENTRY_BYTES, Outcomes, Tickets, new_id
 from nearkin_gateway.problems import Problem, from_error
 from nearkin_gateway.ranges import etag, last_modified, wanted_range
 from nearkin_gateway.sessions import SKEW_SECONDS, Sessions
@@ -93,6 +93,15 @@ def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() ->
     assert len(outcomes) == 2
     assert (outcomes.get(first) or {})["state"] == "committed"
     assert (outcomes.of_origin(origin) or {})["id"] == first.hex()
+
+
+def test_an_upload_told_failed_and_committed_later_is_committed() -> None:
+    outcomes, blob = Outcomes(10_000), new_id()
+    outcomes.add(event(blob, blob, state="failed"))
+    outcomes.add(event(blob, blob))
+    assert (outcomes.get(blob) or {})["state"] == "committed"
+    assert outcomes.of_origin(blob) is not None
+    assert outcomes._bytes == len(outcomes._events[blob.hex()]) + ENTRY_BYTES
 
 
 def test_a_failed_attempt_is_no_outcome_of_its_origin() -> None:

@@ -16,6 +16,8 @@ from nearkin.runners.kafka.clients import Headers
 from nearkin.runners.kafka.committing import CommitHandler
 from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.loop import Record
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import memory_objects
 
 SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
 BLOB = b"0123456789abcdef"
@@ -59,7 +61,7 @@ def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
     """A store that is away for minutes, or a pause, holds segments up in the topics before: all of them come later."""
     monkeypatch.setattr(committing, "Outbox", Kept)
     unused: Any = None
-    handler = CommitHandler(SETTINGS, unused, unused, "w", backlog)
+    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog)
     handler.assigned(0, "")
     end = encode(End(Envelope(BLOB, "t", "key", 5), 1, BLOB, 5, b"b" * 32, segments=1))
     handler.handle([Record("placed", 0, 0, BLOB, end, {}, ())])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nearkin.errors import ConfigError, Corrupt, Erased, FormatTooNew, StoreUnavailable
+from nearkin.errors import ConfigError, Corrupt, Erased, FormatTooNew, KeysLost, StoreUnavailable
 from nearkin.fingerprints import domain_of
 from nearkin.formats import key as fmt
 from nearkin.formats.key import DataKey
@@ -89,6 +89,35 @@ def test_a_key_that_is_not_there_is_damage_and_named() -> None:
     keys = MemoryKeys()
     with pytest.raises(Corrupt, match=r"an object: sealed by key 7 of 00000000"):
         keys.keyring.key(STORE_OWNER, 7, "an object")
+    keys.keyring.check_tenant("db")
+    with pytest.raises(Corrupt, match=r"sealed by key 7 of [0-9a-f]{32} \(tenant 'db'\), which is not in keys/"):
+        keys.keyring.key(keys.keyring.owner_of(DB), 7, "an object")
+
+
+def test_who_had_an_owners_keys_makes_no_other_once_they_are_gone() -> None:
+    keys = MemoryKeys()
+    keys.keyring.check_tenant("db")
+    secret = keys.keyring.newest(DB).secret
+    lost = {name: keys.below.get(name) for name in records(keys) if keys.keyring.owner_of(DB).hex() in name}
+    for name in lost:
+        keys.below.delete(name)
+    assert keys.keyring.newest(DB).secret == secret  # for a minute
+    keys.clock.now += FRESH_SECONDS + 1
+    for _ in range(2):
+        with pytest.raises(KeysLost, match=r"keys/[0-9a-f]{32}: the data keys of tenant 'db' are gone.*from a copy"):
+            keys.keyring.newest(DB)
+    assert len(records(keys)) == 1
+    for name, data in lost.items():
+        keys.below.put_new(name, data)
+    assert keys.keyring.newest(DB).secret == secret  # at once
+
+
+def test_a_first_key_that_another_process_made_since_one_looked_is_not_lost() -> None:
+    keys = MemoryKeys()
+    other = keys.another()
+    other.check_not_lost("db", lambda: False)
+    keys.keyring.newest(DB)
+    other.check_not_lost("db", lambda: True)
 
 
 def test_data_keys_are_wrapped_anew_without_changing() -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 import numpy as np
 from blake3 import blake3
 
-from nearkin.errors import BadInput, Retryable, StoreUnavailable
+from nearkin.errors import BadInput, NearkinError, Retryable, StoreUnavailable
 from nearkin.formats.message import BLOB_BYTES, FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.runners.kafka.clients import Outbox
@@ -90,7 +90,7 @@ def send_blob(
             position += len(piece)
     except BaseException as err:
         if position:
-            with suppress(StoreUnavailable):  # then the chunker ends it after upload_idle_seconds
+            with suppress(NearkinError):  # then the chunker ends it after upload_idle_seconds
                 failure = f"{STAGE}: {str(err) or type(err).__name__}"[:FAILURE_CHARACTERS_MAX]
                 send("end", End(envelope(), intake.began_us, origin, failure=failure))
         raise

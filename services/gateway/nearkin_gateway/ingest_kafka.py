@@ -20,9 +20,9 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as KafkaMessage
 
 from nearkin.config import Settings
-from nearkin.errors import StoreUnavailable
+from nearkin.errors import NearkinError, StoreUnavailable
 from nearkin.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
-from nearkin.runners.kafka.clients import is_final, producer, topic, unavailable
+from nearkin.runners.kafka.clients import is_final, producer, topic, unavailable, undelivered
 from nearkin.runners.kafka.handling import headers_of
 from nearkin.sources import check_key, check_metadata
 from nearkin_gateway.ingest import Ending, Intent
@@ -108,8 +108,9 @@ class KafkaIngest:
         assert loop is not None
 
         def delivered(err: KafkaError | None, _message: KafkaMessage) -> None:
+            failure = None if err is None else undelivered(err, full, len(value))
             if not loop.is_closed():
-                loop.call_soon_threadsafe(tracker.delivered, room_bytes, err)
+                loop.call_soon_threadsafe(tracker.delivered, room_bytes, failure)
 
         deadline = time.monotonic() + ROOM_SECONDS_MAX
         while True:
@@ -122,7 +123,7 @@ class KafkaIngest:
             except KafkaException as err:
                 if is_final(err.args[0]):
                     self._renew()
-                raise unavailable(self._settings, err) from err
+                raise undelivered(err.args[0], full, len(value)) from err
             else:
                 tracker.sent()
                 return
@@ -147,7 +148,7 @@ class Tracker:
     def __init__(self, *budgets: Budget) -> None:
         self._budgets = budgets
         self._waiting = 0
-        self._failure: KafkaError | None = None
+        self._failure: NearkinError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -156,7 +157,7 @@ class Tracker:
         self._waiting += 1
         self._idle.clear()
 
-    def delivered(self, room_bytes: int, err: KafkaError | None) -> None:
+    def delivered(self, room_bytes: int, err: NearkinError | None) -> None:
         """Count one that is acknowledged, or lost."""
         self._waiting -= 1
         for budget in self._budgets:
@@ -167,12 +168,12 @@ class Tracker:
             self._idle.set()
 
     def check(self) -> None:
-        """Raise StoreUnavailable once a message is lost."""
+        """Raise StoreUnavailable once a message is lost, Permanent once one is too large for its topic."""
         if self._failure is not None:
-            raise StoreUnavailable(f"kafka: a message was not delivered: {self._failure.str()}")
+            raise self._failure
 
     async def settled(self) -> None:
-        """Wait until all are acknowledged: at most the producer's delivery timeout. Raises StoreUnavailable."""
+        """Wait until all are acknowledged: at most the producer's delivery timeout. Raises as `check` does."""
         await self._idle.wait()
         self.check()
 
@@ -222,7 +223,7 @@ class KafkaUpload:
         )
         try:
             await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
-        except StoreUnavailable as err:
+        except NearkinError as err:
             _log.warning("upload %s: its end could not be sent: %s", self._intent.blob.hex(), err)
 
     def _envelope(self) -> Envelope:

@@ -88,14 +88,19 @@ class Outcomes:
         self._forgotten_ms = max(self._forgotten_ms, since_ms)
 
     def add(self, event: dict[str, Any], text: bytes | None = None) -> None:
-        """Add an event; repeating one changes nothing. `text` is its JSON as it came."""
+        """Add an event; repeating one changes nothing. `text` is its JSON as it came.
+
+        One told failed, and committed later as its log was read again, is committed: its version is there.
+        """
         number, origin = str(event["id"]), str(event["origin"])
-        if number not in self._events:
+        told = self._events.get(number)
+        committed = event["state"] == "committed"
+        if told is None or (committed and json.loads(told)["state"] != "committed"):
             kept = json.dumps(event).encode() if text is None else text
             self._events[number] = kept
-            self._bytes += len(kept) + ENTRY_BYTES
+            self._bytes += len(kept) + ENTRY_BYTES - (0 if told is None else len(told) + ENTRY_BYTES)
             self.minutes.add(event)
-            if event["state"] == "committed":
+            if committed:
                 self._origins.setdefault(origin, number)
             while self._bytes > self._bytes_max and len(self._events) > 1:
                 self._forget_oldest()

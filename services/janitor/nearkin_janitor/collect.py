@@ -40,6 +40,7 @@ from nearkin_janitor.families import families_of
 from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.holding import bytes_of_chunks, held_by
 from nearkin_janitor.ledger import Ledger
+from nearkin_janitor.naming import Naming
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.plan import Drop, Plan, dropped_beside, record_of, spared, to_condemn, to_rebase, to_sweep
 from nearkin_janitor.reach import GivingUp, Masks, Reach
@@ -160,7 +161,7 @@ class Collector:
         young = self._young(generations)
         summaries = None if self._ledger is None else self._ledger.summaries(self._now_us())
         named = [version.manifest for version in roots.kept]
-        reach = Reach(self._containers, self._manifests, named, young, summaries)
+        reach = Reach(self._containers, self._manifests, named, young, summaries, generations)
         if reach.by_services is not None and not (self._services_ended or self._online):
             raise Refused(
                 f"{reach.by_services} came through services: nothing was changed. Their janitor collects beside them; "
@@ -170,7 +171,7 @@ class Collector:
         kept = self._end_versions(roots, turns, sums)  # 2
         if len(kept) > len(roots.kept):  # some were brought back meanwhile
             named = [version.manifest for version in kept]
-            reach = Reach(self._containers, self._manifests, named, young, summaries)  # 3
+            reach = Reach(self._containers, self._manifests, named, young, summaries, generations)  # 3
         failpoint("gc.marked")
         self._go_on()
         names = [version.manifest for version in (*roots.kept, *roots.ended)]
@@ -195,7 +196,8 @@ class Collector:
         record = self._condemn(plan, ids, record, before, since, sums)  # 6
         if dry_run:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
-            sums.held = held_by(reach, Reach(self._containers, self._manifests, undeletable, young), ids, record)
+            others = Reach(self._containers, self._manifests, undeletable, young, listed=generations)
+            sums.held = held_by(reach, others, ids, record)
         if self._ledger is not None:
             self._ledger.confirmed(self._now_us())
         return self._report(sums, record, started, dry_run=dry_run)
@@ -205,7 +207,8 @@ class Collector:
         if self._ledger is None:
             return True
         names = [version.manifest for version in roots.kept]
-        told = self._ledger.bring_up(names, generations, self._manifests.read, self._readable, self._now_us())
+        naming = Naming(self._manifests, self._containers, generations)
+        told = self._ledger.bring_up(names, generations, naming.read, self._readable, self._now_us())
         record = self._condemned.read()
         as_marked = self._condemned.settled() and record.keys() <= set(generations)  # else a crash, or damage
         return told.marking or not as_marked or any(map(self._is_due, record.values()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
+from nearkin_janitor.naming import Naming
 from nearkin_janitor.summaries import Bits, Summaries, Summary, masks_of
 
 Masks = dict[int, Bools]
@@ -46,10 +47,11 @@ class Reach:
         names: Iterable[str],
         young: Iterable[int] = (),
         summaries: Summaries | None = None,
+        listed: Collection[int] | None = None,
     ) -> None:
         """Read the manifests named, and the recipes of their segments. Of the containers `young` all is named.
 
-        `summaries`: what is known of manifests that lie there as they did.
+        `summaries`: what is known of manifests that lie there as they did; `listed`: the containers, if they were.
 
         Raises Corrupt where one cannot be read: what it needs is not known, so nothing may be freed.
         """
@@ -59,7 +61,10 @@ class Reach:
         self.by_services: str | None = None
         """The name of a manifest, if any is there, that the services behind Kafka have committed."""
         bits = Bits()
-        for name, manifest in _read(manifests, names, summaries):
+        if listed is None:
+            listed = [container for container, _ in self._containers.ids()]
+        naming = Naming(manifests, self._containers, listed)
+        for name, manifest in _read(naming.read, manifests.stored, names, summaries):
             if isinstance(manifest, Summary):
                 if manifest.by_services:
                     self.by_services = name
@@ -161,13 +166,16 @@ class Reach:
 
 
 def _read(
-    manifests: ManifestStore, names: Iterable[str], summaries: Summaries | None
+    reading: Callable[[str], Manifest],
+    stored: Callable[[str], bytes],
+    names: Iterable[str],
+    summaries: Summaries | None,
 ) -> Iterator[tuple[str, Summary | Manifest]]:
     """Yield each manifest, or what is known of it, by its name. Raises Corrupt where it cannot be read."""
 
     def read(name: str) -> Manifest:
         try:
-            return manifests.read(name)
+            return reading(name)
         except (Corrupt, NotFound) as err:
             raise _unknown(err) from err
 
@@ -175,7 +183,7 @@ def _read(
         yield from ((name, read(name)) for name in names)
         return
     named = list(names)
-    yield from summaries.of(named, manifests.stored, read)
+    yield from summaries.of(named, stored, read)
     summaries.ended(named)
 
 

@@ -82,7 +82,7 @@ class Since:
         if changed:
             self._containers.forget_read()
         if came or committed:
-            more = Reach(self._containers, self._manifests, committed, came)
+            more = Reach(self._containers, self._manifests, committed, came, listed=listed)
             self._came.update(came)
             for segments in (self._reach.segments, self._segments):
                 _join(segments, more.segments)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
-from nearkin.records import ZERO, ContainerId, Damage, Locations, VerifyReport
+from nearkin.records import U64, ZERO, ContainerId, Damage, Locations, VerifyReport, distinct
 from nearkin.store import descriptor
 from nearkin.store.chunks import grouped
 from nearkin.store.condemned import CondemnedStore
@@ -33,6 +33,8 @@ from nearkin_janitor.soundness import Soundness, Unsound
 from nearkin_janitor.tenants import Tenants
 
 Progress = Callable[[int, int], None]
+MISSING_MAX = 1 << 16
+"""Of a manifest that names more containers that are not there, itself is called broken, and not each of them."""
 VersionName = tuple[str, str, int]
 """(tenant, key, version)."""
 
@@ -98,6 +100,8 @@ class Verifier:
         self._findings = _Findings()
         self._seen: dict[str, VersionName] = {}
         """Versions whose manifests were read, by the name of these."""
+        self._listed: U64 = np.zeros(0, np.uint64)
+        """Containers, all that manifests may name among them."""
         self._marked: set[str] = set()
         """Names of manifests that have marks: of a collected version none is listed any more."""
 
@@ -120,6 +124,7 @@ class Verifier:
         generations = self._containers.generations()
         sizes = {container: of_each[max(of_each)] for container, of_each in generations.items()}
         ids, listed = sorted(sizes), set(names)
+        self._listed = np.array(ids, np.uint64)
         chosen = choice.of(ids, frozenset(container for container, of_each in generations.items() if max(of_each)))
         total = len(ids) + len(names) + len(marks)
         for done, container in enumerate(leaning_last(ids, self._soundness.leans_on)):
@@ -183,6 +188,10 @@ class Verifier:
                 return
             manifest = known
         self._seen[name] = manifest.tenant, manifest.key, manifest.version
+        missing = len(np.setdiff1d(distinct(manifest.segments.containers), self._listed, assume_unique=True))
+        if missing > MISSING_MAX:
+            self._findings.found(name, f"{name}: names {missing} containers that are not there", self._seen[name])
+            return
         for culprit, problem in self._touching(manifest).items():
             self._findings.found(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
 

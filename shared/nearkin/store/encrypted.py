@@ -160,6 +160,12 @@ def key_names(objects: ObjectStore) -> list[str]:
     return [name for name, _ in objects.keyring.names()] if isinstance(objects, EncryptedObjects) else []
 
 
+def check_keys(objects: ObjectStore, tenant: str, catalog: Callable[[str], Iterator[object]]) -> None:
+    """Raise Erased where a tenant was, KeysLost where its keys are gone and `catalog` knows versions of it."""
+    if isinstance(objects, EncryptedObjects):
+        objects.keyring.check_not_lost(tenant, lambda: next(catalog(tenant), None) is not None)
+
+
 @contextmanager
 def overlaid(objects: ObjectStore) -> Iterator[ObjectStore]:
     """Return a store as it would be: what is written stays apart, and sealed where the store is encrypted."""

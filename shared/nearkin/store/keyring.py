@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 
 from blake3 import blake3
 
-from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Permanent, Retryable
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, KeysLost, NotFound, Permanent, Retryable
 from nearkin.fingerprints import domain_of
 from nearkin.formats import key as fmt
 from nearkin.formats.key import DataKey, KeyName
@@ -66,6 +66,8 @@ class KeyInfo:
 class _Owner:
     keys: dict[int, DataKey] = field(default_factory=dict)
     erased_us: int | None = None
+    lost: bool = False
+    """Keys were there, and are not any more."""
     looked: float = -1e9
 
 
@@ -96,7 +98,7 @@ class Keyring:
     def newest(self, domain: bytes | None) -> DataKey:
         """Return the key that seals what a tenant's domain (None: the store) writes; made if there is none.
 
-        Raises Erased, ConfigError, Corrupt, StoreUnavailable.
+        Raises Erased, KeysLost, ConfigError, Corrupt, StoreUnavailable.
         """
         owner = self.owner_of(domain)
         with self._lock:
@@ -106,8 +108,13 @@ class Keyring:
                     raise Corrupt(
                         f"{fmt.FOLDER}/{owner.hex()}: the store's own keys are gone: restore them from a copy"
                     )
-                self._make(owner, _number_after(found), domain)
-                found = self._looked_at(owner, now=True)
+                if found.lost:
+                    found = self._looked_at(owner, now=True)
+                    if found.lost:
+                        raise self._lost(owner)
+                else:
+                    self._make(owner, _number_after(found), domain)
+                    found = self._looked_at(owner, now=True)
             return found.keys[max(found.keys)]
 
     def key(self, owner: bytes, number: int, name: str) -> DataKey:
@@ -117,9 +124,10 @@ class Keyring:
             if number not in found.keys:
                 found = self._looked_at(owner, now=True)
             if number not in found.keys:
+                whose = f" ({self._named(owner)})" if owner in self._tenants else ""
                 raise Corrupt(
-                    f"{name}: sealed by key {number} of {owner.hex()}, which is not in {fmt.FOLDER}/: damaged, or the "
-                    "keys are to be restored from a copy"
+                    f"{name}: sealed by key {number} of {owner.hex()}{whose}, which is not in {fmt.FOLDER}/: damaged, "
+                    "or the keys are to be restored from a copy"
                 )
             return found.keys[number]
 
@@ -141,19 +149,27 @@ class Keyring:
             self._looked_at(owner)
 
     def check_not_lost(self, tenant: str, holds_some: Callable[[], bool]) -> None:
-        """Raise Corrupt where a tenant has no key and, as `holds_some` says, what one has sealed.
+        """Raise KeysLost where a tenant has no key and, as `holds_some` says, what one has sealed.
 
         A key that was made then would seal what leans on chunks that nobody can read. Raises Erased.
         """
+        self.check_tenant(tenant)
         owner = self.owner_of(domain_of(tenant))
         with self._lock:
             there = bool(self._looked_at(owner).keys)
-        if not there and holds_some():
-            raise Corrupt(
-                f"{fmt.FOLDER}/{owner.hex()}: the data keys of tenant {tenant!r} are gone, and it has versions: "
-                "restore the folder from a copy; where there is none, `nearkin keys rotate` makes a new key, and "
-                "`nearkin verify` lets go of what cannot be read"
-            )
+        if there or not holds_some():
+            return
+        with self._lock:  # another process may have made the first one since we looked
+            there = bool(self._looked_at(owner, now=True).keys)
+        if not there:
+            raise self._lost(owner)
+
+    def _lost(self, owner: bytes) -> KeysLost:
+        return KeysLost(
+            f"{fmt.FOLDER}/{owner.hex()}: the data keys of {self._named(owner)} are gone, and they have sealed what it "
+            "holds: restore the folder from a copy; where there is none, `nearkin keys rotate` makes a new key, and "
+            "`nearkin verify` lets go of what cannot be read"
+        )
 
     def _looked_at(self, owner: bytes, *, now: bool = False) -> _Owner:
         """Return an owner's keys as they are, or were a moment ago. Raises Erased."""
@@ -188,6 +204,7 @@ class Keyring:
                     found.erased_us, found.keys = erased_us, {}
                     return
                 continue
+            found.lost = not keys and (found.lost or bool(found.keys))
             found.keys = keys
             return
         raise Retryable(f"{fmt.FOLDER}/{owner.hex()}: changed {RACES_MAX} times while it was read; try again")

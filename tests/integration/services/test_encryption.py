@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import pytest
 
 from nearkin.errors import Erased
-from nearkin.fingerprints import Fingerprinter
+from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.restore import Blob
+from nearkin.runners.kafka.dead_replay import list_letters
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_keys, open_store_of
@@ -76,3 +79,29 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
     event = uploaded(pipeline, "web", "another", FIRST)
     assert event["state"] == "committed", (event, pipeline.logs())
     assert restored(pipeline, "web", "another", 1) == FIRST
+
+
+def test_a_tenant_whose_keys_are_lost_fails_visibly_until_they_are_back(pipeline: Pipeline, tmp_path: Path) -> None:
+    """A worker that made it a new key would commit what leans on chunks that nobody can read."""
+    versions = [FIRST, mutated(FIRST, 3, edits=40, edit_bytes_max=90)]
+    for tenant in ("db", "web"):
+        assert uploaded(pipeline, tenant, "key", versions[0])["state"] == "committed", pipeline.logs()
+    keyring = open_keys(pipeline.settings)
+    folder = tmp_path / "objects" / "keys" / keyring.owner_of(domain_of("db")).hex()
+    folder.rename(tmp_path / "lost")
+    shutil.rmtree(tmp_path / "objects" / "parity" / "keys" / folder.name)
+    for service in ("dedup", "resemblance", "delta"):  # or wait a minute
+        pipeline.kill(service)
+        pipeline.start(service)
+    event = uploaded(pipeline, "db", "key", versions[1])
+    assert event["state"] == "failed", (event, pipeline.logs())
+    assert re.search(r"keys/[0-9a-f]{32}: the data keys of tenant 'db' are gone.*restore the folder", event["failure"])
+    letters = [letter for letter in list_letters(pipeline.settings) if "'db' are gone" in letter.message]
+    assert letters, pipeline.logs()
+    assert not folder.exists()
+    assert uploaded(pipeline, "web", "key", versions[1])["state"] == "committed", pipeline.logs()
+
+    (tmp_path / "lost").rename(folder)
+    event = uploaded(pipeline, "db", "key", versions[1])
+    assert event["state"] == "committed", (event, pipeline.logs())
+    assert [restored(pipeline, "db", "key", number) for number in (1, 2)] == versions

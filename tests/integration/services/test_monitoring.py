@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import re
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +15,16 @@ from typing import Any
 
 import httpx
 import pytest
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from nearkin import metrics
 from nearkin.config_layers import load
 from nearkin.errors import ConfigError
+from nearkin.runners.kafka import clients
+from nearkin.runners.kafka import hot as hot_module
 from nearkin.runners.kafka.clients import connection, consumer, group, producer, topic
-from nearkin.runners.kafka.hot import HotSettings, merged
+from nearkin.runners.kafka.hot import HotSettings, config_message, merged
 from nearkin.runners.kafka.lag import WAITS, LagWatch
 from nearkin.runners.kafka.topics import prepare_topics
 from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
@@ -209,6 +213,86 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
     hot = HotSettings(settings, file)
     hot.start()
     try:
+        until(lambda: hot.settings.service.paused, 10.0)
+    finally:
+        hot.stop()
+
+
+@pytest.mark.parametrize("fails", ["made", "polled", "told"])
+def test_changes_are_heard_after_the_topic_could_not_be_read(
+    sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+) -> None:
+    """Twice it ends; what comes into force then is what was told last, not all that was told once more."""
+    settings = load(None, {"kafka": sections["kafka"]})[0]
+    prepare_topics(settings)
+    failing = threading.Event()
+    failures: list[str] = []
+    fatal = KafkaError(KafkaError._FATAL, "fenced off", True)
+
+    class Failing(Consumer):
+        def poll(self, timeout: float = -1) -> Any:
+            if fails == "polled" and failing.is_set() and len(failures) < 2:
+                failures.append("polled")
+                raise KafkaException(KafkaError(KafkaError._STATE))
+            found = super().poll(timeout)
+            if fails == "told" and failing.is_set() and len(failures) < 2:
+                failures.append("told")
+                return Told()
+            return found
+
+    class Told:
+        def error(self) -> KafkaError:
+            return fatal
+
+    def made(*args: Any, **extra: Any) -> Consumer:
+        if fails == "made" and len(failures) < 2:
+            failures.append("made")
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG))
+        with monkeypatch.context() as patched:
+            patched.setattr(clients, "Consumer", Failing)
+            return consumer(*args, **extra)
+
+    def tell(algorithm: str) -> None:
+        client = producer(settings, "test")
+        changes = {"features": {"algorithm": algorithm}}
+        told = config_message(changes, "me", "now", changes, algorithm, "")
+        client.produce(topic(settings, "config"), told, b"hot")
+        assert client.flush(10) == 0
+
+    monkeypatch.setattr(hot_module, "consumer", made)
+    tell("ntransform")
+    tell("odess")
+    hot = HotSettings(settings, None)
+    hot.start()
+    try:
+        assert hot.settings.features.algorithm == "odess"
+        failing.set()
+        until(lambda: len(failures) == 2)
+        tell("finesse")
+        until(lambda: hot.settings.features.algorithm == "finesse")
+        assert caplog.text.count("the topic is not watched") == 2
+    finally:
+        began = time.monotonic()
+        hot.stop()
+    assert time.monotonic() - began < 5
+    changed = [record.message for record in caplog.records if " -> ntransform" in record.message]
+    assert len(changed) == 1, "what it read before it ended is not told again"
+
+
+def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "config" / "nearkin.toml"
+    kafka = "\n".join(f"{field} = {value!r}" for field, value in sections["kafka"].items())
+    file.parent.mkdir()
+    file.write_text(f"[kafka]\n{kafka}\n")
+    settings = load(file)[0]
+    prepare_topics(settings)
+    shutil.rmtree(file.parent)
+    hot = HotSettings(settings, file)
+    hot.start()
+    try:
+        time.sleep(1.0)
+        file.parent.mkdir()
+        file.write_text(f"[kafka]\n{kafka}\n[service]\npaused = true\n")
         until(lambda: hot.settings.service.paused, 10.0)
     finally:
         hot.stop()

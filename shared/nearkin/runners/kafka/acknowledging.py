@@ -26,20 +26,20 @@ class Awaiting:
         self._ready: dict[int, tuple[int, str]] = {}
 
     def batch(self, reached: Mapping[int, tuple[int, str]]) -> None:
-        """Say what may be committed when all that was sent up to now is acknowledged. Raises StoreUnavailable."""
+        """Say what may be committed when all that was sent up to now is acknowledged. Raises what the outbox does."""
         self._waiting.append((self._outbox.sent_messages, dict(reached)))
         if len(self._waiting) > BATCHES_MAX:
             self._outbox.flush()
         self.settle()
 
     def settle(self) -> None:
-        """Learn what was acknowledged meanwhile, without waiting. Raises StoreUnavailable for what never will be."""
+        """Learn what was acknowledged meanwhile, without waiting. Raises what the outbox does."""
         self._outbox.settle()
         while self._waiting and self._waiting[0][0] <= self._outbox.acknowledged_messages:
             self._ready.update(self._waiting.popleft()[1])
 
     def drain(self) -> None:
-        """Wait until all is acknowledged. Raises StoreUnavailable."""
+        """Wait until all is acknowledged. Raises what the outbox does."""
         self._outbox.flush()
         self.settle()
 

@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from nearkin.config import Settings
-from nearkin.errors import Permanent, StoreUnavailable
+from nearkin.errors import NearkinError, Permanent, StoreUnavailable
 from nearkin.runners.kafka.offsets import PartitionOffsets
 
 _log = logging.getLogger("nearkin.kafka")
@@ -163,6 +163,18 @@ def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
     return StoreUnavailable(f"kafka {settings.kafka.bootstrap_servers}: {reason}")
 
 
+def undelivered(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:
+    """Return the error for a message that did not reach a topic: Permanent where it is larger than that takes."""
+    if problem.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+        return Permanent(
+            f"kafka topic {full}: a message of {value_bytes} bytes was refused as too large: want max.message.bytes "
+            f"{TOPIC_BYTES_MAX} or more (kafka-configs --alter --topic {full} --add-config "
+            f"max.message.bytes={TOPIC_BYTES_MAX}), and the brokers' message.max.bytes no lower; then start again what "
+            "has ended: it goes on from Kafka's offsets"
+        )
+    return StoreUnavailable(f"kafka topic {full}: a message was not delivered: {problem.str()}")
+
+
 def is_final(problem: KafkaError) -> bool:
     """Return whether the client that told this is of no use any more: only a new one goes on.
 
@@ -177,7 +189,7 @@ class Outbox:
     def __init__(self, settings: Settings, client_id: str) -> None:
         self._settings = settings
         self._producer = producer(settings, client_id)
-        self._failure: KafkaError | None = None
+        self._failure: NearkinError | None = None
         self._unanswered = PartitionOffsets()
         self.sent_messages = 0
         self.sent_bytes = 0
@@ -188,13 +200,13 @@ class Outbox:
         return self._unanswered.committable or 0
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
-        """Queue a message for one of TOPICS; waits while the queue is full. Raises StoreUnavailable."""
+        """Queue a message for one of TOPICS; waits while the queue is full. Raises StoreUnavailable, Permanent."""
         self.send_to(topic(self._settings, name), key, value, list(headers.items()))
 
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
     ) -> None:
-        """Queue a message for any topic."""
+        """Queue a message for any topic. Raises as `send` does, also for one that was queued before."""
         deadline = time.monotonic() + FLUSH_SECONDS_MAX
         while True:
             self._check()
@@ -207,19 +219,19 @@ class Outbox:
                 self._producer.poll(0.1)
                 continue
             except KafkaException as err:
-                raise unavailable(self._settings, err) from err
+                raise undelivered(err.args[0], full, len(value or b"")) from err
             self._unanswered.taken(self.sent_messages)
             self.sent_messages += 1
             self.sent_bytes += len(value or b"")
             return
 
     def settle(self) -> None:
-        """Learn what was acknowledged, without waiting. Raises StoreUnavailable for what never will be."""
+        """Learn what was acknowledged, without waiting. Raises StoreUnavailable, Permanent for what never will be."""
         self._producer.poll(0)
         self._check()
 
     def flush(self) -> None:
-        """Wait until all that was sent is acknowledged. Raises StoreUnavailable."""
+        """Wait until all that was sent is acknowledged. Raises StoreUnavailable, Permanent (one is too large)."""
         left = self._producer.flush(FLUSH_SECONDS_MAX)
         self._check()
         if left:
@@ -234,8 +246,8 @@ class Outbox:
         if err is None:
             self._unanswered.done(number)
         elif self._failure is None:
-            self._failure = err
+            self._failure = undelivered(err, message.topic() or "", len(message))
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise StoreUnavailable(f"kafka: a message was not delivered: {self._failure.str()}")
+            raise self._failure

@@ -29,9 +29,9 @@ from nearkin.records import Ledger, Locations
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
-from nearkin.runners.kafka.loop import IDLE_SECONDS, Record
+from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
 from nearkin.runners.kafka.offsets import PartitionOffsets
-from nearkin.runners.kafka.tenants import Lanes
+from nearkin.runners.kafka.tenants import Lane, Lanes
 from nearkin.runners.logs import about
 from nearkin.runners.tracing import about as about_span
 from nearkin.runners.tracing import span
@@ -44,6 +44,8 @@ VERSION_RACES_MAX = 1000
 FINISHED_MAX = 10_000
 """Blobs remembered as committed or failed: what is still told of them changes nothing."""
 OPEN_BLOBS_MAX = 20_000
+RECORDS_MAX = 1 << 20
+"""Records of all blobs that are gathering: 1.2 KiB each where a run has 14 segments of 128 KiB, as most have."""
 STAGES_BEFORE = frozenset(WAITS) - {"committer"}
 """What waits for one of these may be what a blob lacks. The committers' own offset is held back by that blob."""
 CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
@@ -98,7 +100,9 @@ class CommitHandler:
         self._outbox = Outbox(settings, f"{worker}-committed")
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
         self._offsets: dict[int, PartitionOffsets] = {}
-        self._open: dict[bytes, _Open] = {}
+        self._open: OrderedDict[bytes, _Open] = OrderedDict()
+        """Last seen last."""
+        self._records = 0
         self._finished: OrderedDict[bytes, None] = OrderedDict()
         for state in ("committed", "failed"):
             metrics.BLOBS.labels(state)
@@ -128,9 +132,9 @@ class CommitHandler:
                 blob.last_seen = oldest + BACKLOG_SECONDS
             return IDLE_SECONDS
         for blob in late:
-            self._tell_failed(blob, "some of its segments never came; look among the dead letters", None)
+            done = self._fail(blob, "some of its segments never came; look among the dead letters", None)
             self._outbox.flush()
-            self._done(self._finish(blob))
+            self._done(done)
         return IDLE_SECONDS
 
     def _unread(self, blobs: Iterable[_Open]) -> bool:
@@ -146,6 +150,7 @@ class CommitHandler:
         self._offsets.pop(partition, None)
         for blob in [blob for blob in self._open.values() if blob.records[0][0] == partition]:
             del self._open[blob.envelope.blob]
+            self._records -= len(blob.records)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
         """Yield what lies before the oldest open blob."""
@@ -173,6 +178,8 @@ class CommitHandler:
             _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
             return [place]
         blob = self._open.setdefault(message.envelope.blob, _Open(message.envelope))
+        self._open.move_to_end(blob.envelope.blob)
+        self._records += 1
         blob.records.append(place)
         blob.last_seen = time.monotonic()
         if isinstance(message, Placed):
@@ -181,22 +188,37 @@ class CommitHandler:
             blob.end = message
         end = blob.end
         if end is not None and end.failure is not None:
-            self._tell_failed(blob, end.failure, trace_of(record))
-            return self._finish(blob)
+            return self._fail(blob, end.failure, trace_of(record))
         if end is not None and end.segments is not None and self._whole(blob, end.segments):
             if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
-                self._tell_failed(blob, "it could not be committed; look among the dead letters", trace_of(record))
+                return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
             return self._finish(blob)
+        return self._make_room(blob)
+
+    def _make_room(self, newest: _Open) -> list[tuple[int, int]]:
+        """Fail a blob where more gather than may; return its records.
+
+        The one not seen for longest goes if its upload must be dead by now, else the one that came last: to end those
+        that wait longest would end them all where a few too many take turns.
+        """
         if len(self._open) > OPEN_BLOBS_MAX:
-            raise Retryable(f"more than {OPEN_BLOBS_MAX} blobs are gathering; add partitions or workers")
-        return []
+            longest = next(iter(self._open.values()))
+            dead = time.monotonic() - longest.last_seen > self._settings.kafka.upload_idle_seconds
+            blob, problem = longest if dead else newest, f"more than {OPEN_BLOBS_MAX} blobs are gathering"
+        elif self._records > RECORDS_MAX:
+            blob = max(self._open.values(), key=lambda one: len(one.records))
+            problem = f"the blobs that are gathering have more than {RECORDS_MAX} records, this one most of them"
+        else:
+            return []
+        return self._fail(blob, f"{problem}: add partitions (kafka.partitions) or committers, then put it again", None)
 
     @staticmethod
     def _whole(blob: _Open, segments: int) -> bool:
         return blob.segments >= segments and blob.runs()[1] >= segments
 
     def _finish(self, blob: _Open) -> list[tuple[int, int]]:
-        self._open.pop(blob.envelope.blob, None)
+        del self._open[blob.envelope.blob]
+        self._records -= len(blob.records)
         self._finished[blob.envelope.blob] = None
         if len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
@@ -209,37 +231,44 @@ class CommitHandler:
 
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
+        lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
         segments, known, ledger = _gathered(blob, end)
-        manifest, manifest_bytes = self._committed(end, segments, known, ledger)  # 1
+        manifest, manifest_bytes, durable_us = self._committed(end, segments, known, ledger)  # 1
         failpoint("version.manifest")
-        self._confirm(manifest, end)
-        self._lanes[manifest.tenant].index.commit(manifest, manifest_bytes)  # 2
+        self._confirm(lane, manifest, durable_us - end.began_us)
+        self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
-        _log.info("blob %s: committed as version %d", blob.envelope.blob.hex(), manifest.version)
-        stored = Ledger(stored_bytes=manifest_bytes)
-        self._tell(  # 3
-            end.envelope,
-            end.origin,
-            end.began_us,
-            traceparent,
-            {
-                "state": "committed",
-                "failure": None,
-                **info_json(manifest.info),
-                "seconds": manifest.seconds,
-                "ledger": ledger_json(ledger + stored, manifest.seconds),
-            },
-        )
+        self._tell_committed(end, manifest, ledger + Ledger(stored_bytes=manifest_bytes), traceparent)  # 3
         failpoint("version.told")
 
-    def _confirm(self, manifest: Manifest, end: End) -> None:
+    @staticmethod
+    def _catalogue(lane: Lane, manifest: Manifest, manifest_bytes: int) -> None:
+        """Tell the index. What that refuses for good undoes nothing: the version is there, an index made anew has it.
+
+        Raises Retryable.
+        """
+        try:
+            lane.index.commit(manifest, manifest_bytes)
+        except Permanent as err:
+            if isinstance(err, Corrupt):
+                metrics.CORRUPT.labels("committer").inc()
+            _log.error(
+                "key %r version %d: committed, but the index refused it: listings lack it until the index is rebuilt: "
+                "%s",
+                manifest.key,
+                manifest.version,
+                err,
+            )
+
+    def _confirm(self, lane: Lane, manifest: Manifest, took_us: int) -> None:
         """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.
 
         Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
-        later at the soonest, unless a manifest that is durable by then names it.
+        later at the soonest, unless a manifest that is durable by then names it. So one that was durable in time stays,
+        however late it is looked at again: what it needs may be damaged by then, and may come back from a copy.
         """
-        collected = self._lanes[manifest.tenant].collected
-        if time.time_ns() // 1000 - end.began_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
+        collected = lane.collected
+        if took_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
             return
         problem = collected.dangling(manifest.segments)
         if problem is not None:
@@ -248,14 +277,14 @@ class CommitHandler:
 
     def _committed(
         self, end: End, segments: Locations, known: np.ndarray[Any, np.dtype[np.bool_]], ledger: Ledger
-    ) -> tuple[Manifest, int]:
-        """Return the blob's manifest, committed now or by an earlier delivery (I2)."""
+    ) -> tuple[Manifest, int, int]:
+        """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2)."""
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
             versions = self._manifests.versions(tenant, key)
             earlier = self._earlier(end, versions)
             if earlier is not None:
-                return earlier
+                return *earlier, earlier[0].created_us
             now_us = time.time_ns() // 1000
             manifest = Manifest(
                 tenant=tenant,
@@ -277,7 +306,7 @@ class CommitHandler:
             except AlreadyExists:
                 continue  # another put took the number, or this one did and its answer was lost
             metrics.count_committed(ledger, manifest_bytes, manifest.seconds)
-            return manifest, manifest_bytes
+            return manifest, manifest_bytes, time.time_ns() // 1000
         raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
@@ -294,13 +323,43 @@ class CommitHandler:
                 return None
         return None
 
-    def _tell_failed(self, blob: _Open, failure: str, traceparent: bytes | None) -> None:
-        metrics.BLOBS.labels("failed").inc()
+    def _fail(self, blob: _Open, failure: str, traceparent: bytes | None) -> list[tuple[int, int]]:
+        """Tell a blob failed, or committed where a version has its origin; return its records, which are done.
+
+        Raises Retryable.
+        """
+        origin, began_us, end = blob.envelope.blob, 0, blob.end
+        if end is not None:
+            origin, began_us = end.origin, end.began_us
+        earlier = self._version_of(end) if end is not None and end.segments is not None else None
         with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
-            _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
-        origin = blob.end.origin if blob.end is not None else blob.envelope.blob
-        began_us = blob.end.began_us if blob.end is not None else 0
-        self._tell(blob.envelope, origin, began_us, traceparent, {"state": "failed", "failure": failure})
+            if end is not None and earlier is not None:
+                manifest, manifest_bytes = earlier
+                _log.warning("blob %s: is version %d; since then: %s", origin.hex(), manifest.version, failure)
+                self._tell_committed(end, manifest, manifest.ledger + Ledger(stored_bytes=manifest_bytes), traceparent)
+            else:
+                metrics.BLOBS.labels("failed").inc()
+                _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
+                self._tell(blob.envelope, origin, began_us, traceparent, {"state": "failed", "failure": failure})
+        return self._finish(blob)
+
+    def _version_of(self, end: End) -> tuple[Manifest, int] | None:
+        """Return what was committed of a blob, None where that is nothing, or nothing that can be read."""
+
+        def look() -> tuple[Manifest, int] | None:
+            return self._earlier(end, self._manifests.versions(end.envelope.tenant, end.envelope.key))
+
+        try:
+            return patiently(look)
+        except Permanent as err:
+            _log.warning("blob %s: its key's versions: %s", end.envelope.blob.hex(), err)
+            return None
+
+    def _tell_committed(self, end: End, manifest: Manifest, ledger: Ledger, traceparent: bytes | None) -> None:
+        _log.info("blob %s: committed as version %d", end.envelope.blob.hex(), manifest.version)
+        what = {"state": "committed", "failure": None, **info_json(manifest.info)}
+        what |= {"seconds": manifest.seconds, "ledger": ledger_json(ledger, manifest.seconds)}
+        self._tell(end.envelope, end.origin, end.began_us, traceparent, what)
 
     def _tell(
         self,

@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from tenacity import RetryCallState, Retrying, sleep_using_event, stop_when_event_set, wait_random_exponential
 from watchfiles import watch
 
 from nearkin import metrics
 from nearkin.config import HOT_FIELDS, Settings
 from nearkin.config_layers import load, with_changes
 from nearkin.errors import BadInput, NearkinError
-from nearkin.runners.kafka.clients import consumer, group, topic
+from nearkin.runners.kafka.clients import consumer, group, is_final, topic
 
 _log = logging.getLogger("nearkin.config")
 
@@ -41,6 +42,8 @@ AUDIT_MAX = 100
 """Changes that are remembered, newest last; at most CHANGES_BYTES_MAX each."""
 AUDIT_TEXT_MAX = 200
 POLL_SECONDS = 0.5
+AGAIN_SECONDS, AGAIN_SECONDS_MAX = 0.5, 30.0
+"""How long a watcher that failed waits, by lot: at most the first, then twice as long each time, up to the second."""
 LOOK_MS = 5_000
 """How often the file is looked at whatever the watcher says: it tells nothing of what came before it began."""
 WATCH_MS = 500
@@ -106,6 +109,8 @@ class HotSettings:
         """The id of the newest message, "" of one that has none; None where what came before the next is not known."""
         self._settled = True
         self._awaited: dict[str, Future[None]] = {}
+        self._next_offset = 0
+        """Of the topic: who begins anew must not go back to what was in force before."""
         metrics.CONFIG.info({"revision": self.revision})
 
     @property
@@ -161,11 +166,13 @@ class HotSettings:
 
     def start(self) -> None:
         """Watch the file, where there is one, and the topic; returns when the topic was read to its end once."""
-        watchers: list[Callable[[], None]] = [self._watch_topic]
+        watchers: dict[str, Callable[[], None]] = {"topic": self._watch_topic}
         if self._file is not None:
-            watchers.append(self._watch_file)
-        for watcher in watchers:
-            thread = threading.Thread(target=watcher, name=f"nearkin-{watcher.__name__.strip('_')}", daemon=True)
+            watchers["file"] = self._watch_file
+        for what, watcher in watchers.items():
+            thread = threading.Thread(
+                target=self._kept_up, args=(what, watcher), name=f"nearkin-watch-{what}", daemon=True
+            )
             thread.start()
             self._threads.append(thread)
         if not self._caught_up.wait(30.0):
@@ -238,6 +245,22 @@ class HotSettings:
                 metrics.CONFIG.info({"revision": revision})
                 _log.warning("revision %s -> %s: %s", before, revision, changed)
 
+    def _kept_up(self, what: str, watcher: Callable[[], None]) -> None:
+        """Watch until the stop: a watcher that ends by an error begins anew, where it was."""
+
+        def failed(state: RetryCallState) -> None:
+            problem = None if state.outcome is None else state.outcome.exception()
+            _log.error("the %s is not watched, revision %s stays; again soon: %r", what, self.revision, problem)
+
+        again = Retrying(
+            wait=wait_random_exponential(multiplier=AGAIN_SECONDS, max=AGAIN_SECONDS_MAX),
+            stop=stop_when_event_set(self._stop),
+            sleep=sleep_using_event(self._stop),
+            before_sleep=failed,
+            retry_error_callback=lambda _: None,
+        )
+        again(watcher)
+
     def _watch_file(self) -> None:
         assert self._file is not None
         # It tells of every change in the folder: where a log lies beside the file, each line would cause the next.
@@ -262,9 +285,9 @@ class HotSettings:
         client = consumer(
             self._started, group(self._started, "config-readers"), "nearkin-config", **{"enable.partition.eof": True}
         )
+        told = None
         try:
-            client.assign([TopicPartition(full, 0, 0)])
-            following = 0
+            client.assign([TopicPartition(full, 0, self._next_offset)])
             while not self._stop.is_set():
                 message = client.poll(POLL_SECONDS)
                 if message is None:
@@ -272,16 +295,19 @@ class HotSettings:
                 problem = message.error()
                 if problem is None:
                     value, offset = message.value(), message.offset() or 0
-                    if offset != following:  # compaction took what came before: this one stands for it
+                    if offset != self._next_offset:  # compaction took what came before: this one stands for it
                         self._heard = None
-                    following = offset + 1
-                    self.told(value if isinstance(value, bytes) else b"", f"{full} offset {message.offset()}")
+                    self._next_offset = offset + 1
+                    self.told(value if isinstance(value, bytes) else b"", f"{full} offset {offset}")
                 elif problem.code() == KafkaError._PARTITION_EOF:
                     self._caught_up.set()
                 elif problem.code() == KafkaError.OFFSET_OUT_OF_RANGE:
                     client.assign([TopicPartition(full, 0, 0)])
-        except KafkaException as err:
-            _log.error("%s: %s: settings of the file stay", full, err.args[0].str())
+                elif is_final(problem):
+                    raise KafkaException(problem)
+                elif problem.code() != told:
+                    told = problem.code()
+                    _log.warning("%s: %s", full, problem.str())
         finally:
             client.close()
 

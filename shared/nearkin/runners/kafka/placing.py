@@ -17,7 +17,7 @@ import numpy as np
 
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, Erased, Retryable
+from nearkin.errors import Corrupt, Erased, KeysLost, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin.index.catalog import summarise
@@ -212,8 +212,8 @@ class PlaceHandler:
     def _one(self, record: Record, message: Message) -> bool:
         try:
             opened = self._opened(message.envelope.tenant)
-        except Erased as err:
-            refused = err
+        except (Erased, KeysLost) as err:
+            refused: Permanent = err
 
             def refuse() -> None:
                 raise refused
@@ -371,7 +371,7 @@ def _put(lane: Lane, container: SealedContainer) -> None:
     """Put a container; one that is there with the same bytes was put by an earlier try."""
     try:
         lane.containers.put(container.container, container.data)
-    except Erased as err:  # since its chunks came: what they are of is refused when it comes again
+    except (Erased, KeysLost) as err:  # since its chunks came: what they are of is refused when it comes again
         raise Retryable(f"container {container.container:016x}: {err}: starting over") from err
     except AlreadyExists as err:
         if lane.containers.raw(container.container) != container.data:

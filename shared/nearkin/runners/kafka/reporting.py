@@ -8,7 +8,7 @@ import threading
 from datetime import UTC, datetime
 
 from nearkin.config import Settings
-from nearkin.errors import Retryable
+from nearkin.errors import NearkinError
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.hot import HotSettings
 
@@ -41,7 +41,7 @@ def report(settings: Settings, hot: HotSettings, service: str, worker: str, stop
         try:
             outbox.send("workers", name.encode(), json.dumps(told).encode(), {})
             outbox.flush()
-        except Retryable as err:
+        except NearkinError as err:
             _log.warning("report: %s", err)
             outbox.close()
             outbox = Outbox(settings, f"{service}-{worker}-report")

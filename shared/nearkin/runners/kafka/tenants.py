@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
@@ -15,7 +14,8 @@ from nearkin.runners.kafka.handling import TENANTS_MAX, BoundedCache
 from nearkin.store.collected import Collected, RecordWatch
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
-from nearkin.store.objects import ObjectStore, check_tenant
+from nearkin.store.encrypted import check_keys
+from nearkin.store.objects import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,10 @@ Lanes = BoundedCache[str, Lane]
 def lanes(
     settings: Settings, objects: ObjectStore, secret: bytes, fingerprint_bits: int, index_of: Callable[[bytes], Index]
 ) -> Lanes:
-    """Return the lanes of all tenants, each made when it is first asked for; of an erased one they raise Erased."""
+    """Return the lanes of all tenants, each made when it is first asked for.
+
+    Of an erased one they raise Erased, of one whose keys are gone KeysLost.
+    """
     watch = RecordWatch(CondemnedStore(objects), settings.gc.grace_seconds)
     # One cache for all: each tenant's own came to TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
     every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
@@ -53,4 +56,7 @@ def lanes(
         facts = EmbeddedFacts(pending, in_flight, collected)
         return Lane(fingerprinter, index, pending, in_flight, containers, facts, collected)
 
-    return BoundedCache(make, TENANTS_MAX, partial(check_tenant, objects))
+    def check(tenant: str) -> None:
+        check_keys(objects, tenant, index_of(b"").catalog)
+
+    return BoundedCache(make, TENANTS_MAX, check)

@@ -1,0 +1,271 @@
+"""The committer where the index refuses, its log is read again, or too much gathers: what it tells is what is there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis as redis_client
+
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.formats.message import End, Envelope, Placed, encode
+from nearkin.index.redis import RedisIndex
+from nearkin.records import Ledger, Locations
+from nearkin.runners.kafka import committing
+from nearkin.runners.kafka.clients import Headers
+from nearkin.runners.kafka.committing import CommitHandler
+from nearkin.runners.kafka.lag import Backlog
+from nearkin.runners.kafka.loop import Record
+from nearkin.runners.kafka.tenants import lanes
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.opening import open_store_of
+from nearkin.testing.redis_server import RedisServer
+
+SEGMENT_BYTES = 1000
+BEGAN_US = time.time_ns() // 1000
+
+
+class Nothing(Backlog):
+    """Says that nothing waits before."""
+
+    def __init__(self) -> None:
+        pass
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        return False
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        return 0.0
+
+
+class Kept:
+    """An outbox whose events and dead letters are looked at instead of sent."""
+
+    def __init__(self, *_: object) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.letters: list[dict[str, bytes | None]] = []
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        assert name == "committed"
+        self.events.append(json.loads(value))
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        self.letters.append(dict(headers))
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+class Log:
+    """Partition 0 of `placed`, and the committer that reads it: over Redis and objects in a folder."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.objects, self.found = open_store_of(settings)
+        self.manifests = ManifestStore(self.objects)
+        self.index = RedisIndex(settings.redis, b"")
+        self.records: list[Record] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with a new committer, which knows nothing."""
+        made = lanes(
+            self.settings,
+            self.objects,
+            bytes.fromhex(self.found.secret),
+            self.found.fingerprint_bits,
+            self.index.for_domain,
+        )
+        self.handler = CommitHandler(self.settings, self.manifests, made, "w", Nothing())
+        self.handler.assigned(0, "")
+        told: Any = self.handler._outbox
+        self.told: Kept = told
+
+    def placed(self, number: int, sequence: int) -> None:
+        """Add one segment of blob `number`."""
+        segments = Locations(np.full(1, 5 << 40, np.uint64), np.array([sequence], np.uint32))
+        lengths = np.full(1, SEGMENT_BYTES, np.uint32)
+        self._add(number, Placed(envelope(number, sequence), segments, np.zeros(1, np.bool_), lengths, Ledger()))
+
+    def end(self, number: int, segments: int) -> None:
+        """Add the end of blob `number`."""
+        whole = End(envelope(number, segments), *began_of(number), segments * SEGMENT_BYTES, bytes(32), None, segments)
+        self._add(number, whole)
+
+    def _add(self, number: int, message: Placed | End) -> None:
+        record = Record("placed", 0, len(self.records), blob_of(number), encode(message), {}, ())
+        self.records.append(record)
+
+    def read(self, start: int = 0) -> dict[str, str]:
+        """Hand over all records from `start` on; return what was told last of each key."""
+        self.handler.handle(self.records[start:])
+        return self.states()
+
+    def states(self) -> dict[str, str]:
+        return {event["key"]: event["state"] for event in self.told.events}
+
+    def committable(self) -> int:
+        return next(offset for _, offset, _ in self.handler.committable())
+
+
+def blob_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def envelope(number: int, sequence: int) -> Envelope:
+    return Envelope(blob_of(number), "t", f"k{number}", sequence * SEGMENT_BYTES, sequence)
+
+
+def began_of(number: int) -> tuple[int, bytes]:
+    return BEGAN_US, blob_of(number)
+
+
+@pytest.fixture
+def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    monkeypatch.setattr(committing, "Outbox", Kept)
+    with redis_client.Redis.from_url(server.url) as client:
+        client.flushall()
+    changes = {
+        "object_store": {"url": str(tmp_path / "objects")},
+        "redis": {"url": server.url},
+        "kafka": {"upload_idle_seconds": 1},
+    }
+    made = Log(with_changes(Settings(), changes))
+    yield made
+    made.index.close()
+
+
+def later(log: Log, seconds: float) -> None:
+    """Let time pass for what is gathering."""
+    for blob in log.handler._open.values():
+        blob.last_seen -= seconds
+
+
+# --- what is there is committed --------------------------------------------------------------------------------------
+
+
+def test_a_version_that_the_index_refuses_for_good_is_told_committed(
+    log: Log, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, versions = log.index._home(log.index.epochs.current, "t")
+    with redis_client.Redis.from_url(server.url) as client:
+        client.set(versions, b"not a sorted set")
+    log.placed(1, 0)
+    log.end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    assert log.manifests.versions("t", "k1") == [1]
+    assert log.told.events[-1]["version"] == 1
+    assert log.told.letters == []
+    assert "the index refused it: listings lack it until the index is rebuilt" in caplog.text
+    assert log.committable() == 2
+
+
+def test_a_surprise_after_the_manifest_is_a_dead_letter_of_a_committed_version(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def surprise(*_: object) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(RedisIndex, "commit", surprise)
+    log.placed(1, 0)
+    log.end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    assert len(log.told.letters) == 1
+
+
+def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(log: Log) -> None:
+    """Offsets move past records one by one: another blob between them holds the end back, not what lies before."""
+    log.placed(1, 0)
+    log.placed(2, 0)
+    log.end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    start = log.committable()
+    assert start == 1
+    log.begin()
+    log.read(start)
+    later(log, 3)
+    log.handler.idle()
+    assert log.states() == {"k1": "committed", "k2": "failed"}
+    assert log.manifests.versions("t", "k1") == [1]
+    assert log.committable() == 3
+
+
+def test_a_version_that_was_committed_in_time_stays_however_late_its_records_come_again(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it needs cannot be read by then: that is damage, and may come back from a copy; its version may not go."""
+    log.placed(1, 0)
+    log.end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    hours, time_ns = int(20 * 3600e9), time.time_ns
+    monkeypatch.setattr(committing.time, "time_ns", lambda: time_ns() + hours)
+    log.begin()
+    assert log.read() == {"k1": "committed"}
+    log.placed(2, 0)
+    log.end(2, 1)
+    assert log.read(2)["k2"] == "failed", "one that came so late is looked at"
+    assert (log.manifests.versions("t", "k1"), log.manifests.versions("t", "k2")) == ([1], [])
+
+
+# --- too much gathers ------------------------------------------------------------------------------------------------
+
+
+def test_where_too_many_gather_those_that_came_first_go_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committing, "OPEN_BLOBS_MAX", 3)
+    for sequence in range(2):
+        for number in range(8):
+            log.placed(number, sequence)
+    for number in range(8):
+        log.end(number, 2)
+    log.read()
+    assert Counter(log.states().values()) == {"committed": 3, "failed": 5}
+    assert [log.states()[f"k{number}"] for number in range(3)] == ["committed"] * 3
+    failures = {event["failure"] for event in log.told.events if event["state"] == "failed"}
+    assert failures == {
+        "more than 3 blobs are gathering: add partitions (kafka.partitions) or committers, then put it again"
+    }
+    assert len(log.told.events) == 8
+    assert log.committable() == len(log.records)
+
+
+def test_where_too_many_gather_one_whose_upload_is_dead_makes_room(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committing, "OPEN_BLOBS_MAX", 3)
+    for number in range(3):
+        log.placed(number, 0)
+    log.read()
+    later(log, 1.5)
+    log.placed(0, 1)  # is alive
+    log.placed(3, 0)
+    log.end(3, 1)
+    log.end(0, 2)
+    assert log.read(3) == {"k1": "failed", "k3": "committed", "k0": "committed"}
+    assert log.committable() == 2
+
+
+def test_where_too_many_records_gather_the_blob_with_most_of_them_fails(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committing, "RECORDS_MAX", 10)
+    log.placed(1, 0)
+    for sequence in range(40):
+        log.placed(2, sequence)
+    log.end(2, 40)
+    log.end(1, 1)
+    assert log.read() == {"k2": "failed", "k1": "committed"}
+    assert log.handler._records == 0
+    assert log.committable() == len(log.records)

@@ -1,0 +1,89 @@
+"""A topic that takes smaller messages than Nearkin sends: no repetition helps, so who sends is told what would."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import Permanent
+from nearkin.runners.kafka.clients import TOPIC_BYTES_MAX, Outbox, connection, topic
+from nearkin.runners.kafka.loop import run_forever
+from nearkin_gateway.ingest import Intent
+from nearkin_gateway.ingest_kafka import KafkaIngest
+
+LIMIT_BYTES = 10_000
+MESSAGE_BYTES = 300_000
+REFUSED = rf"frames: a message of 3\d{{5}} bytes was refused as too large: want max.message.bytes {TOPIC_BYTES_MAX}"
+NOISE = bytes(range(256)) * (MESSAGE_BYTES // 256 + 1)
+
+
+@pytest.fixture
+def settings(kafka: object, topic_prefix: str) -> Settings:
+    """Return settings over a topic `frames` that an operator has limited."""
+    address = {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "compression": "none"}  # type: ignore[attr-defined]
+    found = with_changes(Settings(), {"kafka": address})
+    admin = AdminClient(connection(found, "test"))
+    full = topic(found, "frames")
+    limited = NewTopic(full, 1, replication_factor=1, config={"max.message.bytes": str(LIMIT_BYTES)})
+    admin.create_topics([limited])[full].result(30)
+    return found
+
+
+def test_a_message_that_a_topic_refuses_as_too_large_is_a_permanent_error(settings: Settings) -> None:
+    outbox = Outbox(settings, "test")
+    outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
+    with pytest.raises(Permanent, match=REFUSED):
+        outbox.flush()
+    with pytest.raises(Permanent, match=REFUSED):
+        outbox.send("frames", b"key", b"small", {})
+    outbox.close()
+
+
+def test_a_message_that_no_topic_takes_is_refused_before_it_is_sent(settings: Settings) -> None:
+    outbox = Outbox(settings, "test")
+    with pytest.raises(Permanent, match=re.escape(f"a message of {TOPIC_BYTES_MAX} bytes was refused as too large")):
+        outbox.send("frames", b"key", bytes(TOPIC_BYTES_MAX), {})
+    outbox.send("frames", b"key", b"small", {})
+    outbox.flush()
+    outbox.close()
+
+
+def test_a_worker_does_not_start_over_for_it_again_and_again(settings: Settings) -> None:
+    stop, begun = threading.Event(), 0
+
+    class Sending:
+        def run(self, *_: object) -> None:
+            nonlocal begun
+            begun += 1
+            if begun > 3:
+                stop.set()
+            outbox = Outbox(settings, "test")
+            outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
+            outbox.flush()
+
+    with pytest.raises(Permanent, match=REFUSED):
+        run_forever(Sending, stop, lambda: False, "test")
+    assert begun == 1
+
+
+def test_an_upload_through_a_gateway_is_told_so(settings: Settings) -> None:
+    async def upload() -> None:
+        ingest = KafkaIngest(settings, "test")
+        await ingest.open()
+        try:
+            one = await ingest.begin(Intent("t", "key", bytes(16), bytes(16), 1))
+            await one.write(NOISE[:MESSAGE_BYTES])
+            with pytest.raises(Permanent, match=REFUSED):
+                await one._tracker.settled()
+            await one.abort("its frames were refused")
+        finally:
+            await ingest.close()
+
+    asyncio.run(upload())
