@@ -20,6 +20,7 @@ import yaml
 
 from nearkin import config, config_rules
 from nearkin.config import HOT_FIELDS, SECRETS, Settings
+from nearkin.limits import TENANT_BYTES_MAX
 
 CHART = Path("deploy/helm/nearkin")
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
@@ -87,6 +88,8 @@ def _ruled(rule: object) -> dict[str, Any] | None:
             found = {"type": "number", "minimum": 0, "maximum": rule.most}
         case config_rules.Text():
             found = {"type": "string", "minLength": 1, "maxLength": rule.bytes_max}
+        case config_rules.TenantName():
+            found = {"type": "string", "minLength": 1, "maxLength": TENANT_BYTES_MAX}
         case config_rules.OneMatch():
             found = {"type": "string", "pattern": f"^{rule.pattern}$"}
         case config_rules.TopicTenants():
