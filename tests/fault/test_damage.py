@@ -48,11 +48,6 @@ def sound(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture
-def root(sound, tmp_path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "store"))
-
-
 def named(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from nearkin import failpoints, open_store
-from nearkin.config import Settings
 from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Retryable
 from nearkin.formats.key import name_of
 from nearkin.formats.sealed import HEAD, PAGE_BYTES, STRIDE_BYTES
 from nearkin.testing.bitflips import run
-from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.histories import WORD, filled, history
 from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
 from nearkin.testing.stores import (
     ENCRYPTED,
@@ -35,52 +35,7 @@ CHOSEN = settings(SMALL, ENCRYPTED, {"delta": {"max_depth": 3}, "gc": {"grace_se
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
 CLEAR = settings(CHOSEN, {"storage": {"encryption": "none", "key": None}})
 OTHER = settings(CHOSEN, {"tenant": "other"})
-WORD = b"a sentence that nobody but its owner may read. "
-
-
-def contents_of_a_history() -> dict[tuple[str, int], bytes]:
-    contents: dict[tuple[str, int], bytes] = {}
-    content = text_like(400_000, 1) + WORD * 50
-    for version in range(1, 4):
-        contents["history", version] = content
-        content = mutated(content, version, edits=60, edit_bytes_max=90)
-    contents["alone", 1] = random_bytes(300_000, 7)
-    contents["mixed", 1] = contents["alone", 1][:100_000] + contents["history", 2][200_000:]
-    contents["empty", 1] = b""
-    return contents
-
-
-CONTENTS = contents_of_a_history()
-
-
-def filled(root: Path, chosen: Settings) -> Path:
-    with open_store(root, settings=chosen) as store:
-        for (key, _), content in CONTENTS.items():
-            store.put(key, content, metadata={"a-name": "a-value"})
-        store.put("deleted", b"soon")
-        store.delete("deleted", reason="a-reason")
-        assert store.verify().damage == ()
-    return root
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    return filled(tmp_path_factory.mktemp("sound") / "store", CHOSEN)
-
-
-@pytest.fixture(scope="module")
-def covered(tmp_path_factory) -> Path:
-    return filled(tmp_path_factory.mktemp("covered") / "store", COVERED)
-
-
-@pytest.fixture
-def root(sound, tmp_path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "store"))
-
-
-@pytest.fixture
-def covered_root(covered, tmp_path) -> Path:
-    return Path(shutil.copytree(covered, tmp_path / "covered"))
+CONTENTS = history()
 
 
 def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path) -> None:

@@ -18,6 +18,7 @@ from nearkin.formats.layout import BLOCK
 from nearkin.local_repair import _sorted_out
 from nearkin.records import ContainerId
 from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.histories import history
 from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
 from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, objects, process, settings
 from nearkin_janitor import given
@@ -25,51 +26,7 @@ from nearkin_janitor.heal import Healer
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
-
-
-def contents_of_a_history() -> dict[tuple[str, int], bytes]:
-    contents: dict[tuple[str, int], bytes] = {}
-    content = text_like(400_000, 1)
-    for version in range(1, 4):
-        contents["history", version] = content
-        content = mutated(content, version, edits=60, edit_bytes_max=90)
-    contents["alone", 1] = random_bytes(300_000, 7)
-    contents["mixed", 1] = contents["alone", 1][:100_000] + contents["history", 2][200_000:]
-    contents["empty", 1] = b""
-    return contents
-
-
-CONTENTS = contents_of_a_history()
-
-
-def filled(root: Path, chosen) -> Path:
-    with open_store(root, settings=chosen) as store:
-        for (key, _), content in CONTENTS.items():
-            store.put(key, content)
-        store.put("deleted", b"soon")
-        store.delete("deleted")
-        assert store.verify().damage == ()
-    return root
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    return filled(tmp_path_factory.mktemp("sound") / "store", CHOSEN)
-
-
-@pytest.fixture(scope="module")
-def covered(tmp_path_factory) -> Path:
-    return filled(tmp_path_factory.mktemp("covered") / "store", COVERED)
-
-
-@pytest.fixture
-def root(sound, tmp_path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "store"))
-
-
-@pytest.fixture
-def covered_root(covered, tmp_path) -> Path:
-    return Path(shutil.copytree(covered, tmp_path / "covered"))
+CONTENTS = history()
 
 
 def named(root: Path, path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -33,11 +32,6 @@ def sound(tmp_path_factory) -> Path:
         store.delete("k5")
         store.undelete("k5")
     return root
-
-
-@pytest.fixture
-def root(sound, tmp_path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "store"))
 
 
 def whole_pass(store: Store) -> list:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -29,11 +28,6 @@ def sound(tmp_path_factory) -> Path:
             store.put(f"k{number}", random_bytes(300_000, number))
     assert len(containers(root)) >= 8
     return root
-
-
-@pytest.fixture
-def root(sound, tmp_path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "store"))
 
 
 def test_a_sample_reads_its_share_and_the_same_seed_reads_the_same(root):
