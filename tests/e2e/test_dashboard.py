@@ -297,6 +297,8 @@ def test_every_page_is_accessible_in_both_schemes_and_fits_a_phone(opened: Calla
         page.set_viewport_size({"width": 320, "height": 640})
         shot(page, f"phone-{name}")
         assert page.evaluate("document.documentElement.scrollWidth") == 320, f"{name} is wider than a phone"
+        wide = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth).length"
+        assert page.evaluate(wide) == 0, f"{name}: something leaves its card"
         assert looked["light"]["testEngine"]["name"] == "axe-core"
 
 
