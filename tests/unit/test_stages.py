@@ -191,6 +191,78 @@ def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
         assert stage.flush()[0].claims.directory.chunks.depths.tolist() == [0]
 
 
+class Near(Scripted):
+    """The base is also what lay in the place of each gap."""
+
+    def answer(self, reads: Reads, facts: Facts) -> Facts:
+        from dataclasses import replace
+
+        facts = super().answer(reads, facts)
+        if reads.gaps is None:
+            return facts
+        count = len(reads.gaps)
+        there = Locations(np.full(count, 77, np.uint64), np.zeros(count, np.uint32))
+        bounds = np.arange(count + 1, dtype=np.uint32)
+        return replace(facts, neighbours=Neighbours(reads.gaps.fresh, bounds, there, Locations.empty(count)))
+
+
+def test_super_features_are_asked_late_for_the_chunks_alone_that_are_unknown_and_have_no_base():
+    base = text_like(CHUNK, 5)
+    data = mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x") + pieces(1, 2)
+    batch = segments(data)
+    facts = Near({batch.names[1].tobytes(): (500, 9)}, base=(base, 0))
+    paired = run_stage(ResemblanceStage(CHOSEN, looks_up=False), run_stage(DedupStage(), batch, Scripted()), Scripted())
+    assert not paired.base_found.any()
+    stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
+    outcome = run_stage(stage, paired, facts)
+    (asked,) = (reads.super_features for reads in facts.asked if reads.super_features is not None)
+    assert asked.tolist() == paired.super_features[[2]].tolist()
+    assert outcome.counts.delta.tolist() == [True, False, False]
+    assert outcome.counts.duplicate.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
+def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
+    base = text_like(CHUNK, 5)
+    data = mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
+    facts = Scripted(base=(base, 0))
+    early, fresh, told = through_delta(data, facts, facts, changes)
+    late = DeltaStage(settings(CHOSEN, changes), FINGERPRINTER.domain, 0, asks_bases="late")
+    outcome = run_stage(late, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, facts), facts)
+    assert told.counts.delta.tolist() == outcome.counts.delta.tolist() == [True]
+    one, other = (stage.flush()[0].claims.directory for stage in (early, late))
+    assert one.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist() == (
+        other.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist()
+    )
+
+
+def test_what_dedup_was_told_in_this_turn_is_not_asked_again(tmp_path, monkeypatch):
+    """A chunk that was placed a batch ago is found by dedup's own question: every chunk is stored once (I5)."""
+    index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
+    asked: list[int] = []
+    locate = index.locate_chunks
+    monkeypatch.setattr(index, "locate_chunks", lambda names: asked.append(len(names)) or locate(names))
+    objects = memory_objects()
+    containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
+    chosen = settings(CHOSEN, {"runner": {"batch_bytes": 2 << 20}})
+    content = pieces(*range(1, 200))
+    with EmbeddedWriter(chosen, FINGERPRINTER, containers, ManifestStore(objects), index, 0) as writer:
+        for key in ("a", "b"):
+            blob = writer.begin(key, {}, None)
+            for start in range(0, len(content), 1 << 16):
+                piece = memoryview(content + key.encode() * CHUNK)[start : start + (1 << 16)]
+                while piece:
+                    window = writer.window()
+                    count = min(len(window), len(piece))
+                    window[:count] = piece[:count]
+                    writer.advance(blob, count)
+                    piece = piece[count:]
+            writer.end(blob)
+        writer.flush()
+    assert sum(len(containers.directory(container).chunks) for container, _ in containers.ids()) == 201
+    assert sum(asked) < 300  # each of the first blob once, and those of the second one's last segment
+
+
 def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     pending = PendingIndex(index, FINGERPRINTER.domain)

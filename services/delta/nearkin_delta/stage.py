@@ -142,7 +142,7 @@ class DeltaStage:
         return self._settings.delta.max_depth + self._tries
 
     def reads(self, batch: PairedBatch, facts: Facts) -> Reads | None:
-        """Ask for the fresh chunks once more, then for the bytes of the bases of those that are still unknown."""
+        """Ask for the fresh chunks once more, for what lay in their place, late for super-features, and for bytes."""
         rows = batch.fresh.fresh
         if not len(rows):  # duplicates alone: nothing to look for, and what would be asked costs 0.5 ms a batch
             if self._local:

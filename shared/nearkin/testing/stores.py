@@ -19,6 +19,7 @@ from nearkin.api import Store
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import NearkinError
+from nearkin.formats.container import decode_container
 from nearkin.store import descriptor
 
 SMALL: Mapping[str, Mapping[str, object]] = {
@@ -113,3 +114,9 @@ def process(script: str, *arguments: str | Path, interpreter: tuple[str, ...] = 
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
+
+
+def blocks_of(path: Path) -> list[int]:
+    """Return where the payload of each block begins that is there."""
+    blocks = decode_container(path.read_bytes(), path.name).blocks
+    return [int(offset) for offset, raw in zip(blocks.offsets, blocks.raw, strict=True) if raw]

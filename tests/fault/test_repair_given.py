@@ -1,0 +1,168 @@
+"""Repair from copies of several generations: what was given is checked, read again, and only what is needed taken."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.errors import SourceFailed
+from nearkin.formats.container import decode_container
+from nearkin.local_repair import _sorted_out
+from nearkin.records import ContainerId
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
+from nearkin.testing.stores import SMALL, blocks_of, broken, containers, flip, settings
+from nearkin_janitor import given
+
+CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
+
+
+@pytest.fixture
+def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
+    """Return a store whose deltas a round gave other bases, its containers of before, and what it still holds."""
+    root, backup = tmp_path / "store", tmp_path / "backup"
+    contents = {
+        ("k", number): mutated(text_like(120_000, 1), number, edits=30 * number) + random_bytes(30_000, number)
+        for number in range(1, 7)
+    }
+    chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.9}, "deletion": {"undelete_seconds": 0}})
+    with open_store(root, settings=chosen) as store:
+        for content in contents.values():
+            store.put("k", content)
+        shutil.copytree(root / "containers", backup)
+        for number in range(1, 5):
+            store.delete("k", number)
+        for _ in range(4):
+            store.gc()
+    kept = {version: content for version, content in contents.items() if version[1] > 4}
+    assert len(containers(root)) < len(list(backup.glob("*/*.nkc")))
+    assert all(path.name.count(".") == 2 for path in containers(root))
+    return root, backup, kept
+
+
+def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(rebased, tmp_path) -> None:
+    root, backup, kept = rebased
+    for path in containers(root):
+        copy = backup / path.parent.name / f"{path.name[:16]}.nkc"
+        for at in blocks_of(path):
+            harmed = Path(shutil.copytree(root, tmp_path / f"{path.name}-{at}"))
+            flip(harmed / path.relative_to(root), at + 3)
+            with open_store(harmed, settings=CHOSEN) as store:
+                before = broken(store, kept)
+                store.repair([copy])
+                assert broken(store, kept) <= before
+
+
+def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(rebased) -> None:
+    root, backup, kept = rebased
+    there = [path.name[:16] for path in containers(root)]
+    for path in containers(root):
+        flip(path, blocks_of(path)[0] + 3)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, kept)
+        report = store.repair(sorted(backup.glob("*/*.nkc")))
+        assert (report.damage, report.quarantined_chunks) == ((), 0)
+        assert broken(store, kept) == set()
+        assert [path.name[:16] for path in containers(root)] == there  # what the rounds have freed stays so
+        check_index_is_the_one_a_rebuild_makes(store)
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_whatever_order(
+    rebased, tmp_path, newest_first
+) -> None:
+    """The one that was given last was: of generation 0, deltas lean on what a round has taken away since."""
+    root, backup, kept = rebased
+    later = Path(shutil.copytree(root / "containers", tmp_path / "later"))
+    files = sorted([*backup.glob("*/*.nkc"), *later.glob("*/*.nkc")], reverse=newest_first)
+    for path in containers(root):
+        harmed = Path(shutil.copytree(root, tmp_path / path.name))
+        (harmed / path.relative_to(root)).unlink()
+        with open_store(harmed, settings=CHOSEN) as store:
+            assert store.repair(files).damage == ()
+            assert broken(store, kept) == set()
+            there = decode_container(path.read_bytes(), path.name).chunks.there
+            (mended,) = (one for one in containers(harmed) if one.name[:16] == path.name[:16])
+            assert (decode_container(mended.read_bytes(), mended.name).chunks.there == there).all()
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(tmp_path, newest_first, rolled_back) -> None:
+    root, before = tmp_path / "store", tmp_path / "before"
+    chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
+    contents = {("going", 1): random_bytes(100_000, 1), ("staying", 1): random_bytes(100_000, 2)}
+    with open_store(root, settings=chosen) as store:
+        list(store.put_many([(key, content) for (key, _), content in contents.items()]))
+        shutil.copytree(root, before)
+        store.delete("going")
+        for _ in range(4):
+            store.gc()
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, copy in ((before, old), (root, new)):
+        (path,) = containers(folder)
+        copy.write_bytes(path.read_bytes())
+    there = [decode_container(copy.read_bytes(), copy.name).chunks.there for copy in (old, new)]
+    assert there[0].sum() > there[1].sum()
+    harmed = before if rolled_back else root
+    (path,) = containers(harmed)
+    path.unlink()
+    with open_store(harmed, settings=chosen) as store:
+        assert store.repair([new, old] if newest_first else [old, new]).damage == ()
+        assert broken(store, contents) == (set() if rolled_back else {("going", 1)})
+        (path,) = containers(harmed)
+        assert (decode_container(path.read_bytes(), path.name).chunks.there == there[not rolled_back]).all()
+
+
+def test_chunks_are_found_in_a_copy_of_each_generation(rebased, tmp_path) -> None:
+    root, backup, kept = rebased
+    later = Path(shutil.copytree(root / "containers", tmp_path / "later"))
+    for path in containers(root):
+        for at in blocks_of(path):
+            flip(path, at + 3)
+    for number, path in enumerate(sorted(later.glob("*/*.nkc"))):
+        path.rename(path.with_name(f"{number}.copy"))
+    for path in containers(root):
+        path.write_bytes(path.read_bytes()[:-40])  # no copy is known for the very same
+    files = [*backup.glob("*/*.nkc"), *later.glob("*/*.copy")]
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.repair(files).damage == ()
+        assert broken(store, kept) == set()
+
+
+def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        store.put("large", random_bytes(48 << 20, 5))
+        files = containers(root)
+        largest_bytes = max(path.stat().st_size for path in files)
+        assert len(files) >= 5
+        store.repair([])  # what it imports
+        tracemalloc.start()
+        try:
+            _, kept, _ = _sorted_out(files, store._covered)
+            left_bytes, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(kept) == len(files)
+        assert left_bytes < 100_000
+        assert peak_bytes < 3 * largest_bytes
+        monkeypatch.setattr(given, "HELD_BYTES", 2 * largest_bytes)
+        held = given.Held()
+        for of in kept.values():
+            assert held.of(of[0])[0] == of[0].data
+            assert held.held_bytes < 3.5 * largest_bytes
+
+
+def test_a_copy_that_changes_while_it_is_used_is_not_used(root, tmp_path) -> None:
+    path = containers(root)[0]
+    (copy := tmp_path / "copy").write_bytes(path.read_bytes())
+    with open_store(root, settings=CHOSEN) as store:
+        _, kept, _ = _sorted_out([copy], store._covered)
+        flip(copy, 100)
+        with pytest.raises(SourceFailed, match="was changed while"):
+            len(kept[ContainerId(int(path.name[:16], 16))][0].data)
