@@ -62,8 +62,7 @@ from nearkin.store.shown import shown, units
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
     from nearkin.local_repair import LocalRepair
-    from nearkin.runners.cutting import Arenas
-    from nearkin.runners.embedded import EmbeddedWriter
+    from nearkin.runners.embedded import EmbeddedWriter, Spares
     from nearkin_janitor import Choice, Scrubber, Unsound
     from nearkin_janitor.scrub import Step
 
@@ -185,7 +184,7 @@ class Store:
         """The thread that began the put at work."""
         self._writer: EmbeddedWriter | None = None
         """Of that put."""
-        self._arenas: Arenas | None = None
+        self._spares: Spares | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +213,7 @@ class Store:
         except StoreLocked as err:  # a step, or a put, that takes long: the process is to end all the same
             _log.warning("%s; closed", err)
             self._index.close()
-        self._arenas = None
+        self._spares = None
         self._containers.forget_read()
 
     # --- put ---------------------------------------------------------------------------------------------------------
@@ -271,11 +270,10 @@ class Store:
         self, items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]], progress: Progress | None
     ) -> Iterator[PutResult]:
         with interrupts_wait():
-            from nearkin.runners.cutting import Arenas
-            from nearkin.runners.embedded import EmbeddedWriter
+            from nearkin.runners.embedded import EmbeddedWriter, Spares
 
-        if self._arenas is None:
-            self._arenas = Arenas(int(self.settings.runner.batch_bytes))
+        if self._spares is None:
+            self._spares = Spares.of(self.settings)
         index = self._index.put_begins()
         check_keys(self._covered, self.settings.tenant, index.catalog)
         listed = [container for container, _ in self._containers.ids()]
@@ -290,7 +288,7 @@ class Store:
             index,
             last,
             self._clock,
-            self._arenas,
+            self._spares,
         )
         self._writer = writer
         with writer:

@@ -38,7 +38,7 @@ class SealedContainer:
     """A container ready to be put, and what may be claimed once it is durable (I1)."""
 
     container: ContainerId
-    data: bytes
+    data: bytes | memoryview
     claims: ContainerClaims
 
 

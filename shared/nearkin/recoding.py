@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.buffers import Buffers
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH, RAW
 from nearkin.kernels.prefix import BaseRows
@@ -27,6 +28,7 @@ class BlockRecoder:
 
         self._settings = settings
         self._encoder = BlockEncoder(settings.block, settings.delta)
+        self._room = Buffers().take
 
     @property
     def depth_max(self) -> int:
@@ -44,12 +46,12 @@ class BlockRecoder:
 
     def __call__(self, part: Part) -> Recoded:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""
-        from nearkin_delta.blocks import OpenBlock, Room
+        from nearkin_delta.blocks import OpenBlock
         from nearkin_delta.builder import Prefixes
         from nearkin_janitor.rewrite import Recoded
 
         none, rows = np.zeros(0, np.uint8), np.arange(len(part.lengths))
-        block = OpenBlock(0, part.kind, part.depth, len(part.payload), Room.exactly(len(part.payload)))
+        block = OpenBlock(0, part.kind, part.depth, len(part.payload), self._room(len(part.payload)))
         if part.kind == PATCH:
             bounds = np.full(len(rows) + 1, len(part.bases), np.uint32)
             bounds[0] = 0  # the first chunk brings all bases, in their order: they fitted when the block was made

@@ -59,6 +59,27 @@ def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
     assert decoded(kernel, first, len(raw)) == raw, "nor does the prefix outlive its decoding"
 
 
+def test_frames_come_in_memory_that_the_caller_gives(kernel: Any) -> None:
+    given: list[np.ndarray] = []
+
+    def take(size_bytes: int) -> np.ndarray:
+        given.append(np.empty(size_bytes, np.uint8))
+        return given[-1]
+
+    base, raw = text_like(100_000, 1), text_like(80_000, 2)
+    encoder, other = kernel.FrameEncoder(OPTIONS, take), kernel.FrameEncoder(OPTIONS)
+    for prefix in (None, base):
+        frame = encoder.encode(raw, prefix)
+        assert frame == other.encode(raw, prefix)
+        assert np.shares_memory(np.frombuffer(frame, np.uint8), given[-1])
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_memory_of_another_size_is_refused(kernel: Any, more: int) -> None:
+    with pytest.raises(MemoryError, match="gave"):
+        kernel.FrameEncoder(OPTIONS, lambda size_bytes: bytearray(size_bytes + more)).encode(b"abc" * 100)
+
+
 def test_a_patch_without_its_prefix_is_refused_or_reads_otherwise(kernel: Any) -> None:
     base = text_like(100_000, 1)
     raw = mutated(base, 2)

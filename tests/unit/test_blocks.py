@@ -13,10 +13,11 @@ from nearkin.formats import layout
 from nearkin.formats.block import decode_block
 from nearkin.kernels import xdelta3
 from nearkin.kernels.frames import FrameEncoder
+from nearkin.kernels.prefix import BasePrefix
 from nearkin.records import Locations
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin_delta import blocks as module
-from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
+from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
 from nearkin_delta.builder import Prefixes
 
 ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
@@ -128,7 +129,7 @@ def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest
 class BrokenEncoder(FrameEncoder):
     """Writes a good frame of other bytes, as failing memory would."""
 
-    def unchecked(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes:
+    def unchecked(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes | memoryview:
         other = np.frombuffer(raw, np.uint8).copy()
         other[-1] ^= 1
         return super().unchecked(other, prefix, options)
@@ -141,3 +142,34 @@ def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(bases: lis
     block, _ = filled([mutated(text_like(8000, 1), 1)], [bases])
     with pytest.raises(Corrupt, match="check this machine's memory"):
         encoder.close(block)
+
+
+def test_a_block_takes_a_last_chunk_of_any_size() -> None:
+    block = OpenBlock(0, layout.RAW, 0, 4096)
+    chunks = [random_bytes(size, size) for size in (4000, 900_000)]
+    lengths = np.array([4000, 900_000], np.uint32)
+    assert block.fitting(np.arange(2), lengths).tolist() == [0, 1]
+    payload, offsets = np.frombuffer(b"".join(chunks), np.uint8), np.array([0, 4000], np.uint64)
+    for row in range(2):
+        one = slice(row, row + 1)
+        block.append((payload, payload), np.zeros(1, np.int32), offsets[one], lengths[one])
+    assert block.bytes_so_far.tobytes() == b"".join(chunks)
+
+
+def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearkin_delta.blocks.SPARE_BYTES_MAX", 2500)
+    spares, given = SparePrefixes(), [spares_prefix(1000) for _ in range(4)]
+    for prefix in given:
+        spares.give_back(prefix)
+    taken = [spares.take() for _ in range(3)]
+    assert [any(one is prefix for prefix in given) for one in taken] == [True, True, False]
+    assert [len(one) for one in taken] == [0, 0, 0]
+    for _ in range(3):  # what was taken counts no more
+        spares.give_back(spares_prefix(2000))
+        assert len(spares.take()) == 0
+
+
+def spares_prefix(size_bytes: int) -> BasePrefix:
+    prefix = BasePrefix(1 << 20, 10)
+    prefix.add(np.arange(1), prefixes([[(1, bytes(size_bytes))]]).checked())
+    return prefix

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nearkin.buffers import LARGEST_BYTES, SLAB_BYTES, SMALLEST_BYTES, Buffers, Slabs, rounded
 from nearkin.limits import KIB, MIB
-from nearkin.store.buffers import LARGEST_BYTES, SMALLEST_BYTES, Buffers, rounded
 
 
 def address(array: np.ndarray) -> int:
@@ -141,3 +141,29 @@ def test_sizes_that_are_given_back_push_out_sizes_that_are_not() -> None:
         assert address(again) == at
         del again
     assert buffers.spare_bytes <= 4 * MIB
+
+
+def test_pieces_of_a_slab_lie_behind_one_another_and_never_overlap() -> None:
+    buffers = Buffers()
+    slabs = Slabs(buffers.take)
+    sizes = [1, 70 * KIB, SLAB_BYTES // 2, 5, SLAB_BYTES // 2 + 1, SLAB_BYTES - 4, 0]
+    pieces = [slabs.cut(size) for size in sizes]
+    assert [len(piece) for piece in pieces] == sizes
+    for number, piece in enumerate(pieces):
+        piece[:] = number
+    assert all((piece == number).all() for number, piece in enumerate(pieces))
+    assert address(pieces[1]) == address(pieces[0]) + 1
+
+
+def test_a_slab_comes_back_with_its_last_piece() -> None:
+    buffers = Buffers()
+    slabs = Slabs(buffers.take)
+    first, second = slabs.cut(10), slabs.cut(SLAB_BYTES // 2)
+    at = address(first)
+    del first
+    held = slabs.cut(SLAB_BYTES // 2)  # begins another slab
+    assert buffers.spare_bytes == 0
+    del second
+    assert buffers.spare_bytes == SLAB_BYTES
+    assert address(buffers.take(SLAB_BYTES)) == at
+    del held

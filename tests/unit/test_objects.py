@@ -18,6 +18,7 @@ from nearkin.errors import Corrupt, NotFound, Retryable, StoreUnavailable
 from nearkin.store import objects as module
 from nearkin.store.objects import LocalObjects, memory_objects
 from nearkin.testing.faulty import FaultyObjects
+from nearkin.testing.generated import random_bytes
 
 
 @pytest.fixture
@@ -140,6 +141,16 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
     LocalObjects(tmp_path).put_new("a/x", b"0123456789")
     assert (tmp_path / "a/x").read_bytes() == b"0123456789"
+
+
+def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> None:
+    store, data = LocalObjects(tmp_path), random_bytes(3 << 20, 1)
+    store.put_new("a/large", data)
+    ends = [1 << 20, 2 << 20, (3 << 20) + 100]  # the last one beyond the end
+    found = store.get_ranges("a/large", [0, 1 << 20, 2 << 20], ends)
+    again = [store.get_ranges("a/large", [5], [(1 << 20) + 5])[0] for _ in range(3)]
+    assert b"".join(found) == data
+    assert [bytes(piece) for piece in again] == [data[5 : (1 << 20) + 5]] * 3
 
 
 def test_objects_are_readable_by_their_owner_alone(tmp_path: Path) -> None:

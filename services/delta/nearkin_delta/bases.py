@@ -8,6 +8,7 @@ The trial counts what chunk and base share (`kernels/overlap.py`) and prices the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.kernels.estimate import compressed_bytes_estimate
+from nearkin.kernels.gather import gather
 from nearkin.kernels.overlap import shared_bytes
 from nearkin.records import U8, U32, U64, Bools, Locations
 from nearkin.stage import Contents
@@ -188,36 +190,64 @@ class Part:
     ranks: U8
 
 
-def joined(count: int, parts: list[Part]) -> tuple[Chosen, Contents]:
-    """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only."""
-    payloads = [part.bases.payload for part in parts]
-    payload = payloads[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *payloads])
+def joined(count: int, parts: list[Part], take: Callable[[int], U8]) -> tuple[Chosen, Contents]:
+    """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only.
+
+    Of several parts the bases that were chosen are copied together, into memory that `take` gives: most of the others
+    were only tried.
+    """
+    if len(parts) > 1:
+        parts = [part for part in parts if part.chosen.found.any()]
     found, depths, rest = np.zeros(count, np.bool_), np.zeros(count, np.uint8), np.zeros(count, np.uint32)
     ranks, sizes = np.zeros(count, np.uint8), np.zeros(count, np.int64)
-    owners, rows, byte_start, row_start = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], 0, 0
-    offsets = [np.zeros(0, np.uint64)]
+    owners = [np.zeros(0, np.intp)]
     for part in parts:
-        chunks, chosen, bases = part.chunks, part.chosen, part.bases
+        chunks, chosen = part.chunks, part.chosen
         mine = chunks[chosen.found]
         found[mine], depths[mine], rest[mine] = True, chosen.depths[chosen.found], chosen.rest[chosen.found]
         ranks[mine], sizes[mine] = part.ranks[chosen.found], np.diff(chosen.bounds)[chosen.found]
         owners.append(np.repeat(chunks, np.diff(chosen.bounds)))
-        rows.append(chosen.rows + row_start)
-        offsets.append(bases.offsets + np.uint64(byte_start))
-        byte_start += len(bases.payload)
-        row_start += len(bases.lengths)
     order = np.argsort(np.concatenate(owners), kind="stable")
     bounds = np.zeros(count + 1, np.uint32)
     np.cumsum(sizes, out=bounds[1:])
-    everything = Contents(
-        Locations.join([part.bases.locations for part in parts]),
+    if len(parts) == 1:
+        return Chosen(found, bounds, parts[0].chosen.rows[order], depths, rest, ranks), parts[0].bases
+    return Chosen(found, bounds, order, depths, rest, ranks), _together(parts, take)
+
+
+def _together(parts: list[Part], take: Callable[[int], U8]) -> Contents:
+    """Return the bases that were chosen, those of each part behind those of the part before, the bytes of each once."""
+    sources, froms, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
+    places, distinct = [np.zeros(0, np.intp)], 0
+    for number, part in enumerate(parts):
+        mine, rows = part.bases, part.chosen.rows
+        starts, first, again = np.unique(mine.offsets[rows], return_index=True, return_inverse=True)
+        sources.append(np.full(len(starts), number, np.int32))
+        froms.append(starts)
+        sizes.append(mine.lengths[rows[first]])
+        places.append(again + distinct)
+        distinct += len(starts)
+    lengths: U32 = np.concatenate(sizes)
+    offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+    payload = take(int(lengths.sum(dtype=np.uint64)))
+    gather(
+        [part.bases.payload for part in parts],
+        np.concatenate(sources),
+        np.concatenate(froms),
+        lengths,
         payload,
-        np.concatenate(offsets),
-        np.concatenate([np.zeros(0, np.uint32), *(part.bases.lengths for part in parts)]),
-        np.concatenate([np.zeros(0, np.uint8), *(part.bases.depths for part in parts)]),
-        np.concatenate([np.zeros(0, np.bool_), *(part.bases.available for part in parts)]),
+        offsets,
     )
-    return Chosen(found, bounds, np.concatenate(rows)[order], depths, rest, ranks), everything
+    where = np.concatenate(places)
+    rows_of = [(part.bases, part.chosen.rows) for part in parts]
+    return Contents(
+        Locations.join([bases.locations.take(rows) for bases, rows in rows_of]),
+        payload,
+        offsets[where],
+        lengths[where],
+        np.concatenate([np.zeros(0, np.uint8), *(bases.depths[rows] for bases, rows in rows_of)]),
+        np.concatenate([np.zeros(0, np.bool_), *(bases.available[rows] for bases, rows in rows_of)]),
+    )
 
 
 def local_ranks(count: int) -> U8:

@@ -5,6 +5,7 @@ chunks and their bases gather -> close -> the smallest of: raw | zstd | zstd wit
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
+from nearkin.buffers import Buffers, Slabs
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
@@ -21,8 +23,7 @@ from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.kernels.prefix import BasePrefix, BaseRows
-from nearkin.limits import MIB, SEGMENT_BYTES_MAX
-from nearkin.memory import HUGE_BYTES, mapped
+from nearkin.limits import KIB, MIB
 from nearkin.records import U8, U32, U64, ContainerId, Locations
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
 from nearkin_delta.searches import Searches, deeper
@@ -38,8 +39,10 @@ DEPTH_COSTS = 0.9
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
 """Other ways are tried where a patch is more than 1/4, 1/16 of its chunks: below that none was ever smaller."""
+LAST_CHUNK_BYTES = 64 * KIB
+"""Room for the chunk that passes a block's limit, by default the largest; where it is larger the room grows."""
 SPARE_BYTES_MAX = 16 * MIB
-"""Rooms of closed blocks kept for the next ones, of each limit: what their blocks may hold together, one at least."""
+"""Of prefixes, kept for the next blocks, and without a keeper of rooms."""
 FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
 WINDOW_LOG_MAX = 27
@@ -56,38 +59,51 @@ class Keeper(Protocol):
         """Take what a block decodes to that was just encoded, and compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory of a block that grows: what is appended to it, and the bytes of its bases."""
+class SparePrefixes:
+    """Prefixes that no block needs any more, for the next ones: of one put after another. Safe between threads."""
 
-    buffer: U8
-    prefix: BasePrefix
+    def __init__(self) -> None:
+        self._spares: deque[tuple[BasePrefix, int]] = deque()
+        self._held_bytes = 0
 
-    @staticmethod
-    def of(limit_bytes: int, take: Callable[[int], U8] | None = None) -> Room:
-        """Return room for a block of `limit_bytes`, and for the chunk that passes it; `take` gives memory for it."""
-        if take is None:
-            return Room.exactly(limit_bytes + SEGMENT_BYTES_MAX)
-        return Room(take(limit_bytes + SEGMENT_BYTES_MAX), BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX))
+    def take(self) -> BasePrefix:
+        """Return an empty one."""
+        try:
+            prefix, held_bytes = self._spares.pop()
+        except IndexError:
+            return BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX)
+        self._held_bytes -= held_bytes
+        return prefix
 
-    @staticmethod
-    def exactly(size_bytes: int) -> Room:
-        """Return room for so many bytes."""
-        buffer = mapped(size_bytes) if size_bytes >= HUGE_BYTES else np.empty(size_bytes, np.uint8)
-        return Room(buffer, BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX))
+    def give_back(self, prefix: BasePrefix) -> None:
+        """Take back one that nothing looks at; let go of it where enough are held."""
+        held_bytes = len(prefix.content)
+        if held_bytes and self._held_bytes + held_bytes <= SPARE_BYTES_MAX:
+            prefix.clear()
+            self._spares.append((prefix, held_bytes))
+            self._held_bytes += held_bytes
 
 
 class OpenBlock:
     """A block that still grows, and the bases gathered for it."""
 
-    def __init__(self, number: int, kind: int, depth: int, limit_bytes: int, room: Room | None = None) -> None:
-        """`room`: that of a closed block of the same limit, to be used again."""
+    def __init__(
+        self,
+        number: int,
+        kind: int,
+        depth: int,
+        limit_bytes: int,
+        room: U8 | None = None,
+        prefix: BasePrefix | None = None,
+    ) -> None:
+        """`room`: memory for its bytes; `prefix`: an empty one."""
         self.number = number
         self.kind = kind
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
-        self.room = room or Room.of(limit_bytes)
+        self.room = Buffers(0).take(limit_bytes + LAST_CHUNK_BYTES) if room is None else room
+        self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix
         self.span_bytes = 0
         """How far the stream has gone on since the block was opened, duplicates included."""
         self.lengths: list[U32] = []
@@ -101,22 +117,22 @@ class OpenBlock:
     @property
     def bytes_so_far(self) -> U8:
         """Return the encodings that it holds; a view."""
-        return self.room.buffer[: self.used]
+        return self.room[: self.used]
 
     @property
-    def is_raw_and_fills_its_room(self) -> bool:
+    def fills_its_room(self) -> bool:
         """Return whether its memory may be kept as what it decodes to: little of it is slack."""
-        return self.kind == layout.RAW and self.used * 4 >= len(self.room.buffer) * 3
+        return self.used * 4 >= len(self.room) * 3
 
     @property
     def prefix(self) -> memoryview:
         """Return the bytes of all bases, in order; a view."""
-        return self.room.prefix.content
+        return self.bases_so_far.content
 
     @property
     def prefix_bases(self) -> Locations:
         """Return the bases in the order of their bytes."""
-        containers, ordinals, _ = self.room.prefix.bases()
+        containers, ordinals, _ = self.bases_so_far.bases()
         return Locations(containers, ordinals)
 
     def fitting(self, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
@@ -127,14 +143,17 @@ class OpenBlock:
     def lean_on(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Gather the bases of rows as far as these fit with them; return which do."""
         fit = self.fitting(rows, encoded)
-        return fit[: self.room.prefix.add(fit, bases)]
+        return fit[: self.bases_so_far.add(fit, bases)]
 
     def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
         """Copy encodings behind what is there."""
         sizes = np.cumsum(encoded, dtype=np.int64)
-        gather(
-            list(sources), which, offsets, encoded, self.room.buffer, (sizes - encoded + self.used).astype(np.uint64)
-        )
+        wanted = self.used + int(sizes[-1])
+        if wanted > len(self.room):
+            grown = np.empty(wanted, np.uint8)
+            grown[: self.used] = self.bytes_so_far
+            self.room = grown
+        gather(list(sources), which, offsets, encoded, self.room, (sizes - encoded + self.used).astype(np.uint64))
         self.used += int(sizes[-1])
         self.lengths.append(encoded)
 
@@ -159,17 +178,26 @@ class ClosedBlock:
 class BlockEncoder:
     """Decides, by real sizes, how a block is kept."""
 
-    def __init__(self, block: BlockSettings, delta: DeltaSettings, room: Callable[[int], U8] | None = None) -> None:
-        """`room`: memory for what each block decodes to, a copy, or the block's own; None: nobody wants it."""
+    def __init__(
+        self,
+        block: BlockSettings,
+        delta: DeltaSettings,
+        room: Callable[[int], U8] | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        """`room`: memory for frames, None: malloc's; and, to `keep`, for what each block decodes to, where the block's
+        own memory is too large for that.
+        """
         self._level, self._far = block.level, block.far_matches
         options: dict[int, int] = {
             CompressionParameter.compression_level: block.level,
             CompressionParameter.content_size_flag: 1,
         }
-        self._encoder = FrameEncoder(options)
+        self._encoder = FrameEncoder(options, None if room is None else Slabs(room).cut)
         self._searches = Searches(options, block.far_matches)
         self._encode_deltas = xdelta3_encoder(delta.level)
-        self._room = room
+        self._keep_in = room if keep else None
 
     def forget(self) -> None:
         """Go by no block before: what the next one comes to then depends on it alone."""
@@ -178,11 +206,11 @@ class BlockEncoder:
     def close(self, open_block: OpenBlock) -> ClosedBlock:
         """Return the smallest of the ways to keep a block. Raises Corrupt where it does not decode again."""
         closed = self._smallest(open_block)
-        if self._room is None or closed.block.kind == layout.XDELTA3:
+        if self._keep_in is None or closed.block.kind == layout.XDELTA3:
             return closed
-        if open_block.is_raw_and_fills_its_room:
+        if open_block.fills_its_room:
             return replace(closed, decoded=open_block.bytes_so_far)
-        decoded = self._room(open_block.used)
+        decoded = self._keep_in(open_block.used)
         decoded[:] = open_block.bytes_so_far
         return replace(closed, decoded=decoded)
 
@@ -226,7 +254,7 @@ class BlockEncoder:
     def _as_deltas(self, open_block: OpenBlock, raw: U8, patch: ClosedBlock) -> ClosedBlock:
         """Return the block as deltas of each chunk's best base if these are smaller, else the patch."""
         lengths, bases = np.concatenate(open_block.lengths), Locations.join(open_block.bases)
-        containers, ordinals, starts = open_block.room.prefix.bases()
+        containers, ordinals, starts = open_block.bases_so_far.bases()
         keys = {pair: i for i, pair in enumerate(zip(containers.tolist(), ordinals.tolist(), strict=True))}
         ends = np.append(starts[1:], np.uint64(len(open_block.prefix)))
         mine = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
@@ -246,7 +274,7 @@ class BlockEncoder:
 
 
 class BlockCloser:
-    """Begins blocks and has them encoded, in order; keeps what closed ones leave for the next."""
+    """Begins blocks and has them encoded, in order; hands what they hold on to the keeper."""
 
     def __init__(
         self,
@@ -254,20 +282,25 @@ class BlockCloser:
         delta: DeltaSettings,
         thread: Executor | None = None,
         keeper: Keeper | None = None,
+        prefixes: SparePrefixes | None = None,
     ) -> None:
-        """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up."""
-        self._encoder = BlockEncoder(block, delta, None if keeper is None else keeper.room)
+        """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up.
+
+        `prefixes`: those that earlier puts left.
+        """
+        self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
+        """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
+        self._encoder = BlockEncoder(block, delta, self.room, keep=keeper is not None)
         self._thread = thread
         self._keeper = keeper
-        self._spares: dict[int, list[Room]] = {}
+        self._prefixes = prefixes or SparePrefixes()
 
     def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
         """Return a new block."""
-        if self._keeper is not None and kind == layout.RAW:
-            return OpenBlock(number, kind, depth, limit_bytes, Room.of(limit_bytes, self._keeper.room))
-        spares = self._spares.get(limit_bytes)
-        room = spares.pop() if spares else None  # a new one of 5 MiB costs 1,200 page faults
-        return OpenBlock(number, kind, depth, limit_bytes, room)
+        room = self.room(limit_bytes + LAST_CHUNK_BYTES)
+        return OpenBlock(
+            number, kind, depth, limit_bytes, room, self._prefixes.take() if kind == layout.PATCH else None
+        )
 
     def close(self, blocks: Sequence[OpenBlock]) -> Future[list[ClosedBlock]]:
         """Return what the blocks will be; they must not be changed until that is known."""
@@ -280,21 +313,20 @@ class BlockCloser:
     def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
         return [self._encoder.close(block) for block in blocks]
 
-    def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
-        """Take the room of a block that is closed, and what it decodes to; return it without.
+    def joined(self, parts: Sequence[bytes | memoryview]) -> memoryview:
+        """Return the parts of a container one behind the other."""
+        whole = memoryview(self.room(sum(map(len, parts))))
+        at = 0
+        for part in parts:
+            whole[at : at + len(part)] = part
+            at += len(part)
+        return whole
 
-        A raw block's room is the keeper's: it goes where what it holds is kept, or back to where it came from.
-        """
-        if self._keeper is None or block.kind != layout.RAW:
-            self._give_back(block)
-        if closed.decoded is None:
+    def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
+        """Take the prefix of a block that is closed, and what it decodes to; return it without."""
+        if block.kind == layout.PATCH:
+            self._prefixes.give_back(block.bases_so_far)
+        if self._keeper is None or closed.decoded is None:
             return closed
-        assert self._keeper is not None
         self._keeper.keep_written(container, block.number, closed.decoded)
         return replace(closed, decoded=None)
-
-    def _give_back(self, block: OpenBlock) -> None:
-        spares = self._spares.setdefault(block.limit_bytes, [])
-        if len(spares) * block.limit_bytes < SPARE_BYTES_MAX:
-            block.room.prefix.clear()
-            spares.append(block.room)

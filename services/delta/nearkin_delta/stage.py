@@ -33,7 +33,7 @@ from nearkin.stage import Contents, Facts, Found, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
 from nearkin_delta.bases import Chosen, Targets, try_bases
-from nearkin_delta.blocks import BlockCloser, Keeper
+from nearkin_delta.blocks import BlockCloser, Keeper, SparePrefixes
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.gaps import Alignment, Mark
@@ -94,13 +94,14 @@ class DeltaStage:
         asks_bases: Literal["never", "again", "late"] = "never",
         encoding: Executor | None = None,
         keeper: Keeper | None = None,
+        prefixes: SparePrefixes | None = None,
     ) -> None:
         """`asks_bases`: "again" where the resemblance stage runs elsewhere, and may not have seen what this stage
         placed: with the first question. "late" where that stage did not ask: for the chunks for which locality has
         found none, which in a later version are few.
 
         `encoding`: a thread that encodes the blocks of one batch while the next is read and looked up. `keeper`: keeps
-        the bytes of blocks for batches to come.
+        the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
         """
         self._settings = settings
         self._asks_bases = asks_bases
@@ -114,7 +115,7 @@ class DeltaStage:
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
         self._alignment = Alignment()
-        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper)
+        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes)
         self._found_near: Chosen | None = None
         self._trials = Trials(0 if settings.base.try_all else FEW)
         self.builder = self._new_builder((1, 2))
@@ -233,7 +234,7 @@ class DeltaStage:
                 similar = choice.untried(facts.similar, self._settings.delta.max_depth)
             if similar.found.any():
                 parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
-        return choice.joined(count, parts)
+        return choice.joined(count, parts, self._closer.room)
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""

@@ -49,7 +49,7 @@ def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[b
             (piece,) = objects.get_ranges(name, [start], [stop])
             if len(piece) != stop - start:
                 raise Away(f"dataref {name!r}: {len(piece)} bytes at {start}, want {stop - start}: it is being changed")
-            yield piece
+            yield bytes(piece)
         if objects.size_bytes(name) != size_bytes:
             raise Away(f"dataref {name!r}: it is being changed")
     except StoreUnavailable as err:

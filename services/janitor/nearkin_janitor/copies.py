@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from nearkin.buffers import Buffers
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.directory import Directory
 from nearkin.records import NAME_BYTES, U8, ContainerId, Locations
-from nearkin.store.buffers import Buffers
 from nearkin.store.chunks import ChunkReader, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.given import Given, Held

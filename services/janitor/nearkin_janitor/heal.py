@@ -119,7 +119,7 @@ class Healer:
 
     def _record(self, container: ContainerId, number: int) -> bytes:
         try:
-            return self._containers.record(container, number)
+            return bytes(self._containers.record(container, number))
         except Corrupt:  # the device cannot read it: nothing of it is there to be kept
             return b""
 

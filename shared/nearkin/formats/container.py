@@ -40,6 +40,23 @@ def encode_container(
     prefixes: PrefixTable | None = None,
 ) -> tuple[bytes, int, int]:
     """Return (the container, its directory's bytes, of these the recipes' bytes). A block that is None is gone."""
+    parts, directory_bytes, recipe_bytes = container_parts(
+        container, domain, depth_max, sketch_names, blocks, chunks, segments, prefixes
+    )
+    return b"".join(parts), directory_bytes, recipe_bytes
+
+
+def container_parts(
+    container: ContainerId,
+    domain: bytes,
+    depth_max: int,
+    sketch_names: Sequence[str],
+    blocks: Sequence[EncodedBlock | None],
+    chunks: ChunkTable,
+    segments: SegmentTable,
+    prefixes: PrefixTable | None = None,
+) -> tuple[list[bytes | memoryview], int, int]:
+    """Return the same as `encode_container`, in pieces that lie one behind the other."""
     whole = bool(chunks.there.all()) and None not in blocks
     version = VERSION_WHOLE if whole else VERSION
     parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", version, 0, container, domain)]
@@ -53,8 +70,7 @@ def encode_container(
     offset = sum(len(part) for part in parts)
     lead = FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
     frame_check = columns.check_bytes(parts[0], lead)
-    data = b"".join([*parts, directory, lead, frame_check, b"NKCF"])
-    return data, len(directory), recipe_bytes
+    return [*parts, directory, lead, frame_check, b"NKCF"], len(directory), recipe_bytes
 
 
 def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId, bytes]:

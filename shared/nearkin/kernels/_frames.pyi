@@ -1,6 +1,6 @@
 """Types and contracts of the compiled frames."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from typing_extensions import Buffer
 
@@ -15,10 +15,15 @@ def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = 
 class FrameEncoder:
     """Writes frames. For one thread at a time; keeps a context and a buffer of the largest frame so far."""
 
-    def __init__(self, options: Mapping[int, int]) -> None:
-        """`options` are zstd's parameters by number, for frames that are given none of their own."""
+    def __init__(self, options: Mapping[int, int], take: Callable[[int], Buffer] | None = None) -> None:
+        """`options` are zstd's parameters by number, for frames that are given none of their own.
 
-    def encode(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+        `take` returns writable memory of so many bytes, in which frames are then returned; None: they are bytes.
+        """
+
+    def encode(
+        self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
+    ) -> bytes | memoryview:
         """Return `raw` as one frame, which may be longer than `raw`; decoded and compared where it is not (I7).
 
         `prefix`: the bytes that the frame may refer to, used where they are, 8 at least or none.
@@ -26,5 +31,7 @@ class FrameEncoder:
         is released.
         """
 
-    def unchecked(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+    def unchecked(
+        self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
+    ) -> bytes | memoryview:
         """Return `raw` as one frame that nothing has decoded yet; else as `encode`."""

@@ -7,7 +7,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memcpy
 
 from backports.zstd import _zstd as _library
 
@@ -159,11 +159,13 @@ cdef class FrameEncoder:
     cdef void *context
     cdef _Decoder decoder
     cdef dict options
+    cdef object take
     cdef uint8_t *room
     cdef size_t room_bytes
 
-    def __cinit__(self, options):
+    def __cinit__(self, options, take=None):
         self.options = dict(options)
+        self.take = take
         self.context = create_cctx()
         self.decoder = _Decoder()
         if self.context is NULL:
@@ -209,9 +211,21 @@ cdef class FrameEncoder:
                 result = compress(self.context, self.room, self.room_bytes, source.view.buf, source_bytes)
         if is_error(result):
             raise MemoryError(f"zstd could not encode {source_bytes} bytes: {_said(result)}")
-        return PyBytes_FromStringAndSize(<const char *>self.room, <Py_ssize_t>result)
+        return self._kept(result)
 
-    cdef int _compare(self, bytes frame, _View source, _View before) except -1:
+    cdef object _kept(self, size_t frame_bytes):
+        """Return the frame that is in the room, out of it."""
+        cdef _View target
+        if self.take is None:
+            return PyBytes_FromStringAndSize(<const char *>self.room, <Py_ssize_t>frame_bytes)
+        memory = memoryview(self.take(frame_bytes)).cast("B")
+        target = _View(memory, True)
+        if <size_t>target.view.len != frame_bytes:
+            raise MemoryError(f"take({frame_bytes}) gave {target.view.len} bytes")
+        memcpy(target.view.buf, self.room, frame_bytes)
+        return memory
+
+    cdef int _compare(self, frame, _View source, _View before) except -1:
         """Decode what was just written, and compare."""
         cdef _View written = _View(frame)
         cdef size_t source_bytes = <size_t>source.view.len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from backports.zstd import ZstdCompressor, ZstdDecompressor, ZstdDict, ZstdError, get_frame_info
@@ -33,10 +33,13 @@ def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = 
 class FrameEncoder:
     """Writes frames: see `_frames.pyi`."""
 
-    def __init__(self, options: Mapping[int, int]) -> None:
+    def __init__(self, options: Mapping[int, int], take: Callable[[int], Buffer] | None = None) -> None:
         self._options = dict(options)
+        self._take = take
 
-    def encode(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+    def encode(
+        self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
+    ) -> bytes | memoryview:
         """Return `raw` as one frame, decoded and compared where it is not longer than `raw`."""
         data, frame = memoryview(raw).cast("B"), self.unchecked(raw, prefix, options)
         if len(frame) < len(data):
@@ -46,7 +49,9 @@ class FrameEncoder:
                 raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
         return frame
 
-    def unchecked(self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None) -> bytes:
+    def unchecked(
+        self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
+    ) -> bytes | memoryview:
         """Return `raw` as one frame that nothing has decoded yet."""
         chosen = self._options if options is None else dict(options)
         try:
@@ -55,7 +60,14 @@ class FrameEncoder:
             )
         except ZstdError as err:
             raise ValueError(f"zstd parameters {chosen}: {err}") from err
-        return compressor.compress(memoryview(raw).cast("B"), ZstdCompressor.FLUSH_FRAME)
+        frame = compressor.compress(memoryview(raw).cast("B"), ZstdCompressor.FLUSH_FRAME)
+        if self._take is None:
+            return frame
+        memory = memoryview(self._take(len(frame))).cast("B")
+        if len(memory) != len(frame):
+            raise MemoryError(f"take({len(frame)}) gave {len(memory)} bytes")
+        memory[:] = frame
+        return memory
 
 
 def prefix_bytes(prefix: Buffer | None) -> int:

@@ -44,7 +44,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
 from nearkin_chunker import BlobRun
 from nearkin_dedup import DedupStage
-from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage
+from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, SparePrefixes
 from nearkin_resemblance import ResemblanceStage
 
 VERSION_RACES_MAX = 1000
@@ -72,6 +72,19 @@ class _Blob:
 
 
 @dataclass(frozen=True, slots=True)
+class Spares:
+    """Memory that goes from one writer to the next."""
+
+    arenas: Arenas
+    prefixes: SparePrefixes
+
+    @staticmethod
+    def of(settings: Settings) -> Spares:
+        """Return those of a first writer."""
+        return Spares(Arenas(int(settings.runner.batch_bytes)), SparePrefixes())
+
+
+@dataclass(frozen=True, slots=True)
 class _Commit:
     """All blobs that ended before this point, to be committed once the containers before it are durable."""
 
@@ -91,10 +104,11 @@ class EmbeddedWriter:
         index: Index,
         last_container: int,
         clock: Callable[[], float] = time.time,
-        arenas: Arenas | None = None,
+        spares: Spares | None = None,
     ) -> None:
-        """`arenas`: those of the writer before this one, where there was one."""
+        """`spares`: what the writer before this one left, where there was one."""
         large_from_system()
+        spares = spares or Spares.of(settings)
         self._settings = settings
         self._clock = clock
         self._containers = containers
@@ -114,8 +128,9 @@ class EmbeddedWriter:
             asks_bases="late",
             encoding=self._encoding,
             keeper=self._in_flight,
+            prefixes=spares.prefixes,
         )
-        self._arenas = arenas or Arenas(int(settings.runner.batch_bytes))
+        self._arenas = spares.arenas
         self._arena = self._arenas.take()
         self._used = CARRY_BYTES_MAX
         self._runs: list[BlobRun] = []

@@ -83,7 +83,7 @@ class InFlight:
         if sealed is None:
             return self._store.record(container, block)
         # A copy: what is kept must not hold on to the container, which no cache has counted.
-        return sealed.data[sealed.claims.directory.blocks.record(block)]
+        return bytes(memoryview(sealed.data)[sealed.claims.directory.blocks.record(block)])
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep a decoded block in the store's cache."""

@@ -160,7 +160,7 @@ class ReadAhead:
         """Take a decoded block into the cache."""
         self._store.keep(container, block, decoded)
 
-    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
+    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
         """Return a damaged block as it was written, where parity knows."""
         return self._store.mended_record(container, block, why)
 

@@ -31,7 +31,7 @@ from nearkin.store.containers import ContainerSource, Rewritten, object_name
 class SupportsMendedRecords(Protocol):
     """Where a block that is damaged may be known as it was written."""
 
-    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
+    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
         """Return the block, header and payload, None where it is not known."""
 
 

@@ -14,13 +14,13 @@ from itertools import islice
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nearkin import tally
+from nearkin.buffers import Buffers
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import directory_codec, layout
 from nearkin.formats.container import container_id_of, decode_container, footer_of
 from nearkin.formats.directory import Directory
 from nearkin.records import U8, ContainerId
-from nearkin.store.buffers import Buffers
-from nearkin.store.objects import ObjectStore, SupportsSalvage
+from nearkin.store.objects import ObjectStore, Payload, SupportsSalvage
 from nearkin.store.parity import SupportsMending
 
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
@@ -235,7 +235,7 @@ class ContainerStore:
         other.costs = ReadCosts()
         return other
 
-    def put(self, container: ContainerId, data: bytes, generation: int = 0) -> None:
+    def put(self, container: ContainerId, data: Payload, generation: int = 0) -> None:
         """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
         self._objects.put_new(object_name(container, generation), data)
         if generation:
@@ -389,7 +389,7 @@ class ContainerStore:
                 self._mended.put(name, whole, len(whole))
         return whole
 
-    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | None:
+    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> Payload | None:
         """Return a block as it was written, header and payload, where what is stored is damaged and parity knows.
 
         Raises Rewritten where a later generation has its chunks in another one.
@@ -406,7 +406,7 @@ class ContainerStore:
         """Return a decoded block from the cache."""
         return self.blocks.get((container, block))
 
-    def record(self, container: ContainerId, block: int) -> bytes:
+    def record(self, container: ContainerId, block: int) -> Payload:
         """Return a block as it is stored, with one ranged read. Raises Rewritten where it was there a moment ago."""
         directory, generation = self._known(container)
         try:
@@ -424,7 +424,7 @@ class ContainerStore:
                 raise
         return self._read_record(*self._known(container), block)  # its number is its own, in every generation
 
-    def _read_record(self, directory: Directory, generation: int, block: int) -> bytes:
+    def _read_record(self, directory: Directory, generation: int, block: int) -> Payload:
         name = object_name(directory.container, generation)
         if block >= len(directory.blocks):
             raise NotFound(f"{name}: has no block {block}")

@@ -50,7 +50,7 @@ class EncryptedObjects(ParityObjects):
         """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
         return self._sealed.get(name)
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
         return self._sealed.get_ranges(name, starts, ends)
 

@@ -57,7 +57,7 @@ class Overlay:
         """Return a whole object. Raises NotFound or StoreUnavailable."""
         return self._path(name).read_bytes() if self._here(name) else self._below.get(name)
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable."""
         if not self._here(name):
             return self._below.get_ranges(name, starts, ends)

@@ -26,7 +26,7 @@ class PassingObjects:
         """Return a whole object. Raises NotFound, Corrupt or StoreUnavailable."""
         return self.inner.get(name)
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound, Corrupt or StoreUnavailable."""
         return self.inner.get_ranges(name, starts, ends)
 

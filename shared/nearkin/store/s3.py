@@ -96,7 +96,7 @@ class S3Objects(ObstoreObjects):
             tried = tries.statistics["attempt_number"]
             raise StoreUnavailable(f"{err}; tried {tried} times; it may or may not be there") from err.__cause__
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end); like a file, an object has no bytes behind its end."""
         try:
             return super().get_ranges(name, starts, ends)

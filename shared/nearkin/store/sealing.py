@@ -153,7 +153,7 @@ class SealedObjects:
         """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
         return self.sealing.open(name, self.below.get(name))
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
         if not is_sealed(name):
             whole = self.get(name)
@@ -176,9 +176,9 @@ class SealedObjects:
         where = [fmt.stored_range(first, end, object_bytes) for first, end in runs]
         if cipher is None:
             where.insert(0, (0, fmt.HEAD.size))
-        stored = self.below.get_ranges(name, [start for start, _ in where], [end for _, end in where])
+        stored = list(self.below.get_ranges(name, [start for start, _ in where], [end for _, end in where]))
         if cipher is None:
-            cipher = self.sealing.cipher(name, stored.pop(0))
+            cipher = self.sealing.cipher(name, bytes(stored.pop(0)))
             if cipher.head.object_bytes != object_bytes:
                 raise Corrupt(f"{name}: its head says {cipher.head.object_bytes} bytes, its size {object_bytes}")
         places = list(accumulate(((end - first) * fmt.PAGE_BYTES for first, end in runs), initial=0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -32,6 +33,30 @@ SPARE_BYTES_MAX = 24 * MIB
 """Unused memory that is held, of all sizes together."""
 STEPS = 4
 """Sizes between a power of two and the next one: at most a quarter of what is taken is slack."""
+
+
+SLAB_BYTES = 4 * MIB
+
+
+class Slabs:
+    """Pieces of large memory, cut one behind the other. Not to be shared between threads.
+
+    A slab goes back when the last of its pieces is gone: for what comes and goes together, of any sizes.
+    """
+
+    def __init__(self, take: Callable[[int], U8]) -> None:
+        """`take` returns memory of so many bytes, its content undefined."""
+        self._take = take
+        self._left: U8 = np.zeros(0, np.uint8)
+
+    def cut(self, size_bytes: int) -> U8:
+        """Return uint8[size_bytes], its bytes undefined."""
+        if size_bytes > SLAB_BYTES // 2:  # with little slack, and without an end of a slab left over
+            return self._take(size_bytes)
+        if size_bytes > len(self._left):
+            self._left = self._take(SLAB_BYTES)
+        piece, self._left = self._left[:size_bytes], self._left[size_bytes:]
+        return piece
 
 
 class Buffers:
