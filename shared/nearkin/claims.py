@@ -28,6 +28,12 @@ class ContainerClaims:
     only: U32 | None = None
 
     @property
+    def entries(self) -> int:
+        """Return about how many entries it brings."""
+        features = sum(super_features.size for _, super_features in self.super_features.values())
+        return len(self.directory.chunks) + len(self.segment_ids) + features
+
+    @property
     def findable(self) -> U32:
         """Return the ordinals of the chunks that may be found."""
         return np.flatnonzero(self.directory.chunks.there).astype(np.uint32) if self.only is None else self.only
@@ -47,8 +53,17 @@ def feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> 
 
     The namespace keeps apart what must never match: other algorithms, other parameters, other tenants.
     """
-    namespace = blake2b(domain + sketch.encode(), digest_size=8, person=b"nearkin-sf").digest()
-    keys = np.empty((len(super_features), FEATURE_KEY_BYTES), np.uint8)
-    keys[:, :9] = np.frombuffer(namespace + bytes([rank]), np.uint8)
-    keys[:, 9:] = np.ascontiguousarray(super_features).astype("<u8").view(np.uint8).reshape(-1, 8)
+    keys = feature_keys_of_ranks(sketch, domain, super_features.reshape(-1, 1))
+    keys[:, 8] = rank
     return keys
+
+
+def feature_keys_of_ranks(sketch: str, domain: bytes, super_features: U64) -> U8:
+    """Return uint8[k * n, 17] keys of uint64[n, k] super-features: all of a rank one behind the other."""
+    namespace = blake2b(domain + sketch.encode(), digest_size=8, person=b"nearkin-sf").digest()
+    count, ranks = super_features.shape
+    keys = np.empty((ranks, count, FEATURE_KEY_BYTES), np.uint8)
+    keys[:, :, :8] = np.frombuffer(namespace, np.uint8)
+    keys[:, :, 8] = np.arange(ranks, dtype=np.uint8)[:, None]
+    keys[:, :, 9:] = np.ascontiguousarray(super_features.T).astype("<u8").view(np.uint8).reshape(ranks, count, 8)
+    return keys.reshape(-1, FEATURE_KEY_BYTES)

@@ -189,7 +189,7 @@ def after(kind, name, times):
 
 match sys.argv[3]:
     case "put": after(ContainerStore, "put", 2)
-    case "publish": after(LmdbIndex, "publish", 2)
+    case "publish": after(LmdbIndex, "publish_many", 1)
     case "manifest": after(ManifestStore, "put", 1)
 with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}})) as store:
     store.put("k", Path(sys.argv[2]))

@@ -341,9 +341,9 @@ def log() -> list[str]:
 @pytest.fixture
 def index(tmp_path, log) -> Iterator[LmdbIndex]:
     class Logged(LmdbIndex):
-        def publish(self, claims) -> None:
-            super().publish(claims)
-            log.append("publish")
+        def publish_many(self, many) -> None:
+            super().publish_many(many)
+            log.extend(["publish"] * len(many))
 
         def commit_many(self, versions) -> None:
             super().commit_many(versions)
@@ -373,11 +373,18 @@ def put(objects: Recording, index: LmdbIndex, content: bytes, key: str = "k") ->
 LARGE = random_bytes(5_000_000, 1)
 
 
-def test_each_container_is_durable_before_it_is_published_and_all_before_the_manifest(log, index):
+def test_each_container_is_durable_before_it_is_published_and_all_before_the_manifest(log, index, monkeypatch):
+    monkeypatch.setattr("nearkin.runners.embedded.PUBLISHED_ENTRIES", 1)
     put(Recording(log), index, LARGE)
     containers = log.count("containers")
     assert containers >= 3
     assert log == ["containers", "publish"] * containers + ["manifests", "commit"]
+
+
+def test_containers_that_bring_few_entries_are_published_together_before_the_manifest(log, index):
+    put(Recording(log), index, LARGE)
+    containers = log.count("containers")
+    assert log == ["containers"] * containers + ["publish"] * containers + ["manifests", "commit"]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

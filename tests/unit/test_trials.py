@@ -1,13 +1,15 @@
-"""Trials: neighbours are left untried only in a long blob that found few bases among them, and looked at again."""
+"""Trials: candidates are left untried only in a long blob that found few bases among them, and looked at again."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from nearkin import open_store
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import settings
-from nearkin_delta.trials import CHUNKS_MIN, EVERY, Trials
+from nearkin_delta.trials import CHUNKS_MIN, EVERY, RANK_CHUNKS_MIN, RankTrials, Trials
 
 
 def fed(trials: Trials, blob: object, batches: int, found: int, tried: int = 512) -> list[bool]:
@@ -19,7 +21,7 @@ def fed(trials: Trials, blob: object, batches: int, found: int, tried: int = 512
     return answers
 
 
-def test_one_batch_in_four_is_tried_where_few_are_found() -> None:
+def test_one_batch_in_eight_is_tried_where_few_are_found() -> None:
     trials = Trials()
     before = CHUNKS_MIN // 512
     assert fed(trials, "a", before, found=20) == [True] * before
@@ -41,7 +43,7 @@ def test_it_begins_again_when_more_are_found() -> None:
 def test_each_blob_is_judged_by_itself_and_several_at_once_always_tried() -> None:
     trials = Trials()
     fed(trials, "a", 20, found=0)
-    assert fed(trials, "b", 2, found=0) == [True, True]
+    assert fed(trials, "b", 2, found=0) == [True, False]
     fed(trials, "b", 20, found=0)
     assert fed(trials, None, 20, found=0) == [True] * 20
     assert fed(trials, "b", 1, found=0) == [True]
@@ -53,6 +55,24 @@ def test_a_small_blob_is_always_tried() -> None:
 
 def test_with_a_share_of_nothing_all_are_tried() -> None:
     assert all(fed(Trials(0), "a", 50, found=0))
+
+
+def test_each_rank_is_judged_by_its_own_candidates() -> None:
+    trials, tried = RankTrials(), list[tuple[int, int]]()
+    ranks = np.repeat(np.array([0, 2], np.uint8), RANK_CHUNKS_MIN)
+    for _ in range(1 + EVERY):
+        wanted = trials.wanted("a", ranks)
+        assert all(len(set(wanted[ranks == rank])) == 1 for rank in (0, 2)), "a rank is tried as a whole"
+        tried.append((int(wanted[0]), int(wanted[-1])))
+        trials.heard(ranks[wanted], ranks[wanted] == 0)  # all of the first rank are bases, of the third none
+    assert tried == [(1, 1)] + [(1, 0)] * (EVERY - 1) + [(1, 1)]
+
+
+def test_ranks_of_which_nothing_is_known_are_tried_and_none_is_fine() -> None:
+    trials = RankTrials()
+    assert trials.wanted("a", np.array([7, 1, 7], np.uint8)).all()
+    assert trials.wanted("a", np.zeros(0, np.uint8)).tolist() == []
+    trials.heard(np.zeros(0, np.uint8), np.zeros(0, np.bool_))
 
 
 def test_chunks_without_old_neighbours_say_nothing_of_those_that_have_some(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from nearkin_delta.blocks import BlockCloser, Keeper, SparePrefixes
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.gaps import Alignment, Mark
-from nearkin_delta.trials import FEW, Trials
+from nearkin_delta.trials import FEW, FEW_OF_RANK, RankTrials, Trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class DeltaStage:
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
         self._local = settings.base.policy != "first-fit" and settings.delta.codec != "none"
-        self._similar = settings.base.policy != "locality"
+        self._similar = settings.base.policy != "locality" and settings.delta.codec != "none"
         self._tries = self._local or self._kind == PATCH
         """Whether bases are tried before they are used, and too deep ones replaced by their own."""
         self.stream: Hashable = None
@@ -118,6 +118,8 @@ class DeltaStage:
         self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes)
         self._found_near: Chosen | None = None
         self._trials = Trials(0 if settings.base.try_all else FEW)
+        self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
+        self._asked_for: Bools | None = None
         self.builder = self._new_builder((1, 2))
 
     def _new_builder(self, ratio: tuple[int, int]) -> ContainerBuilder:
@@ -165,6 +167,7 @@ class DeltaStage:
         return self._settings.delta.max_depth if self._tries else None
 
     def _first_question(self, batch: PairedBatch) -> Reads:
+        self._asked_for = None
         names = batch.fresh.batch.names[batch.fresh.fresh]
         gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local else None
         if self._asks_bases == "again" and self._similar:
@@ -174,10 +177,13 @@ class DeltaStage:
 
     def _neighbours_contents(self, batch: PairedBatch, neighbours: Locations) -> Reads:
         self._found_near = None
-        blobs = batch.fresh.batch.blobs
-        alone = (self.stream, int(blobs[0])) if (blobs == blobs[0]).all() else None
-        tried = neighbours if self._trials.wanted(alone) else Locations.empty()
+        tried = neighbours if self._trials.wanted(self._alone(batch)) else Locations.empty()
         return Reads(contents=tried, depth_below=self._depth_below)
+
+    def _alone(self, batch: PairedBatch) -> Hashable:
+        """Return the blob that a batch belongs to, None for one of several."""
+        blobs = batch.fresh.batch.blobs
+        return (self.stream, int(blobs[0])) if (blobs == blobs[0]).all() else None
 
     def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
         """Return what locality found of bases that are worth it; tried once a batch, between two rounds of reading."""
@@ -195,9 +201,13 @@ class DeltaStage:
         return self._found_near
 
     def _asked(self, batch: PairedBatch, facts: Facts) -> Bools:
-        """Return which fresh chunks need the base that a super-feature found."""
-        asked: Bools = batch.base_found & self._without_base(batch, facts)
-        return asked
+        """Return which fresh chunks are to try the base that a super-feature found: asked once a batch, and kept."""
+        if self._asked_for is None:
+            rows = np.flatnonzero(batch.base_found & self._without_base(batch, facts))
+            asked = np.zeros(len(batch.base_found), np.bool_)
+            asked[rows[self._rank_trials.wanted(self._alone(batch), batch.base_rank[rows])]] = True
+            self._asked_for = asked
+        return self._asked_for
 
     def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
         """Return which fresh chunks are still unknown, and locality found no base for them."""
@@ -232,6 +242,7 @@ class DeltaStage:
                 similar = try_bases(_targets(batch).take(asked), each, facts.similar, each)
             else:
                 similar = choice.untried(facts.similar, self._settings.delta.max_depth)
+            self._rank_trials.heard(batch.base_rank[asked], similar.found)
             if similar.found.any():
                 parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
         return choice.joined(count, parts, self._closer.room)
@@ -246,7 +257,7 @@ class DeltaStage:
         rows = fresh.fresh[still]
         chosen, bases = self._chosen(batch, facts)
         self._alignment.follow(batch, self.stream, facts.neighbours)
-        self._found_near = None
+        self._found_near = self._asked_for = None
         chosen = choice.only(chosen, still)
         encode = self._patches if self._kind == PATCH else self._deltas
         encodings = encode(batch, rows, chosen, bases)

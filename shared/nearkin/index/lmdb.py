@@ -26,7 +26,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
+from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys, feature_keys_of_ranks
 from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
@@ -143,6 +143,16 @@ class LmdbIndex:
         keys = feature_keys(sketch, self._domain, rank, super_features)
         return self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
 
+    def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other."""
+        asked = np.flatnonzero(super_features.T)
+        keys = feature_keys_of_ranks(sketch, self._domain, super_features)[asked]
+        located, there = self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
+        locations, found = Locations.empty(super_features.size), np.zeros(super_features.size, np.bool_)
+        locations.containers[asked], locations.ordinals[asked] = located.containers, located.ordinals
+        found[asked] = there
+        return locations, found
+
     def _locate(self, db: Any, keys: list[bytes]) -> tuple[Locations, Bools]:
         locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
         if not keys:
@@ -172,10 +182,10 @@ class LmdbIndex:
             claimed = np.flatnonzero(claims.segment_ids.any(axis=1))
             segments.add(claims.segment_ids[claimed], container, claimed)
             for sketch, (bases, super_features) in claims.super_features.items():
-                for rank in range(super_features.shape[1]):
-                    rows = np.flatnonzero(super_features[:, rank])
-                    keys = feature_keys(sketch, directory.domain, rank, super_features[rows, rank])
-                    features.add(keys, container, bases[rows])
+                rows = np.flatnonzero(super_features.T)
+                if len(rows):
+                    keys = feature_keys_of_ranks(sketch, directory.domain, super_features)[rows]
+                    features.add(keys, container, bases[rows % len(super_features)])
             summaries.append((container.to_bytes(8, "big"), json.dumps(asdict(summarise(claims))).encode()))
         with self._writing() as txn:
             for db, entries in ((self._chunks, chunks), (self._features, features), (self._segments, segments)):

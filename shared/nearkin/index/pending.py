@@ -7,11 +7,12 @@ when a container was published: what was stored first wins, here as in the index
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
-from nearkin.claims import FEATURE_KEY_BYTES, feature_keys
-from nearkin.index.protocols import Index, SupportsAllRanks
+from nearkin.claims import FEATURE_KEY_BYTES, feature_keys_of_ranks
+from nearkin.index.protocols import Index
 from nearkin.kernels.nametable import NameTable
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Locations
 
@@ -41,29 +42,23 @@ class PendingIndex:
             return self._merged(self._segments, segment_ids, *self._index.locate_segments(segment_ids))
 
     def locate_bases(self, sketch: str, super_features: U64) -> tuple[Locations, U8, Bools]:
-        """Return (locations, rank, found): rank by rank, the durable holder before the pending one (stream order)."""
+        """Return (locations, rank, found): the first rank that is found; of one rank the durable holder stands before
+        the pending one (stream order).
+        """
         count, ranks = super_features.shape
-        locations, rank_found, found = Locations.empty(count), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
         if not super_features.any():
-            return locations, rank_found, found
+            return Locations.empty(count), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+        keys = feature_keys_of_ranks(sketch, self._domain, super_features)
         with self._lock:
-            all_ranks = None
-            if isinstance(self._index, SupportsAllRanks):
-                all_ranks = self._index.locate_ranks(sketch, super_features)
-            for rank in range(ranks):
-                rows = np.flatnonzero(~found & (super_features[:, rank] != 0))
-                if not len(rows):
-                    continue
-                if all_ranks is not None:
-                    durable, there = all_ranks[0].take(rank * count + rows), all_ranks[1][rank * count + rows]
-                else:
-                    durable, there = self._index.locate_rank(sketch, rank, super_features[rows, rank])
-                keys = feature_keys(sketch, self._domain, rank, super_features[rows, rank])
-                hits, there = self._merged(self._features, keys, durable, there)
-                rows = rows[there]
-                locations.containers[rows], locations.ordinals[rows] = hits.containers[there], hits.ordinals[there]
-                rank_found[rows], found[rows] = rank, True
-        return locations, rank_found, found
+            durable, there = self._index.locate_ranks(sketch, super_features)
+            everything, there = self._merged(self._features, keys, durable, there)
+        of_rank = (there & (super_features.T != 0).ravel()).reshape(ranks, count)
+        first, found = of_rank.argmax(axis=0), of_rank.any(axis=0)
+        rows = np.flatnonzero(found)
+        locations = Locations.empty(count)
+        taken = everything.take(first[rows] * count + rows)
+        locations.containers[rows], locations.ordinals[rows] = taken.containers, taken.ordinals
+        return locations, first.astype(np.uint8), found
 
     def place(
         self,
@@ -76,17 +71,18 @@ class PendingIndex:
         segments: Locations,
     ) -> None:
         """Make entries findable by this writer."""
+        rows = np.flatnonzero(super_features.T)
         with self._lock:
             self._chunks.put_first_many(names, chunks.containers, chunks.ordinals)
             self._segments.put_first_many(segment_ids, segments.containers, segments.ordinals)
-            for rank in range(super_features.shape[1]):
-                rows = np.flatnonzero(super_features[:, rank])
-                keys = feature_keys(sketch, self._domain, rank, super_features[rows, rank])
-                self._features.put_first_many(keys, base_chunks.containers[rows], base_chunks.ordinals[rows])
+            if len(rows):
+                keys = feature_keys_of_ranks(sketch, self._domain, super_features)[rows]
+                of = rows % len(super_features)
+                self._features.put_first_many(keys, base_chunks.containers[of], base_chunks.ordinals[of])
 
-    def published(self, container: ContainerId) -> None:
-        """Forget a container's entries: the index below has them now."""
-        ids = np.array([container], np.uint64)
+    def published(self, containers: Sequence[ContainerId]) -> None:
+        """Forget the entries of containers: the index below has them now."""
+        ids = np.array(containers, np.uint64)
         with self._lock:
             for table in (self._chunks, self._features, self._segments):
                 table.discard_containers(ids)

@@ -78,13 +78,11 @@ class FeatureIndex(Protocol):
     def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint64[n] super-features of one rank: the first chunk stored with each."""
 
-
-@runtime_checkable
-class SupportsAllRanks(Protocol):
-    """An index that is asked about all ranks at once for less than about each in turn: a round trip, not one a rank."""
-
     def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other."""
+        """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other.
+
+        Those that are 0, which means none, are not found. One question: less than about each rank in turn.
+        """
 
 
 class SegmentLedger(Protocol):

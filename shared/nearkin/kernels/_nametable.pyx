@@ -305,7 +305,7 @@ cdef class NameTable:
         return new
 
     def discard_containers(self, ids):
-        cdef const uint64_t[::1] gone = np.unique(_vector("ids", ids, np.uint64))
+        cdef const uint64_t[::1] gone = np.sort(_vector("ids", ids, np.uint64))  # np.unique imports numpy.ma, 9 ms
         cdef size_t gone_count = <size_t>gone.shape[0], slot, dropped = 0
         cdef Table *t = &self.table
         cdef bint done = True

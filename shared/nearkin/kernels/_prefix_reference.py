@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Buffer
 
 from nearkin.errors import BadInput
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 def check_bounds(bytes_max: int, bases_max: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -23,9 +24,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin import tally
-from nearkin.claims import SealedContainer
+from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import Settings
-from nearkin.errors import Retryable
+from nearkin.errors import NearkinError, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
@@ -50,6 +51,9 @@ from nearkin_resemblance import ResemblanceStage
 VERSION_RACES_MAX = 1000
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
+PUBLISHED_ENTRIES = 1 << 14
+"""Containers are published together once they bring so many entries, or with a commit. Each entry may change a page of
+the index: so many together change many pages once, and no more of them wait in memory than of one large container."""
 MANIFEST_THREADS = 8
 """Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
 
@@ -137,6 +141,8 @@ class EmbeddedWriter:
         self._ended: list[_Blob] = []
         self._by_number: dict[int, _Blob] = {}
         self._blobs = 0
+        self._unpublished: list[ContainerClaims] = []
+        """Of containers that are durable; the index has them before any manifest that names them is written."""
         self._stored = Ledger()
         self._reported = Ledger()
         self._committer: Worker[SealedContainer | _Commit] = Worker("commit", self._commit, 2)
@@ -214,6 +220,8 @@ class EmbeddedWriter:
         self._reducer.cancel()
         self._committer.cancel()
         self._encoding.shutdown()
+        with suppress(NearkinError):  # else whoever writes next finds that the index is behind, and does it
+            self._publish()
         self._in_flight.abandon()
         self._in_flight.end()
 
@@ -290,10 +298,10 @@ class EmbeddedWriter:
             failpoint("put.sealed")
             self._containers.put(item.container, item.data)  # 1
             failpoint("put.container")
-            self._index.publish(item.claims)  # 2
-            failpoint("put.published")
-            self._pending.published(item.container)
             self._in_flight.durable(item.container)
+            self._unpublished.append(item.claims)
+            if sum(claims.entries for claims in self._unpublished) >= PUBLISHED_ENTRIES:
+                self._publish()
             count_sealed(item.claims.directory)
             summary = summarise(item.claims)
             self._stored += Ledger(
@@ -302,6 +310,7 @@ class EmbeddedWriter:
                 stored_bytes=summary.container_bytes,
             )
             return
+        self._publish()
         failpoint("commit.begun")
         by_key: dict[str, list[_Blob]] = {}
         for blob in item.blobs:
@@ -314,6 +323,13 @@ class EmbeddedWriter:
         for blob in item.blobs:
             self._report(blob, *done[blob.number])
         self._reported = self._stored
+
+    def _publish(self) -> None:
+        many, self._unpublished = self._unpublished, []
+        if many:
+            self._index.publish_many(many)  # 2
+            failpoint("put.published")
+            self._pending.published([claims.directory.container for claims in many])
 
     def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int]]]:
         """Commit the versions of one key, in order."""

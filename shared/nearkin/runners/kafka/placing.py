@@ -346,7 +346,7 @@ class PlaceHandler:
             _in_time(job.lane, container, job.began)
             patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
             failpoint("place.published")
-            job.lane.pending.published(container.container)
+            job.lane.pending.published([container.container])
             job.lane.in_flight.durable(container.container)
             count_sealed(container.claims.directory)
             held = _with_shares(container, held)

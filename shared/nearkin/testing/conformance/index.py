@@ -169,6 +169,16 @@ class IndexContract:
         """0 says that a chunk has none."""
         index.publish(first_claims())
         assert rows(index.locate_rank(SKETCH, 0, np.zeros(1, np.uint64))) == [None]
+        assert rows(index.locate_ranks(SKETCH, np.zeros((1, 2), np.uint64))) == [None, None]
+
+    def test_all_ranks_are_asked_about_at_once(self, index: Index) -> None:
+        """All of a rank one behind the other."""
+        index.publish(first_claims())
+        index.publish(second_claims())
+        asked = np.array([[80, 71], [0, 92], [1, 0]], np.uint64)
+        assert rows(index.locate_ranks(SKETCH, asked)) == [(FIRST, 1), None, None, (FIRST, 0), (SECOND, 1), None]
+        assert rows(index.locate_ranks(OTHER_SKETCH, asked)) == [None] * 6
+        assert rows(index.locate_ranks(SKETCH, np.zeros((0, 3), np.uint64))) == []
 
     # --- segments ----------------------------------------------------------------------------------------------------
 
