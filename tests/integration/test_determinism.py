@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from nearkin import open_store
+from nearkin.store.objects import LocalObjects
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 from nearkin.testing.stores import SMALL, settings
+from nearkin_delta.blocks import BlockEncoder
 
 FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)
 HISTORY = [FIRST, mutated(FIRST, 1, edits=300), mutated(FIRST, 2, edits=500)]
@@ -41,10 +45,6 @@ def test_the_same_puts_are_kept_the_same_way_whatever_the_queues_hold(algorithm,
 
 
 def test_a_slow_disk_changes_nothing_that_is_kept(tmp_path, monkeypatch):
-    import time
-
-    from nearkin.store.objects import LocalObjects
-
     quick = kept(tmp_path / "quick", {"runner": {"queue_batches": 4}})
     real = LocalObjects.put_new
 
@@ -54,3 +54,17 @@ def test_a_slow_disk_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LocalObjects, "put_new", slow)
     assert kept(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick
+
+
+def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
+    changes = {"runner": {"queue_batches": 4, "batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
+    quick = kept(tmp_path / "quick", changes)
+    assert quick[2] >= 3, "containers are filled before the last batch"
+    real = BlockEncoder.close
+
+    def slow(self, block):
+        time.sleep(0.03)
+        return real(self, block)
+
+    monkeypatch.setattr(BlockEncoder, "close", slow)
+    assert kept(tmp_path / "slow", changes) == quick

@@ -385,10 +385,15 @@ class ContainerBuilder:
         np.cumsum(counts, out=bounds[1:])
         return PrefixTable(bounds, Locations.join(parts))
 
-    def seal(self) -> SealedContainer:
-        """Close all blocks and return the container, read back once before anything depends on it."""
+    def close(self) -> None:
+        """Have all blocks encoded, as far as they are filled; nothing more comes."""
         for depth in list(self._open):
             self._close(depth)
+        self._hand_over()
+
+    def seal(self) -> SealedContainer:
+        """Close all blocks and return the container, read back once before anything depends on it."""
+        self.close()
         self._settle(self._turn + 1)
         kinds, depths = self._kinds_and_depths()
         blocks = [self._closed[number].block for number in range(self.blocks)]

@@ -121,6 +121,9 @@ class DeltaStage:
         self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
         self._asked_for: Bools | None = None
         self.builder = self._new_builder((1, 2))
+        self._encodes_aside = encoding is not None
+        self._full: ContainerBuilder | None = None
+        """A container that takes no more, and whose last blocks are being encoded while the next batch is placed."""
 
     def _new_builder(self, ratio: tuple[int, int]) -> ContainerBuilder:
         container = new_container_id(self._last)
@@ -134,6 +137,11 @@ class DeltaStage:
         """Give the container that is open an id of now, if nothing is in it: its age is told from that."""
         if self.builder.empty:
             self.builder = self._new_builder(self.builder.ratio)
+
+    @property
+    def open(self) -> tuple[ContainerBuilder, ...]:
+        """Return the containers that are not sealed."""
+        return (self.builder,) if self._full is None else (self._full, self.builder)
 
     @property
     def _here(self) -> Mark:
@@ -289,9 +297,7 @@ class DeltaStage:
         delta[rows] = encodings.depths > 0
         rest = chosen.rest if encodings.prefixes is not None else encodings.encoded
         delta_bytes[rows] = np.where(encodings.depths > 0, rest, 0)
-        sealed: tuple[SealedContainer, ...] = ()
-        if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
-            sealed = self.flush()
+        sealed = self._turn_ended()
         return DeltaOutcome(
             Placed(encodings.names, placed, batch.sketch, base_chunks, super_features, new_ids, new_segments),
             segments.blobs,
@@ -337,15 +343,36 @@ class DeltaStage:
                 none,
                 np.zeros(len(none), np.uint32),
             ),
+            self._sealed_full(),
         )
+
+    def _turn_ended(self) -> tuple[SealedContainer, ...]:
+        """Seal the container that was full before this batch, and set aside the one that it has filled.
+
+        Where blocks are encoded on a thread of their own: what is read of a container, and how deep it lies, is the
+        same until then. Elsewhere what is full is sealed at once.
+        """
+        sealed = self._sealed_full()
+        if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
+            if not self._encodes_aside:
+                return self.flush()
+            self._full = self.builder
+            self._full.close()
+            self.builder = self._new_builder(self._full.ratio)
+        return sealed
+
+    def _sealed_full(self) -> tuple[SealedContainer, ...]:
+        full, self._full = self._full, None
+        return () if full is None else (full.seal(),)
 
     def flush(self) -> tuple[SealedContainer, ...]:
         """Seal what is open, if anything is."""
+        sealed = self._sealed_full()
         if self.builder.empty:
-            return ()
-        sealed = self.builder.seal()
+            return sealed
+        sealed = (*sealed, self.builder.seal())
         self.builder = self._new_builder(self.builder.ratio)
-        return (sealed,)
+        return sealed
 
     def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
         """Return the fresh chunks for blocks that are encoded whole, with all their bases."""

@@ -248,8 +248,7 @@ class EmbeddedWriter:
                 self._hand_on(container)
             self._committer.put(item)
             return
-        builder = self._delta.builder
-        self._in_flight.open = builder.container, builder
+        self._in_flight.opened(*self._delta.open)
         fresh = run_stage(self._dedup, item, self._facts)
         count_fresh(fresh)
         if all_known(fresh):

@@ -32,7 +32,11 @@ class InFlight:
         self.buffers = store.buffers
         self._sealed: dict[ContainerId, SealedContainer] = {}
         self._lock = threading.Lock()
-        self.open: tuple[ContainerId, ContainerBuilder] | None = None
+        self._open: dict[ContainerId, ContainerBuilder] = {}
+
+    def opened(self, *builders: ContainerBuilder) -> None:
+        """Read from these what is not sealed, and from no others."""
+        self._open = {builder.container: builder for builder in builders}
 
     def sealed(self, container: SealedContainer) -> None:
         """Keep a sealed container readable until it is durable."""
@@ -45,8 +49,8 @@ class InFlight:
             self._sealed.pop(container, None)
 
     def end(self) -> None:
-        """Let go of the open container, whose builder keeps its blocks here: a circle of some 100 MB."""
-        self.open = None
+        """Let go of what is open: a builder keeps its blocks here: a circle of some 100 MB."""
+        self._open = {}
 
     def abandon(self) -> None:
         """Forget the blocks of containers that may never be durable: a later writer may be given the same id.
@@ -55,14 +59,13 @@ class InFlight:
         """
         with self._lock:
             blocks = {container: len(sealed.claims.directory.blocks) for container, sealed in self._sealed.items()}
-        if self.open is not None:
-            blocks[self.open[0]] = self.open[1].blocks
+        blocks |= {container: builder.blocks for container, builder in self._open.items()}
         self._store.blocks.drop((container, block) for container, count in blocks.items() for block in range(count))
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory."""
-        if self.open is not None and self.open[0] == container:
-            return self.open[1].directory(container)
+        if container in self._open:
+            return self._open[container].directory(container)
         with self._lock:
             sealed = self._sealed.get(container)
         return sealed.claims.directory if sealed is not None else self._store.directory(container)
@@ -70,14 +73,14 @@ class InFlight:
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
         """Return a block's bytes: cached, or still open. Closed blocks in flight share the store's cache."""
         cached = self._store.decoded(container, block)
-        if cached is None and self.open is not None and self.open[0] == container:
-            return self.open[1].open_block(block)
+        if cached is None and container in self._open:
+            return self._open[container].open_block(block)
         return cached
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a closed block as it is stored."""
-        if self.open is not None and self.open[0] == container:
-            return self.open[1].record(block)
+        if container in self._open:
+            return self._open[container].record(block)
         with self._lock:
             sealed = self._sealed.get(container)
         if sealed is None:

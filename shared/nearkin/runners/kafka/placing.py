@@ -245,7 +245,7 @@ class PlaceHandler:
         if opened.stage.builder.empty:
             opened.began = time.monotonic()
         opened.stage.begin()
-        lane.in_flight.open = opened.stage.builder.container, opened.stage.builder
+        lane.in_flight.opened(opened.stage.builder)
         opened.stage.stream = parts[0][1].envelope.blob
         outcome = run_stage(opened.stage, paired, lane.facts)
         placed = outcome.placed
