@@ -60,7 +60,7 @@ class Keeper(Protocol):
 
 
 class SparePrefixes:
-    """Prefixes that no block needs any more, for the next ones: of one put after another. Safe between threads."""
+    """Prefixes that no block needs any more, for the next ones: of one put after another, never of two at once."""
 
     def __init__(self) -> None:
         self._spares: deque[tuple[BasePrefix, int]] = deque()

@@ -42,6 +42,7 @@ from nearkin.runners.kafka.clients import (
     consumer,
     group,
     is_final,
+    on_parts,
     unavailable,
 )
 from nearkin.runners.kafka.dead_letters import send_dead_letter
@@ -115,9 +116,8 @@ class IngestConsumer:
         self._stop = stop
         try:
             self._cluster = self._cluster_id()
-            self._consumer.subscribe(
-                list(self._tenants), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
-            )
+            came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
+            self._consumer.subscribe(list(self._tenants), on_assign=came, on_revoke=went, on_lost=lost)
             while not stop.is_set():
                 self._pause(paused())
                 self._resume_due()

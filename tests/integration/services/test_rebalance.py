@@ -6,13 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
-from confluent_kafka import Producer
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
-from nearkin.runners.kafka.clients import create_topics, topic
-from nearkin.runners.kafka.loop import Loop, Record
+from nearkin.runners.kafka import worker
+from nearkin.runners.kafka.clients import consumer, create_topics, group, topic
+from nearkin.runners.kafka.loop import Loop, Record, run_forever
+from nearkin.runners.monitor import Monitor
 
 PARTITIONS = 4
 SECONDS_MAX = 60.0
@@ -110,10 +115,8 @@ def wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_owner(
-    kafka: object, topic_prefix: str
-) -> None:
-    """A batch grows for a second while messages stream, and a rebalance comes in between: a crash of the chunker."""
+def with_topics(kafka: object, topic_prefix: str) -> Settings:
+    """Return settings whose topics are there."""
     settings = with_changes(
         Settings(),
         {
@@ -126,6 +129,70 @@ def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_ow
         },
     )
     create_topics(settings)
+    return settings
+
+
+class Upset(Watcher):
+    """Has the client fail inside its own call when the first partitions come, as where a coordinator moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consumer: Consumer | None = None
+        self.loops = 0
+
+    def assigned(self, partition: int, metadata: str) -> None:
+        super().assigned(partition, metadata)
+        if self.loops == 1:
+            assert self.consumer is not None
+            self.consumer.seek(TopicPartition("no such topic", 0, 5))
+
+
+def test_a_worker_starts_over_where_kafka_fails_while_partitions_come(kafka: object, topic_prefix: str) -> None:
+    """Such an error left `poll` as a KafkaError, which is no exception: the thread died, and nobody was told."""
+    settings, upset = with_topics(kafka, topic_prefix), Upset()
+    stop = threading.Event()
+
+    def make() -> Loop:
+        loop = Loop(settings, "chunker", "frames", "upset", upset)
+        upset.consumer = loop._consumer
+        upset.loops += 1
+        return loop
+
+    with streaming(settings), beside(lambda: run_forever(make, stop, lambda: False, "chunker"), stop):
+        wait_until(lambda: upset.loops == 2 and upset.handled > 0)
+    assert not upset.foreign
+
+
+def test_a_service_ends_where_one_of_its_threads_does(
+    kafka: object, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by what no `except` sees but a bare one: the client raises it where nobody takes hold of its own errors."""
+    settings = with_topics(kafka, topic_prefix)
+
+    def ends(*_: object) -> None:
+        client = consumer(settings, group(settings, "chunker"), "bare")
+        client.subscribe([topic(settings, "frames")], on_assign=lambda told, _: told.seek(TopicPartition("none", 0, 5)))
+        try:
+            while True:
+                client.poll(0.1)
+        finally:
+            client.close()
+
+    monkeypatch.setattr(worker, "run_forever", ends)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    context: Any = SimpleNamespace(monitor=Monitor(settings.monitor))
+    stop, failures = threading.Event(), list[BaseException]()
+    part = worker.Part("chunker", "frames", lambda _: Watcher())
+    worker._thread(context, part, stop, failures).join(SECONDS_MAX)
+    assert stop.is_set()
+    assert "its thread ended" in str(failures[0])
+
+
+def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_owner(
+    kafka: object, topic_prefix: str
+) -> None:
+    """A batch grows for a second while messages stream, and a rebalance comes in between: a crash of the chunker."""
+    settings = with_topics(kafka, topic_prefix)
     first, second = Watcher(), Watcher()
     with streaming(settings), working(settings, "first", first):
         wait_until(lambda: len(first.mine) == PARTITIONS and first.handled > 0)

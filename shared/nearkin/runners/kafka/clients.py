@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka import Message as KafkaMessage
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
@@ -29,6 +29,8 @@ TOPIC_BYTES_MAX = 1_048_588
 """Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
 
 Headers = Mapping[str, bytes]
+OnParts = Callable[[Consumer, list[TopicPartition]], None]
+"""What a consumer calls when partitions come and go."""
 
 
 def topic(settings: Settings, name: str) -> str:
@@ -161,6 +163,22 @@ def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
     """Return the error for a Kafka that does not answer."""
     reason = err.args[0].str() if err.args and isinstance(err.args[0], KafkaError) else str(err)
     return StoreUnavailable(f"kafka {settings.kafka.bootstrap_servers}: {reason}")
+
+
+def on_parts(settings: Settings, told: OnParts) -> OnParts:
+    """Return what a consumer may call when partitions come and go.
+
+    An error of the client in such a call that nobody takes hold of comes out of `poll` as a bare KafkaError, which is
+    no exception: no `except` but a bare one sees it. Here it becomes StoreUnavailable.
+    """
+
+    def call(client: Consumer, parts: list[TopicPartition]) -> None:
+        try:
+            told(client, parts)
+        except KafkaException as err:
+            raise unavailable(settings, err) from err
+
+    return call
 
 
 def undelivered(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:

@@ -24,7 +24,7 @@ from nearkin.config import Settings
 from nearkin.errors import Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import is_end
-from nearkin.runners.kafka.clients import consumer, group, is_final, topic, unavailable
+from nearkin.runners.kafka.clients import consumer, group, is_final, on_parts, topic, unavailable
 from nearkin.runners.kafka.traced import traced
 from nearkin.runners.tracing import current
 
@@ -129,9 +129,8 @@ class Loop:
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
         """Work until `stop`. Raises Retryable after a dependency was away for long."""
         try:
-            self._consumer.subscribe(
-                [self._topic], on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
-            )
+            came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
+            self._consumer.subscribe([self._topic], on_assign=came, on_revoke=went, on_lost=lost)
             while not stop.is_set():
                 self._pause(paused())
                 records = self._take()

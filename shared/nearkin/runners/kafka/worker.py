@@ -189,6 +189,9 @@ def _thread(context: Context, part: Part, stop: threading.Event, failures: list[
             run_forever(make, stop, lambda: context.current().service.paused, part.service)
         except BaseException as err:
             failures.append(err)
+        finally:  # also where what was raised is no exception, as a client of C may do
+            if not stop.is_set() and not failures:
+                failures.append(RuntimeError(f"{part.service}: its thread ended, and nobody asked it to"))
             stop.set()
 
     thread = threading.Thread(target=run, name=f"nearkin-{part.service}")
