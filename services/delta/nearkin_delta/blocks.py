@@ -283,11 +283,13 @@ class BlockCloser:
         thread: Executor | None = None,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
+        last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
         """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up.
 
-        `prefixes`: those that earlier puts left.
+        `prefixes`: those that earlier puts left. `last_chunk_bytes`: what a block has room for beyond its limit.
         """
+        self._last_chunk_bytes = last_chunk_bytes
         self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
         """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
         self._encoder = BlockEncoder(block, delta, self.room, keep=keeper is not None)
@@ -297,7 +299,7 @@ class BlockCloser:
 
     def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
         """Return a new block."""
-        room = self.room(limit_bytes + LAST_CHUNK_BYTES)
+        room = self.room(limit_bytes + self._last_chunk_bytes)
         return OpenBlock(
             number, kind, depth, limit_bytes, room, self._prefixes.take() if kind == layout.PATCH else None
         )

@@ -17,6 +17,7 @@ from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
 from nearkin.kernels.nametable import first_occurrence
+from nearkin.limits import MIB
 from nearkin.records import (
     NAME_BYTES,
     SEGMENT_ID_BYTES,
@@ -77,6 +78,8 @@ class DeltaOutcome:
     sealed: tuple[SealedContainer, ...] = field(default_factory=tuple)
 
 
+ASIDE_BYTES_MAX = 16 * MIB
+"""A container of more is sealed at once: it would be held twice in memory for an encoder that is busy anyway."""
 NOTHING_FRESH = Found(Locations.empty(), np.zeros(0, np.bool_))
 
 
@@ -115,13 +118,14 @@ class DeltaStage:
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
         self._alignment = Alignment()
-        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes)
+        chunk_bytes = int(settings.chunker.max_bytes)
+        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes, chunk_bytes)
         self._found_near: Chosen | None = None
         self._trials = Trials(0 if settings.base.try_all else FEW)
         self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
         self._asked_for: Bools | None = None
         self.builder = self._new_builder((1, 2))
-        self._encodes_aside = encoding is not None
+        self._sets_aside = encoding is not None and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
         self._full: ContainerBuilder | None = None
         """A container that takes no more, and whose last blocks are being encoded while the next batch is placed."""
 
@@ -354,7 +358,7 @@ class DeltaStage:
         """
         sealed = self._sealed_full()
         if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
-            if not self._encodes_aside:
+            if not self._sets_aside:
                 return self.flush()
             self._full = self.builder
             self._full.close()
