@@ -126,8 +126,10 @@ class IngestConsumer:
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
         finally:
-            self._outbox.close()
-            self._consumer.close()
+            try:
+                self._outbox.close()
+            finally:
+                self._consumer.close()
 
     def _step(self, records: list[UserRecord]) -> None:
         """Bring what was taken to its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,12 @@ FLUSH_SECONDS_MAX = 60.0
 ADMIN_SECONDS_MAX = 30.0
 TOPIC_BYTES_MAX = 1_048_588
 """Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
+
+REPEAT_SECONDS = 10.0
+SAID_MAX = 256
+_said: dict[str, float] = {}
+"""When it was said last, in this process."""
+_said_lock = threading.Lock()
 
 Headers = Mapping[str, bytes]
 OnParts = Callable[[Consumer, list[TopicPartition]], None]
@@ -67,8 +74,18 @@ def connection(settings: Settings, client_id: str) -> dict[str, Any]:
 
 
 def _on_error(err: KafkaError) -> None:
-    """Librdkafka reconnects by itself: what it tells here is for people."""
-    _log.warning("kafka: %s", err.str())
+    """Librdkafka reconnects by itself: what it tells here is for people, and the same only once in REPEAT_SECONDS.
+
+    While a broker is away each client tells of each try: 1,200 lines of one janitor in a chaos run of a minute.
+    """
+    said, now = err.str(), time.monotonic()
+    with _said_lock:
+        if now - _said.get(said, -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return
+        if len(_said) >= SAID_MAX:
+            _said.clear()
+        _said[said] = now
+    _log.warning("kafka: %s", said)
 
 
 def retention_ms(settings: Settings) -> str:

@@ -150,8 +150,10 @@ class Loop:
             self._failed = True
             raise
         finally:
-            self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
-            self._handler.close()
+            try:
+                self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
+            finally:
+                self._handler.close()
 
     def _handle(self, records: list[Record]) -> None:
         metrics.RECORDS.labels(self._stage).inc(len(records))
