@@ -31,6 +31,7 @@ from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixT
 from nearkin.formats.manifest import Manifest
 from nearkin.index.redis import RedisIndex
 from nearkin.records import U8, ContainerId, Ledger, Locations
+from nearkin.testing.conformance.index import of_rank
 from nearkin.testing.redis_server import redis_server
 
 CHUNKS_A_CONTAINER, CHUNKS_A_SEGMENT, RANKS = 512, 16, 3
@@ -126,7 +127,7 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
     rows, sketched = np.concatenate(names), np.concatenate(features)
     chosen = random.permutation(len(rows))[:lookups]
     absent = random.integers(0, 256, (len(chosen), 32), dtype=np.uint8)
-    rank = partial(index.locate_rank, SKETCH, 0)
+    rank = partial(of_rank, index, SKETCH, 0)
     kinds: list[tuple[str, Any, Any, bool]] = [
         ("chunks present", index.locate_chunks, rows[chosen], True),
         ("chunks absent", index.locate_chunks, absent, False),

@@ -1,6 +1,7 @@
-"""Memory for decoded blocks, used again. Invariant: memory comes back when the last view of it is gone, never before.
+"""Large memory, used again. Invariant: memory comes back when the last view of it is gone, never before.
 
     take -> array -> views of it in caches, readers, batches -> the last one dies -> the next take
+    Buffers: decoded blocks, containers, records, each in memory of its own; Slabs: frames, many in one
 
 A page that was never touched costs 2 us on a virtual machine, as much as decoding what goes into it.
 """
@@ -34,29 +35,7 @@ SPARE_BYTES_MAX = 40 * MIB
 STEPS = 4
 """Sizes between a power of two and the next one: at most a quarter of what is taken is slack."""
 
-
 SLAB_BYTES = 4 * MIB
-
-
-class Slabs:
-    """Pieces of large memory, cut one behind the other. Not to be shared between threads.
-
-    A slab goes back when the last of its pieces is gone: for what comes and goes together, of any sizes.
-    """
-
-    def __init__(self, take: Callable[[int], U8]) -> None:
-        """`take` returns memory of so many bytes, its content undefined."""
-        self._take = take
-        self._left: U8 = np.zeros(0, np.uint8)
-
-    def cut(self, size_bytes: int) -> U8:
-        """Return uint8[size_bytes], its bytes undefined."""
-        if size_bytes > SLAB_BYTES // 2:  # with little slack, and without an end of a slab left over
-            return self._take(size_bytes)
-        if size_bytes > len(self._left):
-            self._left = self._take(SLAB_BYTES)
-        piece, self._left = self._left[:size_bytes], self._left[size_bytes:]
-        return piece
 
 
 class Buffers:
@@ -115,6 +94,27 @@ class Buffers:
                     del self._spares[oldest]
         except (IndexError, KeyError, RuntimeError, StopIteration):  # another thread was here
             return
+
+
+class Slabs:
+    """Pieces of large memory, cut one behind the other. Not to be shared between threads.
+
+    A slab goes back when the last of its pieces is gone: for what comes and goes together, of any sizes.
+    """
+
+    def __init__(self, take: Callable[[int], U8]) -> None:
+        """`take` returns memory of so many bytes, its content undefined."""
+        self._take = take
+        self._left: U8 = np.zeros(0, np.uint8)
+
+    def cut(self, size_bytes: int) -> U8:
+        """Return uint8[size_bytes], its bytes undefined."""
+        if size_bytes > SLAB_BYTES // 2:  # with little slack, and without an end of a slab left over
+            return self._take(size_bytes)
+        if size_bytes > len(self._left):
+            self._left = self._take(SLAB_BYTES)
+        piece, self._left = self._left[:size_bytes], self._left[size_bytes:]
+        return piece
 
 
 def rounded(size_bytes: int) -> int:

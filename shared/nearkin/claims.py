@@ -48,18 +48,12 @@ class SealedContainer:
     claims: ContainerClaims
 
 
-def feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> U8:
-    """Return uint8[n, 17] keys: namespace 8 (algorithm, parameters, domain), rank 1, super-feature 8.
+def feature_keys(sketch: str, domain: bytes, super_features: U64) -> U8:
+    """Return uint8[k * n, 17] keys of uint64[n, k] super-features: all of a rank one behind the other.
 
-    The namespace keeps apart what must never match: other algorithms, other parameters, other tenants.
+    Namespace 8 (algorithm, parameters, domain), rank 1, super-feature 8. The namespace keeps apart what must never
+    match: other algorithms, other parameters, other tenants.
     """
-    keys = feature_keys_of_ranks(sketch, domain, super_features.reshape(-1, 1))
-    keys[:, 8] = rank
-    return keys
-
-
-def feature_keys_of_ranks(sketch: str, domain: bytes, super_features: U64) -> U8:
-    """Return uint8[k * n, 17] keys of uint64[n, k] super-features: all of a rank one behind the other."""
     namespace = blake2b(domain + sketch.encode(), digest_size=8, person=b"nearkin-sf").digest()
     count, ranks = super_features.shape
     keys = np.empty((ranks, count, FEATURE_KEY_BYTES), np.uint8)

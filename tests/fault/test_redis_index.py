@@ -28,6 +28,7 @@ from nearkin.testing.conformance.index import (
     first_claims,
     ids,
     manifest,
+    of_rank,
     rows,
     second_claims,
 )
@@ -146,7 +147,7 @@ def test_numbers_that_a_client_remembers_are_never_used_in_another_epoch(connect
     raw.flushall()
     other.publish(claims(SECOND, ["rrr", "qq", "p"], ["s1", "s2"], [[3], [2], [1]]))
     assert rows(remembers.locate_chunks(chunk_names("p", "qq", "rrr"))) == [(SECOND, 2), (SECOND, 1), (SECOND, 0)]
-    assert rows(remembers.locate_rank(SKETCH, 0, np.array([1, 3], np.uint64))) == [(SECOND, 2), (SECOND, 0)]
+    assert rows(of_rank(remembers, SKETCH, 0, np.array([1, 3], np.uint64))) == [(SECOND, 2), (SECOND, 0)]
     assert rows(remembers.locate_segments(ids("s2"))) == [(SECOND, 1)]
 
 
@@ -361,7 +362,7 @@ def test_a_bucket_of_noise_finds_nothing_and_takes_entries(connect: Connect, raw
                     raw.hset(key, field, samples.noise(width * 50, f"{letter}{number}").tobytes())
     assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
     assert rows(index.locate_segments(ids("s1"))) == [None]
-    assert rows(index.locate_rank(SKETCH, 0, np.array([70, 80], np.uint64))) == [None, None]
+    assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [None, None]
     index.publish(first_claims())
     assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [(FIRST, 0), (FIRST, 1)]
 
@@ -438,4 +439,4 @@ def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, ra
     assert added == BUCKET_ENTRIES_MAX
     assert max(len(value) for value in raw.hvals(key)) == BUCKET_ENTRIES_MAX * FEATURES.width
     index.publish(first_claims())
-    assert rows(index.locate_rank(SKETCH, 0, np.array([70], np.uint64))) == [(FIRST, 0)]
+    assert rows(of_rank(index, SKETCH, 0, np.array([70], np.uint64))) == [(FIRST, 0)]

@@ -29,6 +29,7 @@ from nearkin.testing.conformance.index import (
     first_claims,
     ids,
     manifest,
+    of_rank,
     rows,
     second_claims,
 )
@@ -47,7 +48,7 @@ def assert_works(index: RedisIndex) -> None:
     index.commit(manifest("k", 1, [(FIRST, 0), (SECOND, 1)]), 100)
     assert rows(index.locate_chunks(chunk_names("a", "dddd", "zz"))) == [(FIRST, 0), (SECOND, 1), None]
     assert rows(index.locate_segments(ids("s1", "s3"))) == [(FIRST, 0), (SECOND, 1)]
-    assert rows(index.locate_rank(SKETCH, 0, np.array([70, 82], np.uint64))) == [(FIRST, 0), (SECOND, 2)]
+    assert rows(of_rank(index, SKETCH, 0, np.array([70, 82], np.uint64))) == [(FIRST, 0), (SECOND, 2)]
     assert index.versions_of("default", "k") == [1]
     assert [summary.container for summary in index.containers()] == [FIRST, SECOND]
     assert Rebuilder(index, lambda _: None).run_once()

@@ -26,7 +26,7 @@ from nearkin.index.redis import RedisIndex, rebuild_in_background
 from nearkin.index.redis.rebuild import Rebuilder, RebuildOver
 from nearkin.local_mending import super_features_of
 from nearkin.testing import samples
-from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, rows
+from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, of_rank, rows
 from nearkin.testing.redis_server import RedisServer
 from nearkin.testing.stores import SMALL, settings
 from nearkin_janitor import Tenants, claims_of, rebuild_index
@@ -90,7 +90,7 @@ def _segments(names, index):
 
 
 def _rank(sketch, rank, found, index):
-    return index.locate_rank(sketch, rank, found)
+    return of_rank(index, sketch, rank, found)
 
 
 def until(true: Callable[[], bool], seconds: float = 30.0) -> None:

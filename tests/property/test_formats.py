@@ -142,16 +142,14 @@ def containers(draw: st.DrawFn) -> tuple[list[EncodedBlock], ChunkTable, int, li
 @given(containers())
 def test_containers_come_back(made: Any) -> None:
     blocks, chunks, depth_max, names, segments = made
-    data, directory_bytes, recipe_bytes = encode_container(
-        HOLDER, samples.DOMAIN, depth_max, names, blocks, chunks, segments
-    )
-    found, decoded = samples.read_all(data)
+    made = encode_container(HOLDER, samples.DOMAIN, depth_max, names, blocks, chunks, segments)
+    found, decoded = samples.read_all(made.data)
     assert (found.container, found.domain, found.depth_max) == (HOLDER, samples.DOMAIN, depth_max)
     assert found.sketch_names == tuple(names)
     assert (found.container_bytes, found.directory_bytes, found.recipe_bytes) == (
-        len(data),
-        directory_bytes,
-        recipe_bytes,
+        len(made.data),
+        made.directory_bytes,
+        made.recipe_bytes,
     )
     assert [len(b) for b in decoded] == [b.raw_bytes for b in blocks if b.raw_bytes]
     assert [set(b) for b in decoded] == [{number} for number, b in enumerate(blocks) if b.raw_bytes]

@@ -100,7 +100,7 @@ def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
         blocks,
         ChunkTable(**columns_of),
         whole.segments,
-    )[0]
+    ).data
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def a_segment_of_single_bytes() -> bytes:
     recipe = Locations(np.full(count, ZERO, np.uint64), np.ones(count, np.uint32))
     segments = SegmentTable(np.array([0, count], np.uint32), zeros, recipe)
     block = encode_block(np.ones(1, np.uint8), layout.RAW, 0, samples.compressor())
-    return encode_container(samples.CONTAINER, bytes(16), 3, ["x"], [block], chunks, segments)[0]
+    return encode_container(samples.CONTAINER, bytes(16), 3, ["x"], [block], chunks, segments).data
 
 
 def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path: Path) -> None:

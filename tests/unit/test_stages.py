@@ -236,6 +236,19 @@ def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
     )
 
 
+def written(writer, key, content):
+    blob = writer.begin(key, {}, None)
+    rest = memoryview(content)
+    while rest:
+        window = writer.window()
+        count = min(len(window), len(rest))
+        window[:count] = rest[:count]
+        writer.advance(blob, count)
+        rest = rest[count:]
+    writer.end(blob)
+    return blob
+
+
 def test_what_dedup_was_told_in_this_turn_is_not_asked_again(tmp_path, monkeypatch):
     """A chunk that was placed a batch ago is found by dedup's own question: every chunk is stored once (I5)."""
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
@@ -248,16 +261,7 @@ def test_what_dedup_was_told_in_this_turn_is_not_asked_again(tmp_path, monkeypat
     content = pieces(*range(1, 200))
     with EmbeddedWriter(chosen, FINGERPRINTER, containers, ManifestStore(objects), index, 0) as writer:
         for key in ("a", "b"):
-            blob = writer.begin(key, {}, None)
-            for start in range(0, len(content), 1 << 16):
-                piece = memoryview(content + key.encode() * CHUNK)[start : start + (1 << 16)]
-                while piece:
-                    window = writer.window()
-                    count = min(len(window), len(piece))
-                    window[:count] = piece[:count]
-                    writer.advance(blob, count)
-                    piece = piece[count:]
-            writer.end(blob)
+            written(writer, key, content + key.encode() * CHUNK)
         writer.flush()
     assert sum(len(containers.directory(container).chunks) for container, _ in containers.ids()) == 201
     assert sum(asked) < 300  # each of the first blob once, and those of the second one's last segment
@@ -358,15 +362,7 @@ def put(objects: Recording, index: LmdbIndex, content: bytes, key: str = "k") ->
     containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
     last = max((int(container) for container, _ in containers.ids()), default=0)
     with EmbeddedWriter(CHOSEN, FINGERPRINTER, containers, ManifestStore(objects), index, last) as writer:
-        blob = writer.begin(key, {}, None)
-        rest = memoryview(content)
-        while rest:
-            window = writer.window()
-            count = min(len(window), len(rest))
-            window[:count] = rest[:count]
-            writer.advance(blob, count)
-            rest = rest[count:]
-        writer.end(blob)
+        blob = written(writer, key, content)
     assert blob.done.done()
 
 

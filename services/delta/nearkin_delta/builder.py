@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import layout
-from nearkin.formats.container import container_parts, decode_container
+from nearkin.formats.container import decode_container, encode_container
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
@@ -397,7 +397,7 @@ class ContainerBuilder:
         self._settle(self._turn + 1)
         kinds, depths = self._kinds_and_depths()
         blocks = [self._closed[number].block for number in range(self.blocks)]
-        parts, _, _ = container_parts(
+        encoded = encode_container(
             self.container,
             self._domain,
             self._depth_max,
@@ -407,7 +407,7 @@ class ContainerBuilder:
             self._segment_table(),
             self._prefix_table(),
         )
-        data = self._closer.joined(parts)
+        data = self._closer.joined(encoded.parts)
         claims = ContainerClaims(
             decode_container(data, "a container just built"),
             np.concatenate([np.zeros((0, SEGMENT_ID_BYTES), np.uint8), *self._segment_ids]),

@@ -174,7 +174,7 @@ class Healer:
             chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
         )
         bounds = np.cumsum([0, *(len(prefix) for prefix in new.prefixes)]).astype(np.uint32)
-        data, _, _ = encode_container(
+        data = encode_container(
             directory.container,
             directory.domain,
             directory.depth_max,
@@ -183,7 +183,7 @@ class Healer:
             table,
             directory.segments,
             PrefixTable(bounds, Locations.join(new.prefixes)),
-        )
+        ).data
         decode_container(data, f"{object_name(directory.container)}, healed")
         return Healed(data, count, lost_count)
 

@@ -203,7 +203,7 @@ class Rewriter:
         positions = positions_in_blocks(new.numbers, new.encoded)
         chunks = ChunkTable(names, new.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks)
         bounds = np.cumsum([0, *(len(prefix) for prefix in new.prefixes)]).astype(np.uint32)
-        data, _, _ = encode_container(
+        data = encode_container(
             container,
             directory.domain,
             directory.depth_max,
@@ -212,7 +212,7 @@ class Rewriter:
             chunks,
             _segments(directory.segments, drop.segments),
             PrefixTable(bounds, Locations.join(new.prefixes)),
-        )
+        ).data
         decode_container(data, f"{object_name(container)}, written anew")
         return data
 

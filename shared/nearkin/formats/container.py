@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
@@ -25,8 +25,18 @@ from nearkin.records import (
     ContainerId,
 )
 
-if TYPE_CHECKING:
-    pass
+
+class EncodedContainer(NamedTuple):
+    """A container in pieces that lie one behind the other; of `directory_bytes` the recipes take `recipe_bytes`."""
+
+    parts: Sequence[bytes | memoryview]
+    directory_bytes: int
+    recipe_bytes: int
+
+    @property
+    def data(self) -> bytes:
+        """Return the whole, a copy."""
+        return b"".join(self.parts)
 
 
 def encode_container(
@@ -38,25 +48,8 @@ def encode_container(
     chunks: ChunkTable,
     segments: SegmentTable,
     prefixes: PrefixTable | None = None,
-) -> tuple[bytes, int, int]:
-    """Return (the container, its directory's bytes, of these the recipes' bytes). A block that is None is gone."""
-    parts, directory_bytes, recipe_bytes = container_parts(
-        container, domain, depth_max, sketch_names, blocks, chunks, segments, prefixes
-    )
-    return b"".join(parts), directory_bytes, recipe_bytes
-
-
-def container_parts(
-    container: ContainerId,
-    domain: bytes,
-    depth_max: int,
-    sketch_names: Sequence[str],
-    blocks: Sequence[EncodedBlock | None],
-    chunks: ChunkTable,
-    segments: SegmentTable,
-    prefixes: PrefixTable | None = None,
-) -> tuple[list[bytes | memoryview], int, int]:
-    """Return the same as `encode_container`, in pieces that lie one behind the other."""
+) -> EncodedContainer:
+    """Return the container, ready to write. A block that is None is gone."""
     whole = bool(chunks.there.all()) and None not in blocks
     version = VERSION_WHOLE if whole else VERSION
     parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", version, 0, container, domain)]
@@ -70,7 +63,7 @@ def container_parts(
     offset = sum(len(part) for part in parts)
     lead = FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
     frame_check = columns.check_bytes(parts[0], lead)
-    return [*parts, directory, lead, frame_check, b"NKCF"], len(directory), recipe_bytes
+    return EncodedContainer([*parts, directory, lead, frame_check, b"NKCF"], len(directory), recipe_bytes)
 
 
 def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId, bytes]:

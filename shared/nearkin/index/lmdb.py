@@ -26,7 +26,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys, feature_keys_of_ranks
+from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
@@ -138,15 +138,10 @@ class LmdbIndex:
         """Return (locations, found) for uint8[s, 20] segment ids."""
         return self._locate(self._segments, _rows(segment_ids, SEGMENT_ID_BYTES))
 
-    def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint64[n] super-features of one rank."""
-        keys = feature_keys(sketch, self._domain, rank, super_features)
-        return self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
-
     def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other."""
         asked = np.flatnonzero(super_features.T)
-        keys = feature_keys_of_ranks(sketch, self._domain, super_features)[asked]
+        keys = feature_keys(sketch, self._domain, super_features)[asked]
         located, there = self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
         locations, found = Locations.empty(super_features.size), np.zeros(super_features.size, np.bool_)
         locations.containers[asked], locations.ordinals[asked] = located.containers, located.ordinals
@@ -184,7 +179,7 @@ class LmdbIndex:
             for sketch, (bases, super_features) in claims.super_features.items():
                 rows = np.flatnonzero(super_features.T)
                 if len(rows):
-                    keys = feature_keys_of_ranks(sketch, directory.domain, super_features)[rows]
+                    keys = feature_keys(sketch, directory.domain, super_features)[rows]
                     features.add(keys, container, bases[rows % len(super_features)])
             summaries.append((container.to_bytes(8, "big"), json.dumps(asdict(summarise(claims))).encode()))
         with self._writing() as txn:

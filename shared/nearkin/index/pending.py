@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nearkin.claims import FEATURE_KEY_BYTES, feature_keys_of_ranks
+from nearkin.claims import FEATURE_KEY_BYTES, feature_keys
 from nearkin.index.protocols import Index
 from nearkin.kernels.nametable import NameTable
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Locations
@@ -48,7 +48,7 @@ class PendingIndex:
         count, ranks = super_features.shape
         if not super_features.any():
             return Locations.empty(count), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
-        keys = feature_keys_of_ranks(sketch, self._domain, super_features)
+        keys = feature_keys(sketch, self._domain, super_features)
         with self._lock:
             durable, there = self._index.locate_ranks(sketch, super_features)
             everything, there = self._merged(self._features, keys, durable, there)
@@ -76,7 +76,7 @@ class PendingIndex:
             self._chunks.put_first_many(names, chunks.containers, chunks.ordinals)
             self._segments.put_first_many(segment_ids, segments.containers, segments.ordinals)
             if len(rows):
-                keys = feature_keys_of_ranks(sketch, self._domain, super_features)[rows]
+                keys = feature_keys(sketch, self._domain, super_features)[rows]
                 of = rows % len(super_features)
                 self._features.put_first_many(keys, base_chunks.containers[of], base_chunks.ordinals[of])
 

@@ -75,13 +75,10 @@ class FingerprintIndex(Protocol):
 class FeatureIndex(Protocol):
     """Super-feature -> the first chunk that had it."""
 
-    def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint64[n] super-features of one rank: the first chunk stored with each."""
-
     def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other.
+        """Return (locations, found) for uint64[n, k] super-features: the first chunk stored with each, of its rank.
 
-        Those that are 0, which means none, are not found. One question: less than about each rank in turn.
+        k * n rows, all of a rank one behind the other. Those that are 0, which means none, are not found.
         """
 
 

@@ -86,7 +86,7 @@ def small_container() -> bytes:
         sketches=np.array([0, 0, 1], np.uint8),
         chunks=Locations(np.array(holders, np.uint64), np.array(ordinals, np.uint32)),
     )
-    return encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+    return encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments).data
 
 
 def rest_container() -> bytes:
@@ -112,7 +112,7 @@ def rest_container() -> bytes:
     segments = SegmentTable(
         np.array([0, 5, 10, 10], np.uint32), np.array([0, 0, 0], np.uint8), whole.segments.chunks.take(slice(0, 10))
     )
-    return encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments)[0]
+    return encode_container(CONTAINER, DOMAIN, 2, SKETCHES, blocks, chunks, segments).data
 
 
 PATCHED_BASES = (b"".join(b"row %04d of the first base; " % i for i in range(40)), bytes(noise(500, "second base")))
@@ -148,7 +148,7 @@ def patched_container() -> bytes:
         chunks=Locations(np.full(4, CONTAINER, np.uint64), np.arange(4, dtype=np.uint32)),
     )
     prefixes = PrefixTable(np.array([0, 0, 2], np.uint32), bases)
-    return encode_container(CONTAINER, DOMAIN, 3, SKETCHES[:1], blocks, chunks, segments, prefixes)[0]
+    return encode_container(CONTAINER, DOMAIN, 3, SKETCHES[:1], blocks, chunks, segments, prefixes).data
 
 
 def empty_container() -> bytes:
@@ -159,7 +159,7 @@ def empty_container() -> bytes:
     )
     segments = SegmentTable(np.zeros(1, np.uint32), none8, Locations.empty())
     blocks: list[EncodedBlock] = []
-    return encode_container(CONTAINER, DOMAIN, 1, (), blocks, chunks, segments)[0]
+    return encode_container(CONTAINER, DOMAIN, 1, (), blocks, chunks, segments).data
 
 
 def small_mark() -> Mark:

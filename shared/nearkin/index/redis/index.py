@@ -80,10 +80,6 @@ class RedisIndex:
         """Return (locations, found) for uint8[s, 20] segment ids."""
         return self._locate(SEGMENTS, rows.segment_keys(segment_ids))
 
-    def locate_rank(self, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint64[n] super-features of one rank."""
-        return self._locate(FEATURES, rows.super_feature_keys(sketch, self._domain, rank, super_features))
-
     def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other.
 

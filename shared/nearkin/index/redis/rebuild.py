@@ -48,7 +48,6 @@ class RebuildTarget:
         self._held = held
         self.locate_chunks = index.locate_chunks
         self.locate_segments = index.locate_segments
-        self.locate_rank = index.locate_rank
         self.locate_ranks = index.locate_ranks
         self.versions_of = index.versions_of
         self.catalog = index.catalog

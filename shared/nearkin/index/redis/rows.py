@@ -94,7 +94,7 @@ def _tagged(tags: U64, fold: U64) -> Keys:
 
 def super_feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> Keys:
     """Return the keys of uint64[n] super-features: 40 bits of a mix, and those of the partition."""
-    namespace = feature_keys(sketch, domain, rank, np.zeros(1, np.uint64))[0, :9].tobytes()
+    namespace = feature_keys(sketch, domain, np.zeros((1, rank + 1), np.uint64))[rank, :9].tobytes()
     seed = np.frombuffer(blake2b(namespace, digest_size=8).digest(), "<u8")[0]
     mixed = _mix(super_features ^ seed)
     return Keys(_bytes(mixed)[:, :5].copy(), (mixed >> np.uint64(48)).astype(np.uint16))

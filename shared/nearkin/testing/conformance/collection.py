@@ -19,6 +19,7 @@ from nearkin.testing.conformance.index import (
     first_claims,
     ids,
     manifest,
+    of_rank,
     rows,
     second_claims,
 )
@@ -57,7 +58,7 @@ class CollectionContract:
             index.forget({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
             assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [(FIRST, 0), None, (FIRST, 2)]
             assert rows(index.locate_segments(ids("s1", "s2"))) == [None, (FIRST, 1)]
-            assert rows(index.locate_rank(SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
+            assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
             assert len(index.container_ids()) == 2
 
     def test_a_container_that_is_gone_is_counted_no_more(self, index: CollectionIndex) -> None:

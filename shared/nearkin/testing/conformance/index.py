@@ -20,7 +20,7 @@ from nearkin.formats.directory import ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
-from nearkin.index.protocols import Index, Marked
+from nearkin.index.protocols import FeatureIndex, Index, Marked
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
 from nearkin.testing import samples
 
@@ -55,7 +55,7 @@ def claims(
         np.zeros(2, np.uint8),
         Locations(np.full(count, container, np.uint64), np.arange(count, dtype=np.uint32)),
     )
-    data, _, _ = encode_container(container, samples.DOMAIN, 1, [SKETCH], [block], table, recipes)
+    data = encode_container(container, samples.DOMAIN, 1, [SKETCH], [block], table, recipes).data
     found: U64 = np.array(super_features, np.uint64)
     ordinals = np.arange(count, dtype=np.uint32)
     return ContainerClaims(decode_container(data, "claims"), ids(*segments), {SKETCH: (ordinals, found)})
@@ -89,6 +89,15 @@ def rows(answer: tuple[Locations, Bools]) -> list[tuple[int, int] | None]:
     return [(c, o) if there else None for (c, o), there in zip(places, found.tolist(), strict=True)]
 
 
+def of_rank(index: FeatureIndex, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
+    """Return (locations, found) for uint64[n] super-features of one rank."""
+    asked = np.zeros((len(super_features), rank + 1), np.uint64)
+    asked[:, rank] = super_features
+    locations, found = index.locate_ranks(sketch, asked)
+    mine = slice(rank * len(asked), None)
+    return locations.take(mine), found[mine]
+
+
 class IndexContract:
     """Give `index`, a fixture that returns an empty Index of domain `samples.DOMAIN`, and `counts`."""
 
@@ -102,7 +111,7 @@ class IndexContract:
         """Not found is an answer, not an error."""
         assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
         assert rows(index.locate_segments(ids("s1"))) == [None]
-        assert rows(index.locate_rank(SKETCH, 0, np.array([70], np.uint64))) == [None]
+        assert rows(of_rank(index, SKETCH, 0, np.array([70], np.uint64))) == [None]
         assert list(index.versions_of("default", "k")) == []
         assert list(index.manifest_names("default", "")) == []
 
@@ -111,7 +120,7 @@ class IndexContract:
         index.publish(first_claims())
         assert rows(index.locate_chunks(np.zeros((0, 32), np.uint8))) == []
         assert rows(index.locate_segments(np.zeros((0, 20), np.uint8))) == []
-        assert rows(index.locate_rank(SKETCH, 0, np.zeros(0, np.uint64))) == []
+        assert rows(of_rank(index, SKETCH, 0, np.zeros(0, np.uint64))) == []
 
     def test_published_chunks_are_found_where_they_lie(self, index: Index) -> None:
         """In the order asked for, repeats included."""
@@ -139,19 +148,19 @@ class IndexContract:
         """In stream order: within a container by ordinal, between containers by publishing."""
         index.publish(first_claims())
         index.publish(second_claims())
-        assert rows(index.locate_rank(SKETCH, 0, np.array([80, 70, 82, 1], np.uint64))) == [
+        assert rows(of_rank(index, SKETCH, 0, np.array([80, 70, 82, 1], np.uint64))) == [
             (FIRST, 1),
             (FIRST, 0),
             (SECOND, 2),
             None,
         ]
-        assert rows(index.locate_rank(SKETCH, 1, np.array([71, 92], np.uint64))) == [(FIRST, 0), (SECOND, 1)]
+        assert rows(of_rank(index, SKETCH, 1, np.array([71, 92], np.uint64))) == [(FIRST, 0), (SECOND, 1)]
 
     def test_ranks_and_sketches_do_not_meet(self, index: Index) -> None:
         """A super-feature of another rank, algorithm or parameter is another thing."""
         index.publish(first_claims())
-        assert rows(index.locate_rank(SKETCH, 1, np.array([70], np.uint64))) == [None]
-        assert rows(index.locate_rank(OTHER_SKETCH, 0, np.array([70], np.uint64))) == [None]
+        assert rows(of_rank(index, SKETCH, 1, np.array([70], np.uint64))) == [None]
+        assert rows(of_rank(index, OTHER_SKETCH, 0, np.array([70], np.uint64))) == [None]
 
     def test_the_lowest_rank_that_is_known_finds_the_base(self, index: Index) -> None:
         """Asked rank by rank or about all at once; what is pending is seen behind what is published."""
@@ -168,7 +177,7 @@ class IndexContract:
     def test_no_super_feature_is_never_found(self, index: Index) -> None:
         """0 says that a chunk has none."""
         index.publish(first_claims())
-        assert rows(index.locate_rank(SKETCH, 0, np.zeros(1, np.uint64))) == [None]
+        assert rows(of_rank(index, SKETCH, 0, np.zeros(1, np.uint64))) == [None]
         assert rows(index.locate_ranks(SKETCH, np.zeros((1, 2), np.uint64))) == [None, None]
 
     def test_all_ranks_are_asked_about_at_once(self, index: Index) -> None:
@@ -194,7 +203,7 @@ class IndexContract:
             index.publish(again)
         assert rows(index.locate_chunks(chunk_names("a", "bb", "eeeee"))) == [(FIRST, 0), (FIRST, 1), (SECOND, 2)]
         assert rows(index.locate_segments(ids("s2"))) == [(FIRST, 1)]
-        assert rows(index.locate_rank(SKETCH, 0, np.array([80], np.uint64))) == [(FIRST, 1)]
+        assert rows(of_rank(index, SKETCH, 0, np.array([80], np.uint64))) == [(FIRST, 1)]
 
     def test_containers_published_together_are_as_one_after_another(self, index: Index) -> None:
         """The first in their order wins, and what was there before them."""
@@ -204,7 +213,7 @@ class IndexContract:
         found = rows(index.locate_chunks(chunk_names("a", "bb", "dddd", "eeeee", "zz")))
         assert found == [(FIRST, 0), (FIRST, 1), (SECOND, 1), (SECOND, 2), None]
         assert rows(index.locate_segments(ids("s3", "s2", "s1"))) == [(SECOND, 1), (FIRST, 1), (FIRST, 0)]
-        assert rows(index.locate_rank(SKETCH, 0, np.array([80, 70, 82], np.uint64))) == [
+        assert rows(of_rank(index, SKETCH, 0, np.array([80, 70, 82], np.uint64))) == [
             (FIRST, 1),
             (FIRST, 0),
             (SECOND, 2),
@@ -215,7 +224,7 @@ class IndexContract:
         """All its chunks were folded away, or it holds recipes alone."""
         made = replace(second_claims(), super_features={})
         index.publish(made)
-        assert rows(index.locate_rank(SKETCH, 0, np.array([80], np.uint64))) == [None]
+        assert rows(of_rank(index, SKETCH, 0, np.array([80], np.uint64))) == [None]
         assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
 
     def test_containers_are_listed_with_what_stats_needs(self, index: Index) -> None:
@@ -250,8 +259,8 @@ class IndexContract:
             return [
                 rows(index.locate_chunks(chunk_names("all", "both"))),
                 rows(index.locate_segments(ids("same"))),
-                rows(index.locate_rank(SKETCH, 0, shared[0])),
-                rows(index.locate_rank(SKETCH, 1, shared[1])),
+                rows(of_rank(index, SKETCH, 0, shared[0])),
+                rows(of_rank(index, SKETCH, 1, shared[1])),
             ]
 
         first = answers()
@@ -264,8 +273,8 @@ class IndexContract:
             own = claimed.directory.container
             assert rows(index.locate_chunks(chunk_names(f"own{n}"))) == [(own, 1)]
             assert rows(index.locate_segments(ids(f"seg{n}"))) == [(own, 1)]
-            assert rows(index.locate_rank(SKETCH, 0, np.array([n + 100], np.uint64))) == [(own, 1)]
-            assert rows(index.locate_rank(SKETCH, 1, np.array([n + 200], np.uint64))) == [(own, 2)]
+            assert rows(of_rank(index, SKETCH, 0, np.array([n + 100], np.uint64))) == [(own, 1)]
+            assert rows(of_rank(index, SKETCH, 1, np.array([n + 200], np.uint64))) == [(own, 2)]
             index.publish(claimed)
         assert answers() == first
 
@@ -285,9 +294,9 @@ class IndexContract:
         expected = [(int(claimed.directory.container), i) for claimed in made for i in range(300)]
         names = np.concatenate([claimed.directory.chunks.names for claimed in made])
         assert rows(index.locate_chunks(names)) == expected
-        assert rows(index.locate_rank(SKETCH, 0, np.arange(1, 3601, dtype=np.uint64))) == expected
+        assert rows(of_rank(index, SKETCH, 0, np.arange(1, 3601, dtype=np.uint64))) == expected
         assert rows(index.locate_chunks(names[::-1]))[0] == expected[-1]
-        assert not index.locate_rank(SKETCH, 0, np.arange(4000, 9000, dtype=np.uint64))[1].any()
+        assert not of_rank(index, SKETCH, 0, np.arange(4000, 9000, dtype=np.uint64))[1].any()
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
