@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -41,11 +42,21 @@ class ContainerClaims:
 
 @dataclass(frozen=True, slots=True)
 class SealedContainer:
-    """A container ready to be put, and what may be claimed once it is durable (I1)."""
+    """A container ready to be put, in parts that lie one behind the other, and what may be claimed then (I1)."""
 
     container: ContainerId
-    data: bytes | memoryview
+    parts: Sequence[bytes | memoryview]
     claims: ContainerClaims
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how many bytes it has."""
+        return self.claims.directory.container_bytes
+
+    @property
+    def data(self) -> bytes:
+        """Return the whole, a copy."""
+        return b"".join(self.parts)
 
 
 def feature_keys(sketch: str, domain: bytes, super_features: U64) -> U8:

@@ -115,7 +115,7 @@ def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Pat
     scratch.mkdir()
     put_new = overlay.Overlay.put_new
     monkeypatch.setattr(overlay.tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(overlay.Overlay, "put_new", lambda *args: (put_new(*args), seen.append(bytes(args[2])))[0])
+    monkeypatch.setattr(overlay.Overlay, "put_new", lambda *args: (put_new(*args), seen.append(b"".join(args[2:])))[0])
     now = time.time() + 1e7
     with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
         store.delete("history", 1)

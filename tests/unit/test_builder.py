@@ -94,7 +94,7 @@ def test_what_was_added_is_what_the_file_says() -> None:
     batches = [fresh([100, 5000, 3], label="a"), fresh([70, 80, 90, 60], [1, 0, 2, 1], "b"), fresh([], label="n")]
     placed = [made.add(batch) for batch in batches]
     assert [p.ordinals.tolist() for p in placed] == [[0, 1, 2], [3, 4, 5, 6], []]
-    sealed = made.seal()
+    sealed = made.finish().seal()
     assert encodings_of(sealed) == wanted(batches[0]) + wanted(batches[1])
     directory = sealed.claims.directory
     assert directory.chunks.depths.tolist() == [0, 0, 0, 1, 0, 2, 1]
@@ -112,21 +112,21 @@ def test_chunks_can_be_read_back_before_the_container_is_sealed() -> None:
         for block, at, size in zip(chunks.blocks, chunks.positions, chunks.encoded, strict=True)
     ]
     assert found == wanted(batch)
-    sealed = made.seal()
+    sealed = made.finish().seal()
     assert encodings_of(sealed) == found
 
 
 def test_a_block_closes_with_the_chunk_that_fills_it() -> None:
     made = builder()
     made.add(fresh([900 * 1024, 65_535, 1, 1, 65_536, 65_537]))
-    raw = made.seal().claims.directory.blocks.raw.tolist()
+    raw = made.finish().seal().claims.directory.blocks.raw.tolist()
     assert raw == [900 * 1024, 65_536, 65_537, 65_537]
 
 
 def test_each_depth_has_its_own_limit() -> None:
     made = builder()
     made.add(fresh([100] * 1000, [1] * 1000))  # 10 bytes each, 4 KiB a block
-    blocks = made.seal().claims.directory.blocks
+    blocks = made.finish().seal().claims.directory.blocks
     assert blocks.depths.tolist() == [1, 1, 1]
     assert blocks.raw.tolist() == [4100, 4100, 1800]
 
@@ -143,7 +143,7 @@ def test_recipes_name_what_they_were_given() -> None:
     later = made.add_segments(ids[:1], np.array([1], np.uint32), "none", own.take(slice(0, 1)))
     assert later.ordinals.tolist() == [2]
     made.add_super_features(SKETCH, np.array([1], np.uint32), np.array([[5, 6, 7]], np.uint64))
-    claims = made.seal().claims
+    claims = made.finish().seal().claims
     segments = claims.directory.segments
     assert segments.bounds.tolist() == [0, 2, 5, 6]
     assert [claims.directory.sketch_names[number] for number in segments.sketches] == [SKETCH, SKETCH, "none"]
@@ -160,7 +160,7 @@ def test_a_container_of_recipes_alone_is_sealed() -> None:
         ids, np.array([1], np.uint32), SKETCH, Locations(np.array([7], np.uint64), np.zeros(1, np.uint32))
     )
     assert not made.empty
-    sealed = made.seal()
+    sealed = made.finish().seal()
     assert (len(sealed.claims.directory.blocks), len(sealed.claims.directory.segments)) == (0, 1)
 
 
@@ -179,14 +179,14 @@ def test_a_builder_is_full_before_a_directory_is(monkeypatch: pytest.MonkeyPatch
         if made.full:
             break
     assert made.full
-    made.seal()
+    made.finish().seal()
 
 
 def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
     made = builder()
     assert made.stored_bytes_estimate == 0
     made.add(fresh([70_000, 60_000]))
-    sealed_bytes = len(made.seal().data)
+    sealed_bytes = len(made.finish().seal().data)
     again = builder()
     again.add(fresh([70_000, 60_000]))
     again.next_turn()
@@ -248,7 +248,7 @@ def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.M
         assert still_open[1] == [True, True], "140 kB at once are fine"
         assert still_open[2] == [False, False, True]
         assert still_open[4] == [False, False, False, False, True]
-        assert encodings_of(made.seal()) == [content for one in chunks for content in wanted(one)]
+        assert encodings_of(made.finish().seal()) == [content for one in chunks for content in wanted(one)]
 
 
 class Kept:
@@ -273,7 +273,7 @@ def test_a_raw_block_that_fills_its_room_is_kept_where_it_is_and_others_as_copie
     made = ContainerBuilder(CONTAINER, samples.DOMAIN, settings, delta, layout.PATCH, closer=closer)
     chunks = fresh([60_000] * 80)  # 4.2 MB in the first block, 0.6 in the second
     made.add(chunks)
-    sealed = made.seal()
+    sealed = made.finish().seal()
     contents = wanted(chunks)
     assert [kept.blocks[number].tobytes() for number in (0, 1)] == [b"".join(contents[:70]), b"".join(contents[70:])]
     assert np.shares_memory(kept.blocks[0], kept.rooms[0])

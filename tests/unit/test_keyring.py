@@ -198,10 +198,10 @@ def test_a_key_that_is_made_while_its_tenant_is_erased_does_not_stay() -> None:
     eraser = keys.another()
 
     class Slow(FaultyObjects):
-        def put_new(self, name: str, data: bytes | memoryview) -> None:
+        def put_new(self, name: str, *parts: bytes | memoryview) -> None:
             if name.endswith(".nkk"):
                 eraser.erase("db")
-            super().put_new(name, data)
+            super().put_new(name, *parts)
 
     late = keys.another(objects=Slow(keys.below, ""))
     with pytest.raises(Erased):

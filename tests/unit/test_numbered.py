@@ -82,10 +82,10 @@ def test_of_two_that_quarantine_at_once_one_is_told_and_nothing_is_lost() -> Non
     other.note({A: np.array([4], np.uint32)}, {}, everything=False)
 
     class Late(ObstoreObjects):
-        def put_new(self, name, data) -> None:
+        def put_new(self, name, *parts) -> None:
             other.note({B: np.array([7], np.uint32)}, {}, everything=False)
             other.note({D: np.array([7], np.uint32)}, {}, everything=False)
-            super().put_new(name, data)
+            super().put_new(name, *parts)
 
     mine = Quarantine(Late(objects._client), lambda: 2.0)
     with pytest.raises(AlreadyExists, match="another writer"):

@@ -7,7 +7,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def dying(real):
         steps += 1
         return real(*given, **named)
     return call
-for name in ("open", "write", "fsync", "link", "close"):
+for name in ("open", "writev", "fsync", "link", "close"):
     setattr(objects.os, name, dying(getattr(os, name)))
 objects.LocalObjects(Path(sys.argv[1])).put_new("a/x", b"content")
 print("done", steps, flush=True)
@@ -126,7 +126,7 @@ def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module.os, "write", full)
+        patched.setattr(module.os, "writev", full)
         with pytest.raises(StoreUnavailable, match="make room") as raised:
             store.put_new("a/x", b"content")
     assert isinstance(raised.value, Retryable)
@@ -137,10 +137,17 @@ def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, mo
 
 
 def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(module.os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
-    LocalObjects(tmp_path).put_new("a/x", b"0123456789")
+    calls: list[int] = []
+
+    def short(descriptor: int, parts: Sequence[Any]) -> int:
+        calls.append(len(parts))
+        return os.write(descriptor, b"".join(parts)[:3])
+
+    monkeypatch.setattr(module.os, "writev", short)
+    monkeypatch.setattr(module, "PARTS_WRITTEN_MAX", 2)
+    LocalObjects(tmp_path).put_new("a/x", b"01", b"", b"2345", memoryview(b"6"), b"789")
     assert (tmp_path / "a/x").read_bytes() == b"0123456789"
+    assert calls == [2, 2, 2, 1]
 
 
 def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> None:

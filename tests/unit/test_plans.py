@@ -35,7 +35,7 @@ def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path
     store = ContainerStore(LocalObjects(tmp_path), bytes(16), MIB)
     data = a_segment_of_single_bytes()
     assert len(data) < 400
-    store.put(samples.CONTAINER, data)
+    store.put(samples.CONTAINER, [data])
     segments = Locations(np.full(64, samples.CONTAINER, np.uint64), np.zeros(64, np.uint32))
     size_bytes = 64 * SEGMENT_BYTES_MAX
     manifest = Manifest("t", "k", 1, 0, size_bytes, bytes(32), None, 0.0, Ledger(), segments, np.ones(64, np.bool_))

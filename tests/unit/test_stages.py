@@ -151,7 +151,7 @@ def test_a_chunk_that_another_writer_stored_meanwhile_is_not_stored_again():
     assert fresh.fresh.tolist() == [0, 1, 2]  # dedup did not know it
     assert len(outcome.placed.names) == 2
     assert outcome.counts.duplicate.tolist() == [False, True, False]
-    (sealed,) = stage.flush()
+    (sealed,) = [finished.seal() for finished in stage.flush()]
     recipes = sealed.claims.directory.segments.chunks
     assert (500, 9) in list(zip(recipes.containers.tolist(), recipes.ordinals.tolist(), strict=True))
     assert len(sealed.claims.directory.chunks) == 2
@@ -160,7 +160,7 @@ def test_a_chunk_that_another_writer_stored_meanwhile_is_not_stored_again():
 def test_every_copy_in_a_recipe_points_to_the_one_that_was_stored():
     data = pieces(1, 2, 1, 1, 0, 2)
     stage, _, outcome = through_delta(data, Scripted(), Scripted())
-    (sealed,) = stage.flush()
+    (sealed,) = [finished.seal() for finished in stage.flush()]
     directory = sealed.claims.directory
     own, zero = int(sealed.container), 1
     assert set(outcome.segments.containers.tolist()) == {own}
@@ -178,7 +178,7 @@ def test_a_base_at_the_cap_is_not_used(depth, kept):
     base = text_like(CHUNK, 5)
     facts = Scripted(base=(base, depth))
     stage, _, _ = through_delta(mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
-    (sealed,) = stage.flush()
+    (sealed,) = [finished.seal() for finished in stage.flush()]
     assert sealed.claims.directory.chunks.depths.tolist() == [depth + 1 if kept else 0]
 
 
@@ -188,7 +188,7 @@ def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
         facts = Scripted(base=(content, 0))
         stage, _, outcome = through_delta(text_like(CHUNK, 5), facts, facts, changes)
         assert outcome.counts.delta.tolist() == [False]
-        assert stage.flush()[0].claims.directory.chunks.depths.tolist() == [0]
+        assert stage.flush()[0].seal().claims.directory.chunks.depths.tolist() == [0]
 
 
 class Near(Scripted):
@@ -230,7 +230,7 @@ def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
     late = DeltaStage(settings(CHOSEN, changes), FINGERPRINTER.domain, 0, asks_bases="late")
     outcome = run_stage(late, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, facts), facts)
     assert told.counts.delta.tolist() == outcome.counts.delta.tolist() == [True]
-    one, other = (stage.flush()[0].claims.directory for stage in (early, late))
+    one, other = (stage.flush()[0].seal().claims.directory for stage in (early, late))
     assert one.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist() == (
         other.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist()
     )
@@ -284,7 +284,7 @@ def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
             placed.segment_ids, placed.segments,
         )  # fmt: skip
         outcomes.append(outcome)
-    (sealed,) = stage.flush()
+    (sealed,) = [finished.seal() for finished in stage.flush()]
     assert [len(outcome.placed.names) for outcome in outcomes] == [3, 0, 0]
     assert (len(sealed.claims.directory.chunks), len(sealed.claims.directory.segments)) == (3, batch.segments)
     for outcome in outcomes[1:]:
@@ -324,14 +324,14 @@ class Recording(ObstoreObjects):
         super().__init__(self._inner._client)
         self._log, self._script, self._count = log, script or {}, {"containers": 0, "manifests": 0}
 
-    def put_new(self, name, data) -> None:
+    def put_new(self, name, *parts) -> None:
         kind = name.partition("/")[0]
         self._count[kind] += 1
         fate = self._script.get(f"{kind} {self._count[kind]}")
         if fate == "fails":
             self._log.append(f"{kind} failed")
             raise StoreUnavailable(f"{name}: as the script says")
-        super().put_new(name, data)
+        super().put_new(name, *parts)
         self._log.append(kind)
         if fate == "reply lost":
             raise StoreUnavailable(f"{name}: written, and nobody heard")

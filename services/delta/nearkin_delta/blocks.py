@@ -315,15 +315,6 @@ class BlockCloser:
     def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
         return [self._encoder.close(block) for block in blocks]
 
-    def joined(self, parts: Sequence[bytes | memoryview]) -> memoryview:
-        """Return the parts of a container one behind the other."""
-        whole = memoryview(self.room(sum(map(len, parts))))
-        at = 0
-        for part in parts:
-            whole[at : at + len(part)] = part
-            at += len(part)
-        return whole
-
     def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
         """Take the prefix of a block that is closed, and what it decodes to; return it without."""
         if block.kind == layout.PATCH:

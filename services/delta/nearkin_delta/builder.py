@@ -20,15 +20,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import layout
-from nearkin.formats.container import decode_container, encode_container
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, distinct
 from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, OpenBlock
+from nearkin_delta.finished import FinishedContainer
 
 CHUNKS_MAX = 1 << 20
 """A container is sealed before it names more chunks, whatever their size."""
@@ -303,12 +302,12 @@ class ContainerBuilder:
             self._features.setdefault(sketch, []).append((ordinals, super_features))
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return the directory as far as it goes: chunks, prefixes and recipes are complete, of blocks their kinds."""
+        """Return the directory as far as it goes: complete, but for where the blocks lie, and how they are encoded."""
         assert container == self.container
         if self._snapshot is None:
             kinds, depths = self._kinds_and_depths()
             wide, narrow = np.zeros(self.blocks, np.uint64), np.zeros(self.blocks, np.uint32)
-            blocks = BlockTable(wide, narrow, narrow, np.zeros(self.blocks, np.uint8), kinds, depths)
+            blocks = BlockTable(wide, narrow, self._raw(), np.zeros(self.blocks, np.uint8), kinds, depths)
             self._snapshot = Directory(
                 container,
                 self._domain,
@@ -331,8 +330,15 @@ class ContainerBuilder:
 
     def record(self, block: int) -> bytes:
         """Return a closed block as it will be stored."""
-        closed = self._closed[block].block
-        return b"".join([closed.header, closed.payload])
+        return self._closed[block].block.record
+
+    def _raw(self) -> U32:
+        raw = np.zeros(self.blocks, np.uint32)
+        for block in self._growing():
+            raw[block.number] = block.used
+        for number, closed in self._closed.items():
+            raw[number] = closed.block.raw_bytes
+        return raw
 
     def _kinds_and_depths(self) -> tuple[U8, U8]:
         kinds, depths = np.zeros(self.blocks, np.uint8), np.zeros(self.blocks, np.uint8)
@@ -391,32 +397,19 @@ class ContainerBuilder:
             self._close(depth)
         self._hand_over()
 
-    def seal(self) -> SealedContainer:
-        """Close all blocks and return the container, read back once before anything depends on it."""
+    def finish(self) -> FinishedContainer:
+        """Close all blocks, wait for them, and return what is to be written."""
         self.close()
         self._settle(self._turn + 1)
-        kinds, depths = self._kinds_and_depths()
-        blocks = [self._closed[number].block for number in range(self.blocks)]
-        encoded = encode_container(
-            self.container,
-            self._domain,
-            self._depth_max,
-            self._sketch_names,
-            blocks,
-            self._chunk_table(kinds, depths),
-            self._segment_table(),
-            self._prefix_table(),
-        )
-        data = self._closer.joined(encoded.parts)
-        claims = ContainerClaims(
-            decode_container(data, "a container just built"),
+        return FinishedContainer(
+            self.directory(self.container),
+            [self._closed[number].block for number in range(self.blocks)],
             np.concatenate([np.zeros((0, SEGMENT_ID_BYTES), np.uint8), *self._segment_ids]),
             {
                 sketch: (np.concatenate([o for o, _ in parts]), np.concatenate([s for _, s in parts]))
                 for sketch, parts in self._features.items()
             },
         )
-        return SealedContainer(self.container, data, claims)
 
 
 def _joined(added: list[Encodings]) -> Encodings:

@@ -1,6 +1,6 @@
 """Delta stage. Invariant: the index is asked again before a chunk is stored (I5); every kept delta was decoded (I7).
 
-recheck -> bases -> encode -> arbitrate -> place in the open container -> recipes -> seal when it is full
+recheck -> bases -> encode -> arbitrate -> place in the open container -> recipes -> finish it when it is full
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.claims import SealedContainer
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
 from nearkin.kernels.nametable import first_occurrence
@@ -37,6 +36,7 @@ from nearkin_delta.bases import Chosen, Targets, try_bases
 from nearkin_delta.blocks import BlockCloser, Keeper, SparePrefixes
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
+from nearkin_delta.finished import FinishedContainer
 from nearkin_delta.gaps import Alignment, Mark
 from nearkin_delta.trials import FEW, FEW_OF_RANK, RankTrials, Trials
 
@@ -68,23 +68,23 @@ class ChunkCounts:
 
 @dataclass(frozen=True, slots=True)
 class DeltaOutcome:
-    """The batch's effects: `segments` in stream order with their `blobs`; containers that are full, in order."""
+    """The batch's effects: `segments` in stream order with their `blobs`; containers that are finished, in order."""
 
     placed: Placed
     blobs: U32
     segments: Locations
     segment_known: Bools
     counts: ChunkCounts
-    sealed: tuple[SealedContainer, ...] = field(default_factory=tuple)
+    finished: tuple[FinishedContainer, ...] = field(default_factory=tuple)
 
 
 ASIDE_BYTES_MAX = 16 * MIB
-"""A container of more is sealed at once: it would be held twice in memory for an encoder that is busy anyway."""
+"""A container of more is finished at once: it would be held twice in memory for an encoder that is busy anyway."""
 NOTHING_FRESH = Found(Locations.empty(), np.zeros(0, np.bool_))
 
 
 class DeltaStage:
-    """Encodes and places. Holds one open container: what is not yet sealed is forgotten with the process, by design."""
+    """Encodes and places. Holds one open container: what is not yet put is forgotten with the process, by design."""
 
     name = "delta"
 
@@ -144,7 +144,7 @@ class DeltaStage:
 
     @property
     def open(self) -> tuple[ContainerBuilder, ...]:
-        """Return the containers that are not sealed."""
+        """Return the containers that are not finished."""
         return (self.builder,) if self._full is None else (self._full, self.builder)
 
     @property
@@ -301,7 +301,7 @@ class DeltaStage:
         delta[rows] = encodings.depths > 0
         rest = chosen.rest if encodings.prefixes is not None else encodings.encoded
         delta_bytes[rows] = np.where(encodings.depths > 0, rest, 0)
-        sealed = self._turn_ended()
+        finished = self._turn_ended()
         return DeltaOutcome(
             Placed(encodings.names, placed, batch.sketch, base_chunks, super_features, new_ids, new_segments),
             segments.blobs,
@@ -315,7 +315,7 @@ class DeltaStage:
                 delta,
                 delta_bytes,
             ),
-            sealed,
+            finished,
         )
 
     def fold(self, fresh: FreshBatch, sketch: str) -> DeltaOutcome:
@@ -347,36 +347,36 @@ class DeltaStage:
                 none,
                 np.zeros(len(none), np.uint32),
             ),
-            self._sealed_full(),
+            self._full_finished(),
         )
 
-    def _turn_ended(self) -> tuple[SealedContainer, ...]:
-        """Seal the container that was full before this batch, and set aside the one that it has filled.
+    def _turn_ended(self) -> tuple[FinishedContainer, ...]:
+        """Finish the container that was full before this batch, and set aside the one that it has filled.
 
         Where blocks are encoded on a thread of their own: what is read of a container, and how deep it lies, is the
-        same until then. Elsewhere what is full is sealed at once.
+        same until then. Elsewhere what is full is finished at once.
         """
-        sealed = self._sealed_full()
+        finished = self._full_finished()
         if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
             if not self._sets_aside:
                 return self.flush()
             self._full = self.builder
             self._full.close()
             self.builder = self._new_builder(self._full.ratio)
-        return sealed
+        return finished
 
-    def _sealed_full(self) -> tuple[SealedContainer, ...]:
+    def _full_finished(self) -> tuple[FinishedContainer, ...]:
         full, self._full = self._full, None
-        return () if full is None else (full.seal(),)
+        return () if full is None else (full.finish(),)
 
-    def flush(self) -> tuple[SealedContainer, ...]:
-        """Seal what is open, if anything is."""
-        sealed = self._sealed_full()
+    def flush(self) -> tuple[FinishedContainer, ...]:
+        """Finish what is open, if anything is."""
+        finished = self._full_finished()
         if self.builder.empty:
-            return sealed
-        sealed = (*sealed, self.builder.seal())
+            return finished
+        finished = (*finished, self.builder.finish())
         self.builder = self._new_builder(self.builder.ratio)
-        return sealed
+        return finished
 
     def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
         """Return the fresh chunks for blocks that are encoded whole, with all their bases."""

@@ -394,7 +394,7 @@ class Collector:
             if container in since.kept(left):
                 return False
             generation = self._containers.generation(container)
-            self._containers.put(container, data, generation + 1)
+            self._containers.put(container, [data], generation + 1)
             failpoint("compact.put")
             self._renew(index, container)
             failpoint("compact.renewed")

@@ -174,7 +174,7 @@ class Repairer:
 
     def _new_generation(self, container: ContainerId, generation: int, data: bytes) -> None:
         """1 put  2 index  3 the one until now goes: whoever dies in between leaves two, and a round ends it."""
-        self._containers.put(container, data, generation + 1)
+        self._containers.put(container, [data], generation + 1)
         failpoint("heal.put")
         self._renew(self._containers.directory(container))
         failpoint("heal.renewed")

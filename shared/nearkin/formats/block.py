@@ -40,6 +40,11 @@ class EncodedBlock:
         """Return the payload's bytes, header not counted."""
         return len(self.payload)
 
+    @property
+    def record(self) -> bytes:
+        """Return header and payload, a copy."""
+        return b"".join([self.header, self.payload])
+
 
 def encode_block(
     raw: U8, kind: int, depth: int, encoder: FrameEncoder, options: Mapping[int, int] | None = None

@@ -38,6 +38,16 @@ class EncodedContainer(NamedTuple):
         """Return the whole, a copy."""
         return b"".join(self.parts)
 
+    def read_back(self, what: str) -> Directory:
+        """Return the directory as its own bytes say it. Raises Corrupt where the parts are not the container."""
+        header, directory, footer = self.parts[0], self.parts[-4], b"".join(self.parts[-3:])
+        container_bytes = sum(len(part) for part in self.parts)
+        _, size, check = footer_of(header, footer, container_bytes, what)
+        if size != len(directory):
+            raise Corrupt(f"{what}: a directory of {len(directory)} bytes where its footer says {size}")
+        container, domain = container_id_of(header, what)
+        return decode_directory(directory, container, domain, container_bytes, check, what)
+
 
 def encode_container(
     container: ContainerId,

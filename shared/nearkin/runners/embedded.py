@@ -1,7 +1,7 @@
 """Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
 
     caller's thread      cut thread            reduce thread                        commit thread
-    read, BLAKE3   -->   cut, name, group -->  dedup, resemblance, delta, seal -->  put container, publish, manifest
+    read, BLAKE3   -->   cut, name, group -->  dedup, resemblance, delta -->  seal and put container, publish, manifest
           bounded queue        bounded queue       | ^             bounded queue
                                                    v |  encode thread: blocks of a batch, until the next is decided
 
@@ -24,7 +24,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin import tally
-from nearkin.claims import ContainerClaims, SealedContainer
+from nearkin.claims import ContainerClaims
 from nearkin.config import Settings
 from nearkin.errors import NearkinError, Retryable
 from nearkin.failpoints import failpoint
@@ -45,7 +45,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
 from nearkin_chunker import BlobRun
 from nearkin_dedup import DedupStage
-from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, SparePrefixes
+from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes
 from nearkin_resemblance import ResemblanceStage
 
 VERSION_RACES_MAX = 1000
@@ -145,7 +145,7 @@ class EmbeddedWriter:
         """Of containers that are durable; the index has them before any manifest that names them is written."""
         self._stored = Ledger()
         self._reported = Ledger()
-        self._committer: Worker[SealedContainer | _Commit] = Worker("commit", self._commit, 2)
+        self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, settings.runner.queue_batches)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
         self._cutter: Worker[Filled | _Commit] = Worker("cut", self._cut, 1)
@@ -267,12 +267,12 @@ class EmbeddedWriter:
                 placed.segments,
             )
         self._account(outcome)
-        for container in outcome.sealed:
+        for container in outcome.finished:
             self._hand_on(container)
         self._arenas.give_back(item.payload)  # all that is kept was copied into blocks
 
-    def _hand_on(self, container: SealedContainer) -> None:
-        self._in_flight.sealed(container)
+    def _hand_on(self, container: FinishedContainer) -> None:
+        self._in_flight.finished(container)
         self._committer.put(container)
 
     def _account(self, outcome: DeltaOutcome) -> None:
@@ -287,22 +287,23 @@ class EmbeddedWriter:
 
     # --- the commit thread -------------------------------------------------------------------------------------------
 
-    def _commit(self, item: SealedContainer | _Commit) -> None:
+    def _commit(self, item: FinishedContainer | _Commit) -> None:
         with tally.STAGE_SECONDS.time("commit"):
             self._made_durable(item)
 
-    def _made_durable(self, item: SealedContainer | _Commit) -> None:
+    def _made_durable(self, item: FinishedContainer | _Commit) -> None:
         """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
-        if isinstance(item, SealedContainer):
+        if isinstance(item, FinishedContainer):
+            sealed = item.seal()
             failpoint("put.sealed")
-            self._containers.put(item.container, item.data)  # 1
+            self._containers.put(sealed.container, sealed.parts)  # 1
             failpoint("put.container")
-            self._in_flight.durable(item.container)
-            self._unpublished.append(item.claims)
+            self._in_flight.durable(sealed.claims.directory)
+            self._unpublished.append(sealed.claims)
             if sum(claims.entries for claims in self._unpublished) >= PUBLISHED_ENTRIES:
                 self._publish()
-            count_sealed(item.claims.directory)
-            summary = summarise(item.claims)
+            count_sealed(sealed.claims.directory)
+            summary = summarise(sealed.claims)
             self._stored += Ledger(
                 block_bytes=summary.raw_block_bytes + summary.delta_block_bytes,
                 raw_block_bytes=summary.raw_block_bytes,

@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 
 from nearkin import tally
-from nearkin.claims import SealedContainer
 from nearkin.formats.directory import Directory
 from nearkin.index.pending import PendingIndex
 from nearkin.records import U8, ContainerId, Locations
@@ -20,33 +19,35 @@ from nearkin.store.collected import Collected
 from nearkin.store.containers import ContainerSource, ContainerStore
 from nearkin.store.neighbours import Neighbourhood
 from nearkin_delta.builder import ContainerBuilder
+from nearkin_delta.finished import FinishedContainer
 
 Answer = TypeVar("Answer", Found, FoundBases)
 
 
 class InFlight:
-    """Containers by id, wherever they are: open, sealed and waiting to be put, or in the store."""
+    """Containers by id, wherever they are: open, finished and waiting to be put, or in the store."""
 
     def __init__(self, store: ContainerStore) -> None:
         self._store = store
         self.buffers = store.buffers
-        self._sealed: dict[ContainerId, SealedContainer] = {}
+        self._finished: dict[ContainerId, FinishedContainer] = {}
         self._lock = threading.Lock()
         self._open: dict[ContainerId, ContainerBuilder] = {}
 
     def opened(self, *builders: ContainerBuilder) -> None:
-        """Read from these what is not sealed, and from no others."""
+        """Read from these what is not finished, and from no others."""
         self._open = {builder.container: builder for builder in builders}
 
-    def sealed(self, container: SealedContainer) -> None:
-        """Keep a sealed container readable until it is durable."""
+    def finished(self, container: FinishedContainer) -> None:
+        """Keep a container readable that takes no more, until it is durable."""
         with self._lock:
-            self._sealed[container.container] = container
+            self._finished[container.container] = container
 
-    def durable(self, container: ContainerId) -> None:
-        """Forget a container: the store has it."""
+    def durable(self, directory: Directory) -> None:
+        """Forget a container: the store has it, and need not read this directory of it."""
+        self._store.keep_directory(directory)
         with self._lock:
-            self._sealed.pop(container, None)
+            self._finished.pop(directory.container, None)
 
     def end(self) -> None:
         """Let go of what is open: a builder keeps its blocks here: a circle of some 100 MB."""
@@ -58,7 +59,7 @@ class InFlight:
         With a clock behind the newest container ids count up by a step of 20 random bits.
         """
         with self._lock:
-            blocks = {container: len(sealed.claims.directory.blocks) for container, sealed in self._sealed.items()}
+            blocks = {container: finished.blocks for container, finished in self._finished.items()}
         blocks |= {container: builder.blocks for container, builder in self._open.items()}
         self._store.blocks.drop((container, block) for container, count in blocks.items() for block in range(count))
 
@@ -67,8 +68,8 @@ class InFlight:
         if container in self._open:
             return self._open[container].directory(container)
         with self._lock:
-            sealed = self._sealed.get(container)
-        return sealed.claims.directory if sealed is not None else self._store.directory(container)
+            finished = self._finished.get(container)
+        return self._store.directory(container) if finished is None else finished.directory(container)
 
     def decoded(self, container: ContainerId, block: int) -> U8 | None:
         """Return a block's bytes: cached, or still open. Closed blocks in flight share the store's cache."""
@@ -82,11 +83,8 @@ class InFlight:
         if container in self._open:
             return self._open[container].record(block)
         with self._lock:
-            sealed = self._sealed.get(container)
-        if sealed is None:
-            return self._store.record(container, block)
-        # A copy: what is kept must not hold on to the container, which no cache has counted.
-        return bytes(memoryview(sealed.data)[sealed.claims.directory.blocks.record(block)])
+            finished = self._finished.get(container)
+        return self._store.record(container, block) if finished is None else finished.record(block)
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep a decoded block in the store's cache."""

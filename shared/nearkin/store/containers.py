@@ -8,7 +8,7 @@ import random
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -235,9 +235,9 @@ class ContainerStore:
         other.costs = ReadCosts()
         return other
 
-    def put(self, container: ContainerId, data: Payload, generation: int = 0) -> None:
-        """Write a container durably. Raises AlreadyExists or StoreUnavailable."""
-        self._objects.put_new(object_name(container, generation), data)
+    def put(self, container: ContainerId, parts: Sequence[Payload], generation: int = 0) -> None:
+        """Write a container, its parts one behind the other, durably. Raises AlreadyExists or StoreUnavailable."""
+        self._objects.put_new(object_name(container, generation), *parts)
         if generation:
             self._is_now(container, generation)
             self._directories.drop([container])
@@ -445,6 +445,10 @@ class ContainerStore:
         """Keep a decoded block in the cache."""
         self.costs.blocks_decoded += 1
         self.blocks.put((container, block), decoded, decoded.nbytes)
+
+    def keep_directory(self, directory: Directory) -> None:
+        """Keep the directory of a container that was just put, as its own bytes say it."""
+        self._directories.put(directory.container, (directory, 0), directory.memory_bytes)
 
     def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep what a block that was just encoded decodes to; it cost no decoding."""

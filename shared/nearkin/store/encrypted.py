@@ -42,9 +42,9 @@ class EncryptedObjects(ParityObjects):
         """Raise Erased where a tenant was."""
         self.keyring.check_tenant(tenant)
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Seal and write an object, then its parity. Raises AlreadyExists, Erased, StoreUnavailable."""
-        self._sealed.put_new(name, data)
+        self._sealed.put_new(name, *parts)
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""

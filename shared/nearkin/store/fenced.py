@@ -22,10 +22,10 @@ class FencedObjects(PassingObjects):
         self._check()
         failpoint("fence.passed")
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object. Raises what the check raises, AlreadyExists, StoreUnavailable."""
         self._may()
-        super().put_new(name, data)
+        super().put_new(name, *parts)
 
     def delete(self, name: str) -> None:
         """Remove an object. Raises what the check raises, StoreUnavailable."""

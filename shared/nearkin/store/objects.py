@@ -10,8 +10,10 @@ import os
 import secrets
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +28,8 @@ from nearkin.failpoints import failpoint
 from nearkin.limits import MIB
 
 Payload = bytes | memoryview
+PARTS_WRITTEN_MAX = 1024
+"""Of parts in one call: Linux takes no more."""
 
 
 class AlreadyExists(Permanent):
@@ -39,8 +43,11 @@ class ObjectStore(Protocol):
     def far(self) -> bool:
         """Return whether a read takes so long that others should be on their way meanwhile."""
 
-    def put_new(self, name: str, data: Payload) -> None:
-        """Write an object, durably. Raises AlreadyExists, or StoreUnavailable: it is there whole, or not at all."""
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write an object, its parts one behind the other, durably.
+
+        Raises AlreadyExists, or StoreUnavailable: it is there whole, or not at all.
+        """
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound or StoreUnavailable."""
@@ -103,9 +110,9 @@ class ObstoreObjects:
     def __init__(self, client: ObstoreStore) -> None:
         self._client = client
 
-    def put_new(self, name: str, data: Payload) -> None:  # noqa: D102
+    def put_new(self, name: str, *parts: Payload) -> None:  # noqa: D102
         try:
-            obstore.put(self._client, name, data, mode="create", use_multipart=False)
+            obstore.put(self._client, name, whole(parts), mode="create", use_multipart=False)
         except (AlreadyExistsError, FileExistsError) as err:
             raise AlreadyExists(f"{name}: already there") from err
         except REFUSALS as err:
@@ -184,14 +191,14 @@ class LocalObjects(ObstoreObjects):
         self._folders = tuple(threading.Lock() for _ in range(FOLDER_LOCKS))
         super().__init__(LocalStore(root))
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write, fsync, link to the final name (fails if there), fsync the folder: no crash leaves half an object."""
         final = self._root / name
         failpoint("object.begun")
         try:
             self._make_folder(final.parent)
             _make(self._scratch)
-            self._named(data, lambda temporary: _link(temporary, final))
+            self._named(parts, lambda temporary: _link(temporary, final))
             failpoint("object.scratch-removed")
             sync_folder(final.parent)  # 3 the name itself is durable
             failpoint("object.durable")
@@ -206,13 +213,13 @@ class LocalObjects(ObstoreObjects):
         try:
             self._make_folder(final.parent)
             _make(self._scratch)
-            self._named(data, lambda temporary: os.replace(temporary, final))
+            self._named([data], lambda temporary: os.replace(temporary, final))
             failpoint("object.replaced")
             sync_folder(final.parent)
         except OSError as err:
             raise _unavailable(name, err) from err
 
-    def _named(self, data: Payload, name: Callable[[Path], None]) -> None:
+    def _named(self, parts: Sequence[Payload], name: Callable[[Path], None]) -> None:
         """Make bytes durable under a name nobody reads, and let `name` give them theirs.
 
         Whoever takes the store's lock sweeps the scratch folder; a pause, say, or a new store is written without that
@@ -221,7 +228,7 @@ class LocalObjects(ObstoreObjects):
         for tries_left in reversed(range(SWEPT_TRIES_MAX)):
             temporary = self._scratch / f"{secrets.token_hex(8)}.part"
             try:
-                _write_durably(temporary, data)  # 1 bytes durable under a name nobody reads
+                _write_durably(temporary, parts)  # 1 bytes durable under a name nobody reads
                 failpoint("object.synced")
                 name(temporary)  # 2 visible, atomically
             except FileNotFoundError:
@@ -312,21 +319,35 @@ class LocalObjects(ObstoreObjects):
         self._settled.add(folder.parent)
 
 
+def whole(parts: Sequence[Payload]) -> Payload:
+    """Return the parts one behind the other; a single one as it is."""
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 def memory_objects() -> ObstoreObjects:
     """Return an empty object store in memory, for tests."""
     return ObstoreObjects(MemoryStore())
 
 
-def _write_durably(path: Path, data: Payload) -> None:
+def _write_durably(path: Path, parts: Sequence[Payload]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[os.write(descriptor, view) :]
+        _write_all(descriptor, parts)
         failpoint("object.written")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write_all(descriptor: int, parts: Sequence[Payload]) -> None:
+    """Write the parts where they lie: of a container put together first, that was the dearest copy of a put."""
+    left = deque(memoryview(part).cast("B") for part in parts if len(part))
+    while left:
+        count = os.writev(descriptor, list(islice(left, PARTS_WRITTEN_MAX)))
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:  # a signal, a full device, or 2 GiB at once
+            left[0] = left[0][count:]
 
 
 def _link(temporary: Path, final: Path) -> None:

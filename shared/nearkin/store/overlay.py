@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from nearkin.errors import NotFound
-from nearkin.store.objects import AlreadyExists, ObjectStore, Payload
+from nearkin.store.objects import AlreadyExists, ObjectStore, Payload, whole
 
 
 class Overlay:
@@ -43,15 +43,14 @@ class Overlay:
         """Return whether reads of what lies below take long."""
         return self._below.far
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Keep an object here. Raises AlreadyExists, StoreUnavailable."""
         with self._lock:
             if self._is_there(name):
                 raise AlreadyExists(f"{name}: already there")
             path = self._path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-            self._written[name] = len(data)
+            self._written[name] = path.write_bytes(whole(parts))
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound or StoreUnavailable."""

@@ -59,13 +59,13 @@ class ParityObjects(PassingObjects):
         """Return the objects as they lie there, whatever parity would make of them."""
         return self.inner
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object, then its parity. Raises AlreadyExists, StoreUnavailable: of the object alone."""
-        self.inner.put_new(name, data)
+        self.inner.put_new(name, *parts)
         if self._scheme is not None and is_covered(name):
             failpoint("parity.begun")
             try:
-                self.add_parity(name, bytes(data))
+                self.add_parity(name, b"".join(parts))
             except NearkinError as err:  # the object is there: to say otherwise would make its writer write it again
                 _log.warning("%s has no parity yet, the next scrub or `nearkin repair` adds it: %s", name, err)
 

@@ -18,9 +18,9 @@ class PassingObjects:
         """Return whether reads of the store below take long."""
         return self.inner.far
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object. Raises AlreadyExists, StoreUnavailable."""
-        self.inner.put_new(name, data)
+        self.inner.put_new(name, *parts)
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound, Corrupt or StoreUnavailable."""

@@ -27,7 +27,7 @@ from obstore.store import S3Store
 
 from nearkin.config import ObjectStoreSettings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
-from nearkin.store.objects import REFUSALS, AlreadyExists, ObstoreObjects, Payload
+from nearkin.store.objects import REFUSALS, AlreadyExists, ObstoreObjects, Payload, whole
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
@@ -73,7 +73,7 @@ class S3Objects(ObstoreObjects):
         self._once = _client(self._where, settings, tries=1)
         super().__init__(_client(self._where, settings, self._tries))
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object. Raises AlreadyExists, or StoreUnavailable when that could not be settled in time."""
         from tenacity import (
             Retrying,
@@ -91,7 +91,7 @@ class S3Objects(ObstoreObjects):
             reraise=True,
         )
         try:
-            tries(self._try_to_put, name, data, token)
+            tries(self._try_to_put, name, whole(parts), token)
         except _Unsettled as err:
             tried = tries.statistics["attempt_number"]
             raise StoreUnavailable(f"{err}; tried {tried} times; it may or may not be there") from err.__cause__

@@ -24,7 +24,7 @@ from nearkin.formats.mark import tenant_of_mark
 from nearkin.limits import MIB
 from nearkin.store import descriptor
 from nearkin.store.keyring import Keyring
-from nearkin.store.objects import ObjectStore, Payload, SupportsReplace
+from nearkin.store.objects import ObjectStore, Payload, SupportsReplace, whole
 from nearkin.store.parity import FOLDER as PARITY
 
 HEADS_MAX = 4096
@@ -145,9 +145,9 @@ class SealedObjects:
         """Raise Erased where a tenant was."""
         self.sealing.keyring.check_tenant(tenant)
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Seal and write an object. Raises AlreadyExists, Erased, StoreUnavailable."""
-        self.below.put_new(name, self.sealing.seal(name, data))
+        self.below.put_new(name, self.sealing.seal(name, whole(parts)))
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""

@@ -92,11 +92,11 @@ class RecordingOs:
             self._descriptors.pop(descriptor, None)
             os.close(descriptor)
 
-    def write(self, descriptor: int, data: Any) -> int:
+    def writev(self, descriptor: int, buffers: Sequence[Any]) -> int:
         """Write; half of it where a full disk is to be met, which takes a part before it refuses."""
         with self._lock:
             self._count()
-            view = memoryview(data)
+            view = memoryview(b"".join(buffers))
             if self.calls + 1 == self._fail_at and len(view) > 1:
                 view = view[: len(view) // 2]
             count = os.write(descriptor, view)

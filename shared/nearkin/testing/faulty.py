@@ -35,10 +35,10 @@ class FaultyObjects(PassingObjects):
         """Return whether every letter was met: a test whose script is not spent did not test its end."""
         return len(self.calls) >= len(self._script)
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object, or fail as scripted."""
         letter = self._next("put_new", name)
-        super().put_new(name, data)
+        super().put_new(name, *parts)
         self._reply(letter, name)
 
     def delete(self, name: str) -> None:

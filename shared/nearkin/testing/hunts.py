@@ -205,10 +205,10 @@ class _Leased(LocalObjects):
             raise Violation(f"{name}: written or removed by a janitor whose lease is over")
         self.left -= 1
 
-    def put_new(self, name: str, data: Payload) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object, and count it."""
         self._count(name)
-        super().put_new(name, data)
+        super().put_new(name, *parts)
 
     def delete(self, name: str) -> None:
         """Remove an object, and count it."""

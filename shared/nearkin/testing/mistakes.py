@@ -25,7 +25,6 @@ import nearkin_janitor.rewrite
 import nearkin_janitor.roots
 import nearkin_janitor.scrub
 import nearkin_janitor.since
-from nearkin.claims import SealedContainer
 from nearkin.failpoints import failpoint
 from nearkin.formats import columns, container, directory_codec
 from nearkin.formats.condemned import Condemned
@@ -40,15 +39,16 @@ from nearkin.store.fenced import FencedObjects
 from nearkin.store.lock import WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.testing.stores import settings
+from nearkin_delta import FinishedContainer
 
 
 def bytes_not_synced() -> None:
     """An object's fsync is dropped."""
 
-    def write(path: Path, data: objects.Payload) -> None:
+    def write(path: Path, parts: Sequence[objects.Payload]) -> None:
         layer = vars(objects)["os"]
         descriptor = layer.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        layer.write(descriptor, memoryview(data).cast("B"))
+        layer.writev(descriptor, parts)
         layer.close(descriptor)
 
     vars(objects)["_write_durably"] = write
@@ -79,14 +79,14 @@ def folder_not_synced() -> None:
 def create_overwrites() -> None:
     """An object is looked for, then renamed over what is there."""
 
-    def put_new(self: objects.LocalObjects, name: str, data: objects.Payload) -> None:
+    def put_new(self: objects.LocalObjects, name: str, *parts: objects.Payload) -> None:
         final = self._root / name
         if final.exists():
             raise objects.AlreadyExists(name)
         self._make_folder(final.parent)
         self._scratch.mkdir(exist_ok=True)
         temporary = self._scratch / f"{os.urandom(8).hex()}.part"
-        objects._write_durably(temporary, data)
+        objects._write_durably(temporary, parts)
         failpoint("object.synced")
         os.replace(temporary, final)
         objects.sync_folder(final.parent)
@@ -99,8 +99,8 @@ def published_before_durable() -> None:
     real = EmbeddedWriter._commit
 
     def commit(self: EmbeddedWriter, item: Any) -> None:
-        if isinstance(item, SealedContainer):
-            self._index.publish(item.claims)
+        if isinstance(item, FinishedContainer):
+            self._index.publish(item.seal().claims)
         real(self, item)
 
     _patch(EmbeddedWriter, "_commit", commit)
@@ -111,8 +111,8 @@ def manifest_before_container() -> None:
     real_put, real_commit = ContainerStore.put, ManifestStore.put
     late: list[Callable[[], object]] = []
 
-    def put(self: ContainerStore, container: Any, data: bytes, generation: int = 0) -> Any:
-        late.append(lambda: real_put(self, container, data, generation))
+    def put(self: ContainerStore, container: Any, parts: Any, generation: int = 0) -> Any:
+        late.append(lambda: real_put(self, container, parts, generation))
 
     def commit(self: ManifestStore, manifest: Any) -> int:
         manifest_bytes = real_commit(self, manifest)
@@ -239,7 +239,7 @@ def older_generation_first() -> None:
         generation = self._containers.generation(container)
         with since.turn() as index:
             self._containers.delete(container, generation)
-            self._containers.put(container, data, generation + 1)
+            self._containers.put(container, [data], generation + 1)
             self._renew(index, container)
             since.written(container, generation + 1)
         ids[container] = len(data)
@@ -361,7 +361,7 @@ def healed_removes_first() -> None:
         directory = self._containers.directory(container)
         self._containers.delete(container, generation)
         failpoint("heal.put")
-        self._containers.put(container, data, generation + 1)
+        self._containers.put(container, [data], generation + 1)
         self._renew(directory)
 
     _patch(nearkin_janitor.repair.Repairer, "_new_generation", new_generation)
@@ -371,7 +371,7 @@ def healed_untold() -> None:
     """The index is not told of a container that was healed."""
 
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
-        self._containers.put(container, data, generation + 1)
+        self._containers.put(container, [data], generation + 1)
         failpoint("heal.put")
         self._containers.delete(container, generation)
 

@@ -34,7 +34,7 @@ from nearkin.runners.workers import Worker
 from nearkin.stage import run_stage
 from nearkin.store.manifests import key_digest
 from nearkin.store.objects import AlreadyExists
-from nearkin_delta import DeltaOutcome, DeltaStage
+from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer
 
 _log = logging.getLogger("nearkin.delta")
 
@@ -75,7 +75,7 @@ class _Job:
     """What the commit thread does in one step."""
 
     lane: Lane
-    container: SealedContainer | None
+    container: FinishedContainer | None
     held: Sequence[_Held]
     began: float = 0.0
 
@@ -273,7 +273,7 @@ class PlaceHandler:
             weight = ledger.unique_bytes - ledger.delta_chunk_bytes + ledger.delta_bytes + 8 * (some.stop - start)
             self._hold(opened, _Held(record, told, weight))
             start = some.stop
-        for container in outcome.sealed:
+        for container in outcome.finished:
             self._hand_on(opened, container)
         if opened.stage.builder.empty or len(opened.held) >= HELD_MAX:
             self._seal(opened)
@@ -303,17 +303,17 @@ class PlaceHandler:
         opened.held.append(replace(held, record=replace(held.record, value=b"")))
 
     def _seal(self, opened: _Open) -> None:
-        sealed = opened.stage.flush()
-        for container in sealed:
+        finished = opened.stage.flush()
+        for container in finished:
             self._hand_on(opened, container)
-        if not sealed and opened.held:
+        if not finished and opened.held:
             self._queue(opened, None)
 
-    def _hand_on(self, opened: _Open, container: SealedContainer) -> None:
-        opened.lane.in_flight.sealed(container)
+    def _hand_on(self, opened: _Open, container: FinishedContainer) -> None:
+        opened.lane.in_flight.finished(container)
         self._queue(opened, container)
 
-    def _queue(self, opened: _Open, container: SealedContainer | None) -> None:
+    def _queue(self, opened: _Open, container: FinishedContainer | None) -> None:
         held, opened.held, opened.ended = opened.held, [], None
         self._committer.put(_Job(opened.lane, container, held, opened.began))
 
@@ -330,16 +330,15 @@ class PlaceHandler:
     # --- the commit thread -------------------------------------------------------------------------------------------
 
     def _commit(self, job: _Job) -> None:
-        stored_bytes = 0 if job.container is None else len(job.container.data)
-        told = {"nearkin.bytes": stored_bytes, "nearkin.messages": len(job.held)}
+        sealed = None if job.container is None else job.container.seal()
+        told = {"nearkin.bytes": 0 if sealed is None else sealed.size_bytes, "nearkin.messages": len(job.held)}
         with tracing.linked("container", (trace_of(one.record) for one in job.held), told):
-            self._commit_job(job)
+            self._commit_job(job, sealed)
 
-    def _commit_job(self, job: _Job) -> None:
+    def _commit_job(self, job: _Job, container: SealedContainer | None) -> None:
         """1 put  2 publish  3 tell  4 flush: dying in between leaves dead space, or tells the same twice."""
         held: Sequence[_Held] = job.held
-        if job.container is not None:
-            container = job.container
+        if container is not None:
             _in_time(job.lane, container, job.began)
             patiently(lambda: _put(job.lane, container))  # 1
             failpoint("place.container")
@@ -347,7 +346,7 @@ class PlaceHandler:
             patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
             failpoint("place.published")
             job.lane.pending.published([container.container])
-            job.lane.in_flight.durable(container.container)
+            job.lane.in_flight.durable(container.claims.directory)
             count_sealed(container.claims.directory)
             held = _with_shares(container, held)
         for one in held:
@@ -370,7 +369,7 @@ def placed_key(envelope: Envelope) -> bytes:
 def _put(lane: Lane, container: SealedContainer) -> None:
     """Put a container; one that is there with the same bytes was put by an earlier try."""
     try:
-        lane.containers.put(container.container, container.data)
+        lane.containers.put(container.container, container.parts)
     except (Erased, KeysLost) as err:  # since its chunks came: what they are of is refused when it comes again
         raise Retryable(f"container {container.container:016x}: {err}: starting over") from err
     except AlreadyExists as err:
@@ -433,7 +432,7 @@ def _with_shares(container: SealedContainer, held: Sequence[_Held]) -> list[_Hel
     totals = (
         summary.raw_block_bytes + summary.delta_block_bytes,
         summary.raw_block_bytes,
-        len(container.data),
+        container.size_bytes,
     )
     block, raw, stored = (np.diff(np.floor(reached * total).astype(np.int64)).tolist() for total in totals)
     result = []

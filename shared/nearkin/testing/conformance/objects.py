@@ -31,6 +31,14 @@ class ObjectStoreContract:
         objects.put_new("a/view", memoryview(b"--content--")[2:-2])
         assert objects.get("a/view") == b"content"
 
+    def test_parts_are_one_object(self, objects: ObjectStore) -> None:
+        """More parts than a system call takes, empty ones and large ones among them."""
+        parts = [random_bytes(size, size) for size in (0, 1, 2_000_000, 0, 7, *range(3000), 0)]
+        objects.put_new("a/parts", *parts[:-1], memoryview(parts[-1]))
+        assert objects.get("a/parts") == b"".join(parts)
+        with pytest.raises(AlreadyExists):
+            objects.put_new("a/parts", b"", b"")
+
     def test_an_empty_object_is_an_object(self, objects: ObjectStore) -> None:
         """Empty is not missing."""
         objects.put_new("a/empty", b"")
