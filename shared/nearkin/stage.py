@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from nearkin import tally
 from nearkin.records import U8, U32, U64, Bools, Locations
 
-ROUNDS_MAX = 4
+ROUNDS_MAX = 7
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -72,8 +72,8 @@ class Reads:
     """What a stage wants to know; each field is one batch question, None where it asks nothing.
 
     `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` whose stored
-    neighbours are wanted; `contents` and `similar` the locations whose bytes and depths are wanted. With `depth_below`
-    a chunk that is as deep as that is replaced by its own base, and so on down.
+    neighbours are wanted; `contents`, `similar` and `lower` the locations whose bytes and depths are wanted. With
+    `depth_below` a chunk that is as deep as that is replaced by its own base, and so on down.
     """
 
     segment_ids: U8 | None = None
@@ -83,6 +83,7 @@ class Reads:
     gaps: Gaps | None = None
     contents: Locations | None = None
     similar: Locations | None = None
+    lower: Locations | None = None
     depth_below: int | None = None
 
 
@@ -129,6 +130,7 @@ class Facts:
     neighbours: Neighbours | None = None
     contents: Contents | None = None
     similar: Contents | None = None
+    lower: Contents | None = None
 
 
 class Stage(Protocol[BatchT_contra, ResultT_co]):

@@ -44,7 +44,7 @@ class Chosen:
     """For fresh chunks: `found` bool[f]; chunk i has rows bounds[i] to bounds[i + 1] of `rows`, the best base first.
 
     `rows` index the contents tried; `depths` uint8[f] of the deepest base of each; `rest` uint32[f] the estimate of
-    what each takes with them.
+    what each takes with them, `alone` float64[f] without.
     """
 
     found: Bools
@@ -53,6 +53,7 @@ class Chosen:
     depths: U8
     rest: U32
     ranks: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
+    alone: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def _chosen(targets: Targets, bases: Contents, shared: U32) -> Chosen:
     deepest = np.zeros(count, np.int64)
     np.maximum.at(deepest, of[order], depths[order])
     rest = np.clip(alone - saved, 1, lengths).astype(np.uint32)
-    return Chosen(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest)
+    return Chosen(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest, alone=alone)
 
 
 def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -253,6 +254,15 @@ def _together(parts: list[Part], take: Callable[[int], U8]) -> Contents:
 def local_ranks(count: int) -> U8:
     """Return the ranks of `count` bases that locality found."""
     return np.full(count, LOCALITY_RANK, np.uint8)
+
+
+def dropped(chosen: Chosen, unwanted: Bools) -> Chosen:
+    """Return the choices for the same chunks, some of them without a base now."""
+    counts = np.diff(chosen.bounds)
+    bounds = np.zeros_like(chosen.bounds)
+    np.cumsum(np.where(unwanted, 0, counts), out=bounds[1:])
+    rows = chosen.rows[np.repeat(~unwanted, counts)]
+    return replace(chosen, found=chosen.found & ~unwanted, bounds=bounds, rows=rows)
 
 
 def only(chosen: Chosen, wanted: Bools) -> Chosen:

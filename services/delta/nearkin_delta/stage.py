@@ -38,6 +38,7 @@ from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_con
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
 from nearkin_delta.finished import FinishedContainer
 from nearkin_delta.gaps import Alignment, Mark
+from nearkin_delta.levels import Crowded, crowded, relieved
 from nearkin_delta.trials import FEW, FEW_OF_RANK, RankTrials, Trials
 
 
@@ -124,6 +125,8 @@ class DeltaStage:
         self._trials = Trials(0 if settings.base.try_all else FEW)
         self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
         self._asked_for: Bools | None = None
+        self._parts: list[choice.Part] | None = None
+        self._crowded: Crowded | None = None
         self.builder = self._new_builder((1, 2))
         self._sets_aside = encoding is not None and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
         self._full: ContainerBuilder | None = None
@@ -159,6 +162,8 @@ class DeltaStage:
     def reads(self, batch: PairedBatch, facts: Facts) -> Reads | None:
         """Ask for the fresh chunks once more, for what lay in their place, late for super-features, and for bytes."""
         rows = batch.fresh.fresh
+        if facts.chunks is None:
+            self._forget_batch()
         if not len(rows):  # duplicates alone: nothing to look for, and what would be asked costs 0.5 ms a batch
             if self._local:
                 self._alignment.begin(batch.fresh.batch, self.stream, self._here)
@@ -168,18 +173,34 @@ class DeltaStage:
         if facts.neighbours is not None and facts.contents is None:
             return self._neighbours_contents(batch, facts.neighbours.chunks)
         if not self._similar or facts.similar is not None:
-            return None
+            return self._crowded_ones(batch, facts)
         if self._asks_bases == "late" and facts.bases is None:
             return Reads(sketch=batch.sketch, super_features=batch.super_features[self._without_base(batch, facts)])
         paired = self._with_bases(batch, facts)
         return Reads(similar=paired.bases.take(self._asked(paired, facts)), depth_below=self._depth_below)
+
+    def _crowded_ones(self, batch: PairedBatch, facts: Facts) -> Reads | None:
+        """Ask for shallower bases of the chunks that would stand at the end of a full chain."""
+        if not self._tries:
+            return None
+        if self._parts is None:
+            self._parts = self._parts_of(self._with_bases(batch, facts), facts)
+            self._crowded = crowded(self._parts, self._settings.delta.max_depth)
+        elif self._crowded is not None and facts.lower is not None:
+            self._parts, self._crowded = relieved(self._parts, self._crowded, _targets(batch), facts.lower)
+        if self._crowded is None:
+            return None
+        return Reads(lower=self._crowded.asked, depth_below=self._crowded.depth_below)
+
+    def _forget_batch(self) -> None:
+        """Let go of what was worked out between the rounds of reading of one batch."""
+        self._found_near = self._asked_for = self._parts = self._crowded = None
 
     @property
     def _depth_below(self) -> int | None:
         return self._settings.delta.max_depth if self._tries else None
 
     def _first_question(self, batch: PairedBatch) -> Reads:
-        self._asked_for = None
         names = batch.fresh.batch.names[batch.fresh.fresh]
         gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local else None
         if self._asks_bases == "again" and self._similar:
@@ -188,7 +209,6 @@ class DeltaStage:
         return Reads(names=names, gaps=gaps)
 
     def _neighbours_contents(self, batch: PairedBatch, neighbours: Locations) -> Reads:
-        self._found_near = None
         tried = neighbours if self._trials.wanted(self._alone(batch)) else Locations.empty()
         return Reads(contents=tried, depth_below=self._depth_below)
 
@@ -242,6 +262,11 @@ class DeltaStage:
 
     def _chosen(self, batch: PairedBatch, facts: Facts) -> tuple[Chosen, Contents]:
         """Return the bases of all fresh chunks, and their bytes."""
+        parts = self._parts_of(batch, facts) if self._parts is None else self._parts
+        return choice.joined(len(batch.fresh.fresh), parts, self._closer.room)
+
+    def _parts_of(self, batch: PairedBatch, facts: Facts) -> list[choice.Part]:
+        """Return what each policy chose: once a batch, since the next one's trials follow from it."""
         count = len(batch.fresh.fresh)
         parts: list[choice.Part] = []
         near = self._near(batch, facts)
@@ -257,7 +282,7 @@ class DeltaStage:
             self._rank_trials.heard(batch.base_rank[asked], similar.found)
             if similar.found.any():
                 parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
-        return choice.joined(count, parts, self._closer.room)
+        return parts
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
@@ -269,7 +294,7 @@ class DeltaStage:
         rows = fresh.fresh[still]
         chosen, bases = self._chosen(batch, facts)
         self._alignment.follow(batch, self.stream, facts.neighbours)
-        self._found_near = self._asked_for = None
+        self._forget_batch()
         chosen = choice.only(chosen, still)
         encode = self._patches if self._kind == PATCH else self._deltas
         encodings = encode(batch, rows, chosen, bases)

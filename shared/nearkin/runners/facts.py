@@ -131,6 +131,8 @@ class EmbeddedFacts:
             facts = replace(facts, contents=self._contents(reads.contents, reads.depth_below))
         if reads.similar is not None:
             facts = replace(facts, similar=self._contents(reads.similar, reads.depth_below))
+        if reads.lower is not None:
+            facts = replace(facts, lower=self._contents(reads.lower, reads.depth_below))
         return facts
 
     def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
