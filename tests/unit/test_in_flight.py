@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from nearkin.config import BlockSettings, DeltaSettings
-from nearkin.errors import NotFound
+from nearkin.errors import Corrupt, NotFound, Retryable
 from nearkin.formats import layout
+from nearkin.formats.container import EncodedContainer
 from nearkin.records import ContainerId, Locations
 from nearkin.runners.facts import InFlight
+from nearkin.runners.kafka import placing
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.objects import ObstoreObjects, memory_objects
@@ -141,3 +143,16 @@ def vars_of(table: object) -> list[object]:
         column = getattr(table, name)
         found += vars_of(column) if isinstance(column, Locations) else [name, column.tolist()]
     return found
+
+
+def test_a_container_that_cannot_be_written_down_is_no_messages_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = world.finish()
+
+    def broken(*_: object) -> None:
+        raise Corrupt("a container just built: directory's checksum does not agree")
+
+    monkeypatch.setattr(EncodedContainer, "read_back", broken)
+    with pytest.raises(Retryable, match="starting over"):
+        placing._sealed(finished)

@@ -330,7 +330,7 @@ class PlaceHandler:
     # --- the commit thread -------------------------------------------------------------------------------------------
 
     def _commit(self, job: _Job) -> None:
-        sealed = None if job.container is None else job.container.seal()
+        sealed = None if job.container is None else _sealed(job.container)
         told = {"nearkin.bytes": 0 if sealed is None else sealed.size_bytes, "nearkin.messages": len(job.held)}
         with tracing.linked("container", (trace_of(one.record) for one in job.held), told):
             self._commit_job(job, sealed)
@@ -364,6 +364,14 @@ class PlaceHandler:
 def placed_key(envelope: Envelope) -> bytes:
     """Return what `placed` is keyed by: one committer at a time decides over a key's versions."""
     return bytes.fromhex(key_digest(envelope.tenant, envelope.key))
+
+
+def _sealed(container: FinishedContainer) -> SealedContainer:
+    """Write a container down. Where that fails memory did: nothing is wrong with any one message."""
+    try:
+        return container.seal()
+    except Corrupt as err:
+        raise Retryable(f"container {container.container:016x}: {err}: starting over") from err
 
 
 def _put(lane: Lane, container: SealedContainer) -> None:
