@@ -130,7 +130,7 @@ def test_a_version_behind_a_full_chain_does_not_tell_again_what_changed_since(
     assert max(with_care[12:]) < 0.8 * max(without[12:])
 
 
-def test_a_version_that_changed_everywhere_is_no_worse_off(tmp_path: Path) -> None:
+def test_versions_that_change_everywhere_come_back(tmp_path: Path) -> None:
     content = random_bytes(400_000, 5)
     with open_store(tmp_path / "s") as store:
         for number in range(12):
