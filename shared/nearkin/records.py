@@ -74,6 +74,13 @@ def distinct(values: NDArray[IntegerT]) -> NDArray[IntegerT]:
     return ordered[new]
 
 
+def bounds_of(counts: NDArray[np.integer] | Bools) -> U32:
+    """Return uint32[n + 1]: run i of so many rows is rows bounds[i] to bounds[i + 1]."""
+    bounds = np.zeros(len(counts) + 1, np.uint32)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
     """Segments of one or more blobs, in stream order: the chunker's output, the dedup stage's input.

@@ -18,7 +18,7 @@ from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.kernels.estimate import compressed_bytes_estimate
 from nearkin.kernels.gather import gather
 from nearkin.kernels.overlap import shared_bytes
-from nearkin.records import U8, U32, U64, Bools, Locations
+from nearkin.records import U8, U32, U64, Bools, Locations, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.arbiter import RAW_CONTEXT
 
@@ -121,8 +121,7 @@ def _chosen(targets: Targets, bases: Contents, shared: U32) -> Chosen:
     found = (saved > 0) & (clear | (alone - saved <= GAIN * alone))
     kept = kept[found[of[kept]]]
     order = kept[np.lexsort((-saving[kept], of[kept]))]
-    bounds = np.zeros(count + 1, np.uint32)
-    np.cumsum(np.bincount(of[order], minlength=count), out=bounds[1:])
+    bounds = bounds_of(np.bincount(of[order], minlength=count))
     deepest = np.zeros(count, np.int64)
     np.maximum.at(deepest, of[order], depths[order])
     rest = np.clip(alone - saved, 1, lengths).astype(np.uint32)
@@ -176,9 +175,7 @@ def _without_deep_ones(
 def untried(bases: Contents, max_depth: int) -> Chosen:
     """Return a choice that takes base i for chunk i wherever it can be read and is less deep than `max_depth`."""
     found = bases.available & (bases.depths < max_depth) & (bases.lengths > 0)
-    bounds = np.zeros(len(found) + 1, np.uint32)
-    np.cumsum(found, out=bounds[1:])
-    return Chosen(found, bounds, np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
+    return Chosen(found, bounds_of(found), np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +206,7 @@ def joined(count: int, parts: list[Part], take: Callable[[int], U8]) -> tuple[Ch
         ranks[mine], sizes[mine] = part.ranks[chosen.found], np.diff(chosen.bounds)[chosen.found]
         owners.append(np.repeat(chunks, np.diff(chosen.bounds)))
     order = np.argsort(np.concatenate(owners), kind="stable")
-    bounds = np.zeros(count + 1, np.uint32)
-    np.cumsum(sizes, out=bounds[1:])
+    bounds = bounds_of(sizes)
     if len(parts) == 1:
         return Chosen(found, bounds, parts[0].chosen.rows[order], depths, rest, ranks), parts[0].bases
     return Chosen(found, bounds, order, depths, rest, ranks), _together(parts, take)
@@ -259,8 +255,7 @@ def local_ranks(count: int) -> U8:
 def dropped(chosen: Chosen, unwanted: Bools) -> Chosen:
     """Return the choices for the same chunks, some of them without a base now."""
     counts = np.diff(chosen.bounds)
-    bounds = np.zeros_like(chosen.bounds)
-    np.cumsum(np.where(unwanted, 0, counts), out=bounds[1:])
+    bounds = bounds_of(np.where(unwanted, 0, counts))
     rows = chosen.rows[np.repeat(~unwanted, counts)]
     return replace(chosen, found=chosen.found & ~unwanted, bounds=bounds, rows=rows)
 
@@ -268,12 +263,10 @@ def dropped(chosen: Chosen, unwanted: Bools) -> Chosen:
 def only(chosen: Chosen, wanted: Bools) -> Chosen:
     """Return the choices of the wanted chunks alone."""
     of_row = np.repeat(wanted, np.diff(chosen.bounds))
-    bounds = np.zeros(np.count_nonzero(wanted) + 1, np.uint32)
-    np.cumsum(np.diff(chosen.bounds)[wanted], out=bounds[1:])
     return replace(
         chosen,
         found=chosen.found[wanted],
-        bounds=bounds,
+        bounds=bounds_of(np.diff(chosen.bounds)[wanted]),
         rows=chosen.rows[of_row],
         depths=chosen.depths[wanted],
         rest=chosen.rest[wanted],

@@ -25,7 +25,7 @@ from nearkin.formats import layout
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
-from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, distinct
+from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, bounds_of, distinct
 from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, OpenBlock
 from nearkin_delta.finished import FinishedContainer
 
@@ -305,16 +305,14 @@ class ContainerBuilder:
         """Return the directory as far as it goes: complete, but for where the blocks lie, and how they are encoded."""
         assert container == self.container
         if self._snapshot is None:
-            kinds, depths = self._kinds_and_depths()
-            wide, narrow = np.zeros(self.blocks, np.uint64), np.zeros(self.blocks, np.uint32)
-            blocks = BlockTable(wide, narrow, self._raw(), np.zeros(self.blocks, np.uint8), kinds, depths)
+            blocks = self._block_table()
             self._snapshot = Directory(
                 container,
                 self._domain,
                 self._depth_max,
                 tuple(self._sketch_names),
                 blocks,
-                self._chunk_table(kinds, depths),
+                self._chunk_table(blocks.kinds, blocks.depths),
                 self._segment_table(),
                 self._prefix_table(),
                 0,
@@ -332,21 +330,18 @@ class ContainerBuilder:
         """Return a closed block as it will be stored."""
         return self._closed[block].block.record
 
-    def _raw(self) -> U32:
-        raw = np.zeros(self.blocks, np.uint32)
-        for block in self._growing():
-            raw[block.number] = block.used
+    def _block_table(self) -> BlockTable:
+        """Return what is known of the blocks: zeros for where they lie, and how they are encoded."""
+        count = self.blocks
+        offsets, stored, raw = np.zeros(count, np.uint64), np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+        codecs, kinds, depths = np.zeros((3, count), np.uint8)
+        for growing in self._growing():
+            number = growing.number
+            raw[number], kinds[number], depths[number] = growing.used, growing.kind, growing.depth
         for number, closed in self._closed.items():
-            raw[number] = closed.block.raw_bytes
-        return raw
-
-    def _kinds_and_depths(self) -> tuple[U8, U8]:
-        kinds, depths = np.zeros(self.blocks, np.uint8), np.zeros(self.blocks, np.uint8)
-        for block in self._growing():
-            kinds[block.number], depths[block.number] = block.kind, block.depth
-        for number, closed in self._closed.items():
-            kinds[number], depths[number] = closed.block.kind, closed.block.depth
-        return kinds, depths
+            block = closed.block
+            raw[number], kinds[number], depths[number] = block.raw_bytes, block.kind, block.depth
+        return BlockTable(offsets, stored, raw, codecs, kinds, depths)
 
     def _chunk_table(self, kinds: U8, block_depths: U8) -> ChunkTable:
         added = self._added
@@ -387,9 +382,7 @@ class ContainerBuilder:
             if closed is not None and len(closed.prefix):
                 counts[number] = len(closed.prefix)
                 parts.append(closed.prefix)
-        bounds = np.zeros(self.blocks + 1, np.uint32)
-        np.cumsum(counts, out=bounds[1:])
-        return PrefixTable(bounds, Locations.join(parts))
+        return PrefixTable(bounds_of(counts), Locations.join(parts))
 
     def close(self) -> None:
         """Have all blocks encoded, as far as they are filled; nothing more comes."""

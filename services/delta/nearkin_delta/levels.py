@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.records import U8, U32, Bools, Locations
+from nearkin.records import U8, U32, Bools, Locations, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.bases import Part, Targets, dropped, try_bases
 
@@ -96,10 +96,3 @@ def relieved(
     moved[asked.chunks[fits]] = True
     others = [replace(part, chosen=dropped(part.chosen, moved[part.chunks])) for part in parts]
     return [*others, Part(asked.chunks, dropped(chosen, ~fits), bases, asked.ranks)], above
-
-
-def bounds_of(counts: NDArray[np.integer]) -> U32:
-    """Return where each of consecutive runs begins, and the last one ends."""
-    bounds = np.zeros(len(counts) + 1, np.uint32)
-    np.cumsum(counts, out=bounds[1:])
-    return bounds

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,8 @@ from nearkin.records import (
     ZERO,
     ContainerId,
     Locations,
+    bounds_of,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _MAGIC_2, _MAGIC, _MAGIC_REST = b"NKD1", b"NKD2", b"NKD3"
 _NAMES = Struct("<I")
@@ -352,9 +350,7 @@ def _segments(
     _expect(_below(ordinals, ROWS_MAX), what, "a recipe names a chunk beyond what a container has")
     _expect(_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
     _expect(_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
-    bounds = np.zeros(len(counts) + 1, np.uint32)
-    np.cumsum(counts, out=bounds[1:])
-    return SegmentTable(bounds, sketches, runs.located(refs, ordinals, scope.table, scope.container, what))
+    return SegmentTable(bounds_of(counts), sketches, runs.located(refs, ordinals, scope.table, scope.container, what))
 
 
 def _below(values: NDArray[Any], limit: int) -> bool:

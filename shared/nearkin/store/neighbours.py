@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.directory import Directory
-from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of
 from nearkin.stage import Anchor, Gaps, Neighbours
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ByteBoundedCache, ContainerSource
@@ -73,8 +73,7 @@ class Neighbourhood:
         order = np.argsort(of, kind="stable")
         chunks = found.take(order)
         stored = chunks.containers >= np.uint64(ZERO + 1)
-        bounds = np.zeros(count + 1, np.uint32)
-        np.cumsum(np.bincount(of[order][stored], minlength=count), out=bounds[1:])
+        bounds = bounds_of(np.bincount(of[order][stored], minlength=count))
         ends = np.minimum(np.where(whole, right.rows, left.rows + fresh), left.most)
         return Neighbours(
             gaps.fresh,
