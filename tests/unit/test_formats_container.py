@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, directory_codec, layout
 from nearkin.formats.block import decode_block, encode_block
-from nearkin.formats.container import decode_container, encode_container
+from nearkin.formats.container import EncodedContainer, decode_container, encode_container
 from nearkin.formats.directory import ChunkTable, Directory
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import SELF, ZERO
@@ -495,3 +496,31 @@ def test_a_container_that_names_only_itself_has_an_empty_table() -> None:
     made = parts()
     assert made.tables[REFS][0].tolist() == sorted([samples.OLDEST, samples.OLDER])
     assert int(made.tables[DELTAS][1][0]) == SELF
+
+
+def parts_of(data: bytes) -> list[bytes]:
+    """Return a container in the pieces in which it is written."""
+    offset, size, _, _, _ = layout.FOOTER.unpack(data[-layout.FOOTER.size :])
+    cuts = [0, layout.HEADER.size, offset, offset + size, len(data) - 12, len(data) - 4, len(data)]
+    return [data[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+
+def test_what_is_about_to_be_written_is_read_back_from_its_parts() -> None:
+    data = samples.small_container()
+    parts = parts_of(data)
+    found = EncodedContainer(parts, 0, 0).read_back("made")
+    assert np.array_equal(found.rows, decode_container(data, "whole").rows)
+    header, blocks, directory, lead, check, magic = parts
+    for place in (0, 2, 3, 4, 5):  # of blocks the directory says only how long they are
+        wrong = list(parts)
+        wrong[place] = bytes([wrong[place][0] ^ 1]) + wrong[place][1:]
+        with pytest.raises(Corrupt):
+            EncodedContainer(wrong, 0, 0).read_back("made")
+    with pytest.raises(Corrupt):
+        EncodedContainer([header, blocks + b"x", directory, lead, check, magic], 0, 0).read_back("made")
+    # a footer that agrees with itself, and leads a reader a byte too far to the front
+    offset, size = len(header) + len(blocks) - 1, len(directory) + 1
+    lead = layout.FOOTER.pack(offset, size, columns.check_bytes(directory), b"", b"")[:20]
+    moved = [header, blocks, directory, lead, columns.check_bytes(header, lead), magic]
+    with pytest.raises(Corrupt, match="its footer says"):
+        EncodedContainer(moved, 0, 0).read_back("made")
