@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +29,14 @@ from nearkin.records import (
     PairedBatch,
 )
 from nearkin.stage import Contents, Facts, Found, Reads
-from nearkin_delta import bases as choice
 from nearkin_delta.arbiter import keep_delta
-from nearkin_delta.bases import Chosen, Targets, try_bases
+from nearkin_delta.bases import Chosen, only
 from nearkin_delta.blocks import BlockCloser, Keeper, SparePrefixes
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
+from nearkin_delta.finder import AsksBases, BaseFinder
 from nearkin_delta.finished import FinishedContainer
-from nearkin_delta.gaps import Alignment, Mark
-from nearkin_delta.levels import Crowded, crowded, relieved
-from nearkin_delta.trials import FEW, FEW_OF_RANK, RankTrials, Trials
+from nearkin_delta.gaps import Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,38 +92,24 @@ class DeltaStage:
         domain: bytes,
         last_container: int,
         *,
-        asks_bases: Literal["never", "again", "late"] = "never",
+        asks_bases: AsksBases = "never",
         encoding: Executor | None = None,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
     ) -> None:
-        """`asks_bases`: "again" where the resemblance stage runs elsewhere, and may not have seen what this stage
-        placed: with the first question. "late" where that stage did not ask: for the chunks for which locality has
-        found none, which in a later version are few.
+        """`encoding`: a thread that encodes the blocks of one batch while the next is read and looked up.
 
-        `encoding`: a thread that encodes the blocks of one batch while the next is read and looked up. `keeper`: keeps
-        the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
+        `keeper`: keeps the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
         """
         self._settings = settings
-        self._asks_bases = asks_bases
         self._domain = domain
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
-        self._local = settings.base.policy != "first-fit" and settings.delta.codec != "none"
-        self._similar = settings.base.policy != "locality" and settings.delta.codec != "none"
-        self._tries = self._local or self._kind == PATCH
-        """Whether bases are tried before they are used, and too deep ones replaced by their own."""
+        self._finder = BaseFinder(settings, self._kind, asks_bases)
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
-        self._alignment = Alignment()
         chunk_bytes = int(settings.chunker.max_bytes)
         self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes, chunk_bytes)
-        self._found_near: Chosen | None = None
-        self._trials = Trials(0 if settings.base.try_all else FEW)
-        self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
-        self._asked_for: Bools | None = None
-        self._parts: list[choice.Part] | None = None
-        self._crowded: Crowded | None = None
         self.builder = self._new_builder((1, 2))
         self._sets_aside = encoding is not None and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
         self._full: ContainerBuilder | None = None
@@ -137,7 +120,14 @@ class DeltaStage:
         self._last = container
         chosen = self._settings
         return ContainerBuilder(
-            container, self._domain, chosen.block, chosen.delta, self._kind, self._depth_bound, self._closer, ratio
+            container,
+            self._domain,
+            chosen.block,
+            chosen.delta,
+            self._kind,
+            self._finder.depth_bound,
+            self._closer,
+            ratio,
         )
 
     def begin(self) -> None:
@@ -154,148 +144,20 @@ class DeltaStage:
     def _here(self) -> Mark:
         return Mark(self.builder.container, self.builder.chunks, self.builder.segments)
 
-    @property
-    def _depth_bound(self) -> int:
-        """Return below which depth a chunk is offered as a base: any, where deep ones are replaced."""
-        return self._settings.delta.max_depth + self._tries
-
     def reads(self, batch: PairedBatch, facts: Facts) -> Reads | None:
-        """Ask for the fresh chunks once more, for what lay in their place, late for super-features, and for bytes."""
-        rows = batch.fresh.fresh
-        if facts.chunks is None:
-            self._forget_batch()
-        if not len(rows):  # duplicates alone: nothing to look for, and what would be asked costs 0.5 ms a batch
-            if self._local:
-                self._alignment.begin(batch.fresh.batch, self.stream, self._here)
-            return None
-        if facts.chunks is None:
-            return self._first_question(batch)
-        if facts.neighbours is not None and facts.contents is None:
-            return self._neighbours_contents(batch, facts.neighbours.chunks)
-        if not self._similar or facts.similar is not None:
-            return self._crowded_ones(batch, facts)
-        if self._asks_bases == "late" and facts.bases is None:
-            return Reads(sketch=batch.sketch, super_features=batch.super_features[self._without_base(batch, facts)])
-        paired = self._with_bases(batch, facts)
-        return Reads(similar=paired.bases.take(self._asked(paired, facts)), depth_below=self._depth_below)
-
-    def _crowded_ones(self, batch: PairedBatch, facts: Facts) -> Reads | None:
-        """Ask for shallower bases of the chunks that would stand at the end of a full chain."""
-        if not self._tries:
-            return None
-        if self._parts is None:
-            self._parts = self._parts_of(self._with_bases(batch, facts), facts)
-            self._crowded = crowded(self._parts, self._settings.delta.max_depth)
-        elif self._crowded is not None and facts.lower is not None:
-            self._parts, self._crowded = relieved(self._parts, self._crowded, _targets(batch), facts.lower)
-        if self._crowded is None:
-            return None
-        return Reads(lower=self._crowded.asked, depth_below=self._crowded.depth_below)
-
-    def _forget_batch(self) -> None:
-        """Let go of what was worked out between the rounds of reading of one batch."""
-        self._found_near = self._asked_for = self._parts = self._crowded = None
-
-    @property
-    def _depth_below(self) -> int | None:
-        return self._settings.delta.max_depth if self._tries else None
-
-    def _first_question(self, batch: PairedBatch) -> Reads:
-        names = batch.fresh.batch.names[batch.fresh.fresh]
-        gaps = self._alignment.gaps(batch, self.stream, self._here) if self._local else None
-        if self._asks_bases == "again" and self._similar:
-            unknown = batch.super_features[~batch.base_found]
-            return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
-        return Reads(names=names, gaps=gaps)
-
-    def _neighbours_contents(self, batch: PairedBatch, neighbours: Locations) -> Reads:
-        tried = neighbours if self._trials.wanted(self._alone(batch)) else Locations.empty()
-        return Reads(contents=tried, depth_below=self._depth_below)
-
-    def _alone(self, batch: PairedBatch) -> Hashable:
-        """Return the blob that a batch belongs to, None for one of several."""
-        blobs = batch.fresh.batch.blobs
-        return (self.stream, int(blobs[0])) if (blobs == blobs[0]).all() else None
-
-    def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
-        """Return what locality found of bases that are worth it; tried once a batch, between two rounds of reading."""
-        if facts.neighbours is None or facts.contents is None:
-            return None
-        if self._found_near is None:
-            targets, fresh = _targets(batch), facts.neighbours.fresh
-            bounds = np.append(np.uint32(0), np.cumsum(fresh, dtype=np.uint32))
-            tried = len(facts.contents.lengths) == len(facts.neighbours.chunks)
-            their_bounds = facts.neighbours.bounds if tried else np.zeros(len(bounds), np.uint32)
-            self._found_near = try_bases(targets, bounds, facts.contents, their_bounds)
-            if tried:
-                had_some = int(fresh[np.diff(their_bounds) > 0].sum())
-                self._trials.heard(had_some, int(np.count_nonzero(self._found_near.found)))
-        return self._found_near
-
-    def _asked(self, batch: PairedBatch, facts: Facts) -> Bools:
-        """Return which fresh chunks are to try the base that a super-feature found: asked once a batch, and kept."""
-        if self._asked_for is None:
-            rows = np.flatnonzero(batch.base_found & self._without_base(batch, facts))
-            asked = np.zeros(len(batch.base_found), np.bool_)
-            asked[rows[self._rank_trials.wanted(self._alone(batch), batch.base_rank[rows])]] = True
-            self._asked_for = asked
-        return self._asked_for
-
-    def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
-        """Return which fresh chunks are still unknown, and locality found no base for them."""
-        assert facts.chunks is not None
-        near = self._near(batch, facts)
-        return ~facts.chunks.found if near is None else ~(facts.chunks.found | near.found)
-
-    def _with_bases(self, batch: PairedBatch, facts: Facts) -> PairedBatch:
-        """Return `batch` with the bases that were found when this stage asked for them."""
-        if facts.bases is None:
-            return batch
-        late = self._asks_bases == "late"
-        asked = np.flatnonzero(self._without_base(batch, facts) if late else ~batch.base_found)
-        found, bases, ranks = batch.base_found.copy(), batch.bases, batch.base_rank.copy()
-        bases = Locations(bases.containers.copy(), bases.ordinals.copy())
-        found[asked], ranks[asked] = facts.bases.found, facts.bases.ranks
-        bases.containers[asked] = facts.bases.locations.containers
-        bases.ordinals[asked] = facts.bases.locations.ordinals
-        return replace(batch, base_found=found, bases=bases, base_rank=ranks)
-
-    def _chosen(self, batch: PairedBatch, facts: Facts) -> tuple[Chosen, Contents]:
-        """Return the bases of all fresh chunks, and their bytes."""
-        parts = self._parts_of(batch, facts) if self._parts is None else self._parts
-        return choice.joined(len(batch.fresh.fresh), parts, self._closer.room)
-
-    def _parts_of(self, batch: PairedBatch, facts: Facts) -> list[choice.Part]:
-        """Return what each policy chose: once a batch, since the next one's trials follow from it."""
-        count = len(batch.fresh.fresh)
-        parts: list[choice.Part] = []
-        near = self._near(batch, facts)
-        if near is not None and facts.contents is not None:
-            parts.append(choice.Part(np.arange(count), near, facts.contents, choice.local_ranks(count)))
-        if facts.similar is not None:
-            asked = np.flatnonzero(self._asked(batch, facts))
-            if self._tries:
-                each = np.arange(len(asked) + 1, dtype=np.uint32)
-                similar = try_bases(_targets(batch).take(asked), each, facts.similar, each)
-            else:
-                similar = choice.untried(facts.similar, self._settings.delta.max_depth)
-            self._rank_trials.heard(batch.base_rank[asked], similar.found)
-            if similar.found.any():
-                parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
-        return parts
+        """Ask until the bases of the fresh chunks are known."""
+        return self._finder.reads(batch, facts, self.stream, self._here)
 
     def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
         known = facts.chunks or NOTHING_FRESH
         self.builder.next_turn()
-        batch = self._with_bases(batch, facts)
+        batch = self._finder.with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~known.found
         rows = fresh.fresh[still]
-        chosen, bases = self._chosen(batch, facts)
-        self._alignment.follow(batch, self.stream, facts.neighbours)
-        self._forget_batch()
-        chosen = choice.only(chosen, still)
+        chosen, bases = self._finder.choose(batch, facts, self.stream, self._closer.room)
+        chosen = only(chosen, still)
         encode = self._patches if self._kind == PATCH else self._deltas
         encodings = encode(batch, rows, chosen, bases)
         placed = self.builder.add(encodings)
@@ -315,7 +177,7 @@ class DeltaStage:
             locations.ordinals[first],
         )
 
-        eligible = encodings.depths < self._depth_bound
+        eligible = encodings.depths < self._finder.depth_bound
         super_features = batch.super_features[still][eligible]
         base_chunks = placed.take(eligible)
         self.builder.add_super_features(batch.sketch, base_chunks.ordinals, super_features)
@@ -347,8 +209,7 @@ class DeltaStage:
         """Return what `decide` does for a batch of known segments alone: nothing is stored, much less is asked."""
         segments = fresh.batch
         self.builder.next_turn()
-        if self._local:
-            self._alignment.pass_known(fresh, self.stream, self._here)
+        self._finder.pass_known(fresh, self.stream, self._here)
         self.builder.passed(segments.logical_bytes)
         none, nowhere = np.zeros(len(segments.lengths), np.bool_), Locations.empty()
         return DeltaOutcome(
@@ -480,11 +341,6 @@ class DeltaStage:
         origin = first[repeated]
         result.containers[repeated], result.ordinals[repeated] = result.containers[origin], result.ordinals[origin]
         return result, ~introduced, segments.segment_ids[new], located
-
-
-def _targets(batch: PairedBatch) -> Targets:
-    rows, segments = batch.fresh.fresh, batch.fresh.batch
-    return Targets(segments.payload, segments.offsets[rows], segments.lengths[rows])
 
 
 def _best_bases(chosen: Chosen, bases: Contents) -> tuple[Locations, U8]:
