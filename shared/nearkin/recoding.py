@@ -51,7 +51,7 @@ class BlockRecoder:
         from nearkin_janitor.rewrite import Recoded
 
         none, rows = np.zeros(0, np.uint8), np.arange(len(part.lengths))
-        block = OpenBlock(0, part.kind, part.depth, len(part.payload), self._room(len(part.payload)))
+        block = OpenBlock(0, part.kind, part.depth, len(part.payload), self._room)
         if part.kind == PATCH:
             bounds = np.full(len(rows) + 1, len(part.bases), np.uint32)
             bounds[0] = 0  # the first chunk brings all bases, in their order: they fitted when the block was made

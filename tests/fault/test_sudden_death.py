@@ -68,8 +68,20 @@ def ended_at(
     return {int(version): int(n) for n, version in acknowledged}, complained
 
 
+@pytest.fixture
+def on_one_core():
+    """Let this process, and those that it starts, run on one core: the threads of a put take turns there."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    yield
+    os.sched_setaffinity(0, allowed)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
-def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how, first, tmp_path):
+@pytest.mark.parametrize("cores", ["all", "one"])
+def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how, cores, first, tmp_path, request):
+    if cores == "one":
+        request.getfixturevalue("on_one_core")
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")  # pytest shows it where the test fails
     draw = random.Random(seed)

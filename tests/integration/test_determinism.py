@@ -68,3 +68,12 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(BlockEncoder, "close", slow)
     assert kept(tmp_path / "slow", changes) == quick
+
+
+def test_one_core_keeps_what_two_keep(tmp_path, monkeypatch):
+    changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
+    monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: 2)
+    two = kept(tmp_path / "two", changes)
+    assert two[2] >= 3, "containers are filled before the last batch"
+    monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: 1)
+    assert kept(tmp_path / "one", changes) == two

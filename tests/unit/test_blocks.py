@@ -17,7 +17,7 @@ from nearkin.kernels.prefix import BasePrefix
 from nearkin.records import Locations
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin_delta import blocks as module
-from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
+from nearkin_delta.blocks import LAST_CHUNK_BYTES, BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
 from nearkin_delta.builder import Prefixes
 
 ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
@@ -154,6 +154,21 @@ def test_a_block_takes_a_last_chunk_of_any_size() -> None:
         one = slice(row, row + 1)
         block.append((payload, payload), np.zeros(1, np.int32), offsets[one], lengths[one])
     assert block.bytes_so_far.tobytes() == b"".join(chunks)
+
+
+def test_memory_that_a_block_grows_into_comes_from_where_the_first_came_from() -> None:
+    asked: list[int] = []
+
+    def take(size_bytes: int) -> np.ndarray:
+        asked.append(size_bytes)
+        return np.zeros(size_bytes, np.uint8)
+
+    block = OpenBlock(0, layout.RAW, 0, 4096, take)
+    content = np.frombuffer(random_bytes(4096 + LAST_CHUNK_BYTES + 1, 1), np.uint8)
+    sizes = np.array([4000, len(content) - 4000], np.uint32)
+    block.append((content, content), np.zeros(2, np.int32), np.array([0, 4000], np.uint64), sizes)
+    assert asked == [4096 + LAST_CHUNK_BYTES, len(content)]
+    assert block.bytes_so_far.tobytes() == content.tobytes()
 
 
 def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -12,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from nearkin.errors import StoreUnavailable
-from nearkin.runners.workers import Worker
+from nearkin.runners.workers import Direct, Worker, cores
 
 PATIENCE = 10
 
@@ -166,3 +167,70 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled() -> 
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_in_turn_an_item_is_done_when_put_returns_and_its_failure_is_raised_there() -> None:
+    done: list[int] = []
+    worker = Worker("test", failing(2, done), 8, in_turn=True)
+    for number in range(2):
+        worker.put(number)
+        assert done == list(range(number + 1))
+    for number in (2, 3):
+        with pytest.raises(OSError, match="item 2"):
+            worker.put(number)
+    assert done == [0, 1]
+    worker.stop()
+
+
+def test_what_is_carried_out_directly_is_done_when_put_returns() -> None:
+    done: list[int] = []
+    direct = Direct(done.append)
+    direct.put(1)
+    assert done == [1]
+    direct.put(2)
+    direct.drain()
+    assert done == [1, 2]
+
+
+def test_directly_too_nothing_is_done_after_a_failure_and_everyone_is_told() -> None:
+    done: list[int] = []
+    direct = Direct(failing(1, done))
+    direct.put(0)
+    for told in (lambda: direct.put(1), lambda: direct.put(2), direct.drain):
+        with pytest.raises(OSError, match="item 1"):
+            told()
+    direct.stop()
+    direct.cancel()
+    assert done == [0]
+
+
+def test_an_interrupt_of_what_is_carried_out_directly_is_a_failure_too() -> None:
+    done: list[int] = []
+
+    def interrupted(number: int) -> None:
+        done.append(number)
+        raise KeyboardInterrupt
+
+    direct = Direct(interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            direct.put(1)
+    assert done == [1]
+
+
+def test_what_was_ended_before_it_was_done_says_so() -> None:
+    direct = Direct(lambda _: None)
+    direct.cancel()
+    with pytest.raises(StoreUnavailable, match="put it again"):
+        direct.put(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not given to a process here")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    assert cores() == len(allowed)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

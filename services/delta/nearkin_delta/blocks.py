@@ -39,8 +39,9 @@ DEPTH_COSTS = 0.9
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
 """Other ways are tried where a patch is more than 1/4, 1/16 of its chunks: below that none was ever smaller."""
-LAST_CHUNK_BYTES = 64 * KIB
-"""Room for the chunk that passes a block's limit, by default the largest; where it is larger the room grows."""
+LAST_CHUNK_BYTES = 16 * KIB
+"""Room for the chunk that passes a block's limit; where more of it passes the room grows. With room for the largest of
+chunks a fifth of what was held of patch blocks was slack."""
 SPARE_BYTES_MAX = 16 * MIB
 """Of prefixes, kept for the next blocks, and without a keeper of rooms."""
 FAST_LEVEL_MAX = 3
@@ -93,16 +94,17 @@ class OpenBlock:
         kind: int,
         depth: int,
         limit_bytes: int,
-        room: U8 | None = None,
+        take: Callable[[int], U8] | None = None,
         prefix: BasePrefix | None = None,
     ) -> None:
-        """`room`: memory for its bytes; `prefix`: an empty one."""
+        """`take`: gives memory for its bytes, undefined; `prefix`: an empty one."""
         self.number = number
         self.kind = kind
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
-        self.room = Buffers(0).take(limit_bytes + LAST_CHUNK_BYTES) if room is None else room
+        self._take = Buffers(0).take if take is None else take
+        self.room = self._take(limit_bytes + LAST_CHUNK_BYTES)
         self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix
         self.span_bytes = 0
         """How far the stream has gone on since the block was opened, duplicates included."""
@@ -150,7 +152,7 @@ class OpenBlock:
         sizes = np.cumsum(encoded, dtype=np.int64)
         wanted = self.used + int(sizes[-1])
         if wanted > len(self.room):
-            grown = np.empty(wanted, np.uint8)
+            grown = self._take(wanted)
             grown[: self.used] = self.bytes_so_far
             self.room = grown
         gather(list(sources), which, offsets, encoded, self.room, (sizes - encoded + self.used).astype(np.uint64))
@@ -283,13 +285,11 @@ class BlockCloser:
         thread: Executor | None = None,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
-        last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
         """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up.
 
-        `prefixes`: those that earlier puts left. `last_chunk_bytes`: what a block has room for beyond its limit.
+        `prefixes`: those that earlier puts left.
         """
-        self._last_chunk_bytes = last_chunk_bytes
         self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
         """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
         self._encoder = BlockEncoder(block, delta, self.room, keep=keeper is not None)
@@ -299,10 +299,8 @@ class BlockCloser:
 
     def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
         """Return a new block."""
-        room = self.room(limit_bytes + self._last_chunk_bytes)
-        return OpenBlock(
-            number, kind, depth, limit_bytes, room, self._prefixes.take() if kind == layout.PATCH else None
-        )
+        prefix = self._prefixes.take() if kind == layout.PATCH else None
+        return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix)
 
     def close(self, blocks: Sequence[OpenBlock]) -> Future[list[ClosedBlock]]:
         """Return what the blocks will be; they must not be changed until that is known."""

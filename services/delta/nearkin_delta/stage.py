@@ -94,11 +94,13 @@ class DeltaStage:
         *,
         asks_bases: AsksBases = "never",
         encoding: Executor | None = None,
+        sets_aside: bool = False,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
     ) -> None:
         """`encoding`: a thread that encodes the blocks of one batch while the next is read and looked up.
 
+        `sets_aside`: a full container is finished a batch later, so that such a thread need not be waited for.
         `keeper`: keeps the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
         """
         self._settings = settings
@@ -108,10 +110,9 @@ class DeltaStage:
         self._finder = BaseFinder(settings, self._kind, asks_bases)
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
-        chunk_bytes = int(settings.chunker.max_bytes)
-        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes, chunk_bytes)
+        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes)
         self.builder = self._new_builder((1, 2))
-        self._sets_aside = encoding is not None and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
+        self._sets_aside = sets_aside and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
         self._full: ContainerBuilder | None = None
         """A container that takes no more, and whose last blocks are being encoded while the next batch is placed."""
 
@@ -239,8 +240,7 @@ class DeltaStage:
     def _turn_ended(self) -> tuple[FinishedContainer, ...]:
         """Finish the container that was full before this batch, and set aside the one that it has filled.
 
-        Where blocks are encoded on a thread of their own: what is read of a container, and how deep it lies, is the
-        same until then. Elsewhere what is full is finished at once.
+        What is read of a container, and how deep it lies, is the same until then.
         """
         finished = self._full_finished()
         if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:

@@ -1,11 +1,12 @@
 """Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
 
-    caller's thread      cut thread            reduce thread                        commit thread
-    read, BLAKE3   -->   cut, name, group -->  dedup, resemblance, delta -->  seal and put container, publish, manifest
-          bounded queue        bounded queue       | ^             bounded queue
-                                                   v |  encode thread: blocks of a batch, until the next is decided
+    caller's thread                         reduce thread                        commit thread
+    read, BLAKE3, cut, name, group   -->   dedup, resemblance, delta  -->  seal and put container, publish, manifest
+                             bounded queue      | ^            bounded queue
+                                                v |  encode thread: blocks of a batch, until the next is decided
 
-One thread reduces, so that what is stored depends on the input alone, never on timing.
+One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
+and the caller's thread waits for it (decision 0005).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from nearkin.records import Bools, FreshBatch, Ledger, Locations, PutResult, Seg
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight, SameTurn
-from nearkin.runners.workers import Worker
+from nearkin.runners.workers import Direct, Worker, cores
 from nearkin.stage import run_stage
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
@@ -124,13 +125,15 @@ class EmbeddedWriter:
         self._same_turn = SameTurn(self._facts)
         self._dedup = DedupStage()
         self._resemblance = ResemblanceStage(settings, looks_up=False)
-        self._encoding = ThreadPoolExecutor(1, "nearkin-encode")
+        alone = cores() == 1
+        self._encoding = None if alone else ThreadPoolExecutor(1, "nearkin-encode")
         self._delta = DeltaStage(
             settings,
             fingerprinter.domain,
             last_container,
             asks_bases="late",
             encoding=self._encoding,
+            sets_aside=True,
             keeper=self._in_flight,
             prefixes=spares.prefixes,
         )
@@ -146,9 +149,10 @@ class EmbeddedWriter:
         self._stored = Ledger()
         self._reported = Ledger()
         self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
-        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, settings.runner.queue_batches)
+        batches = settings.runner.queue_batches
+        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
-        self._cutter: Worker[Filled | _Commit] = Worker("cut", self._cut, 1)
+        self._cutter: Direct[Filled | _Commit] = Direct(self._cut)
 
     def __enter__(self) -> Self:
         return self
@@ -210,7 +214,8 @@ class EmbeddedWriter:
         self._cutter.stop()
         self._reducer.stop()
         self._committer.stop()
-        self._encoding.shutdown()
+        if self._encoding is not None:
+            self._encoding.shutdown()
         self._in_flight.end()
         self._arenas.give_back(self._arena)
 
@@ -219,7 +224,8 @@ class EmbeddedWriter:
         self._cutter.cancel()  # each may wait for room with the next, so they end in this order
         self._reducer.cancel()
         self._committer.cancel()
-        self._encoding.shutdown()
+        if self._encoding is not None:
+            self._encoding.shutdown()
         with suppress(NearkinError):  # else whoever writes next finds that the index is behind, and does it
             self._publish()
         self._in_flight.abandon()
@@ -231,8 +237,6 @@ class EmbeddedWriter:
         self._cutter.put(Filled(self._arena, tuple(self._runs)))
         self._arena, self._used = self._arenas.take(), CARRY_BYTES_MAX
         self._runs = [] if last.final else [BlobRun(last.blob, self._used, self._used, False)]
-
-    # --- the cut thread ----------------------------------------------------------------------------------------------
 
     def _cut(self, item: Filled | _Commit) -> None:
         if isinstance(item, _Commit):

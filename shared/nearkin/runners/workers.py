@@ -1,11 +1,14 @@
 """One thread, one bounded queue. Invariant: after the first failure nothing more is done, and whoever waits is told.
 
+    Worker    on a thread of its own, which one core takes turns with        Direct    on the caller's thread
+
 The queue is made of SimpleQueues, whose every step is one call into C: an interrupt (Ctrl-C, SIGTERM) lands before or
 after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for ever.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -15,6 +18,43 @@ from nearkin import tally
 from nearkin.errors import StoreUnavailable
 
 Item = TypeVar("Item")
+
+
+def cores() -> int:
+    """Return on how many cores this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Direct(Generic[Item]):
+    """Carries out each item before `put` returns."""
+
+    def __init__(self, carry_out: Callable[[Item], None]) -> None:
+        self._carry_out = carry_out
+        self._failure: BaseException | None = None
+
+    def put(self, item: Item) -> None:
+        """Carry out an item. Raises what it fails with, or an earlier one failed with."""
+        self.drain()
+        try:
+            self._carry_out(item)
+        except BaseException as err:
+            self._failure = err
+            raise
+
+    def drain(self) -> None:
+        """Raise what an item failed with, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Take no more items."""
+        self._carry_out = _stopped
+
+    def cancel(self) -> None:
+        """Take no more items."""
+        if self._failure is None:
+            self._failure = _ended()
+        self.stop()
 
 
 class _Mark:
@@ -27,7 +67,12 @@ class _Mark:
 class Worker(Generic[Item]):
     """Carries out items in order on a thread of its own; `items_max` wait at most besides the one being done."""
 
-    def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int) -> None:
+    def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int, *, in_turn: bool = False) -> None:
+        """`in_turn`: `put` returns when the item is done. On one core a thread that goes on meanwhile only gets in the
+        way; yet what it does is not interrupted, as the caller's thread may be anywhere, even where Python drops it:
+        a Ctrl-C that fell into the finalizer of an array was lost.
+        """
+        self._in_turn = in_turn
         self._carry_out = carry_out
         self._items: SimpleQueue[Item | _Mark | None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
@@ -39,10 +84,12 @@ class Worker(Generic[Item]):
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        """Queue an item, waiting for room. Raises what an earlier item failed with."""
+        """Queue an item, waiting for room, or for its end. Raises what an earlier item failed with, or this one."""
         self.check()
         self._room.get()
         self._items.put(item)
+        if self._in_turn:
+            self.drain()
 
     @property
     def waiting(self) -> int:
@@ -74,7 +121,7 @@ class Worker(Generic[Item]):
     def cancel(self) -> None:
         """Drop what is queued and end the thread."""
         if self._failure is None:
-            self._failure = StoreUnavailable("the put was ended before it was committed: put it again")
+            self._failure = _ended()
         self.stop()
 
     def _run(self) -> None:
@@ -98,6 +145,10 @@ class Worker(Generic[Item]):
 QUEUED: tally.Levels[Worker[Any]] = tally.level(
     "nearkin_queue_items", "What waits between two threads.", "queue", lambda worker: worker.waiting
 )
+
+
+def _ended() -> StoreUnavailable:
+    return StoreUnavailable("the put was ended before it was committed: put it again")
 
 
 def _stopped(_item: object) -> None:
