@@ -84,6 +84,12 @@ class Levels(Generic[Owner]):
         with self._lock:
             self._owners.setdefault(label, weakref.WeakSet()).add(owner)
 
+    def leave(self, owner: Owner, label: str) -> None:
+        """Ask this one no more. Where it ends by itself Python code runs, and a Ctrl-C that falls into that is lost."""
+        with self._lock:
+            if label in self._owners:
+                self._owners[label].discard(owner)
+
     def values(self) -> Mapping[Labels, float]:
         """Return the sums now."""
         with self._lock:

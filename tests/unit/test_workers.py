@@ -7,13 +7,14 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
 from nearkin.errors import StoreUnavailable
-from nearkin.runners.workers import Direct, Worker, cores
+from nearkin.runners.workers import QUEUED, Direct, Worker, cores
 
 PATIENCE = 10
 
@@ -130,6 +131,23 @@ def test_the_thread_ends_with_stop() -> None:
     assert "nearkin-a-name-of-its-own" in {thread.name for thread in threading.enumerate()}
     worker.stop()
     assert "nearkin-a-name-of-its-own" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_worker_that_has_stopped_is_no_longer_counted() -> None:
+    gate = threading.Event()
+
+    def waits(_: int) -> None:
+        gate.wait(PATIENCE)
+
+    worker = Worker("counted", waits, 3)
+    for number in range(3):
+        worker.put(number)
+    assert QUEUED.values()[("counted",)] >= 2
+    assert weakref.getweakrefcount(worker)
+    gate.set()
+    worker.stop()
+    assert QUEUED.values()[("counted",)] == 0
+    assert not weakref.getweakrefcount(worker), "Python code would run where it ends"
 
 
 class Interrupt(BaseException):

@@ -72,6 +72,7 @@ class Worker(Generic[Item]):
         way; yet what it does is not interrupted, as the caller's thread may be anywhere, even where Python drops it:
         a Ctrl-C that fell into the finalizer of an array was lost.
         """
+        self._name = name
         self._in_turn = in_turn
         self._carry_out = carry_out
         self._items: SimpleQueue[Item | _Mark | None] = SimpleQueue()
@@ -115,6 +116,7 @@ class Worker(Generic[Item]):
             return
         self._items.put(None)
         self._thread.join()
+        QUEUED.leave(self, self._name)
         # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.
         self._carry_out = _stopped
 
