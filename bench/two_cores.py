@@ -46,7 +46,7 @@ class Row:
 
 
 class ThreadClocks:
-    """Processor seconds of the writer's threads, by name, summed over its puts; the caller's thread is "read"."""
+    """Processor seconds of the writer's threads, by name, summed over its puts; the caller's thread reads and cuts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -82,7 +82,7 @@ def timed_put(root: Path, paths: list[Path], clocks: ThreadClocks) -> float:
         started, own = time.perf_counter(), time.thread_time()
         for path in paths:
             store.put("blob", path)
-        clocks.add("read", time.thread_time() - own)
+        clocks.add("caller", time.thread_time() - own)
         write_out(root)
         return time.perf_counter() - started
 
