@@ -1,4 +1,4 @@
-"""The cutting thread's work: batches give the segments that the whole blob would."""
+"""The cutter: batches give the segments that the whole blob would."""
 
 from __future__ import annotations
 

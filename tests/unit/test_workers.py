@@ -1,4 +1,4 @@
-"""One thread, one bounded queue: order, back-pressure, and failures that reach whoever waits."""
+"""One thread, one bounded queue, or none: order, back-pressure, and failures that reach whoever waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Arenas into segments. Invariant: what a batch holds follows from the bytes alone, never from how a source gave them.
 
-arena   |      carry | new bytes of this batch ... |      filled from CARRY_BYTES_MAX on by the caller's thread
-               ^ the uncut tail of the batch before, put here by the cutting thread
+arena   |      carry | new bytes of this batch ... |      filled from CARRY_BYTES_MAX on as the source gives them
+               ^ the uncut tail of the batch before
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 
 CARRY_BYTES_MAX = 2 * SEGMENT_BYTES_MAX
 """A segment and a chunk at their bounds, and a chunk may be a segment: what a batch may leave for the next one."""
-
-
 SPARES_MAX = 3
-"""Arenas that nobody reads: about as many as one core uses in turn."""
+"""Arenas that nobody reads: as many as two cores use in turn, one being filled, one waiting and one being reduced."""
 
 
 @dataclass(frozen=True, slots=True)

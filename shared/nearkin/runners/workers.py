@@ -1,6 +1,6 @@
 """One thread, one bounded queue. Invariant: after the first failure nothing more is done, and whoever waits is told.
 
-    Worker    on a thread of its own, which one core takes turns with        Direct    on the caller's thread
+    Worker    on a thread of its own        Direct    on the caller's
 
 The queue is made of SimpleQueues, whose every step is one call into C: an interrupt (Ctrl-C, SIGTERM) lands before or
 after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for ever.
@@ -68,9 +68,9 @@ class Worker(Generic[Item]):
     """Carries out items in order on a thread of its own; `items_max` wait at most besides the one being done."""
 
     def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int, *, in_turn: bool = False) -> None:
-        """`in_turn`: `put` returns when the item is done. On one core a thread that goes on meanwhile only gets in the
-        way; yet what it does is not interrupted, as the caller's thread may be anywhere, even where Python drops it:
-        a Ctrl-C that fell into the finalizer of an array was lost.
+        """`in_turn`: `put` returns when the item is done: on one core a caller that goes on only gets in the way.
+
+        It still is another thread. A Ctrl-C lands in the caller's, which waits, and never in the midst of an item.
         """
         self._name = name
         self._in_turn = in_turn
