@@ -154,7 +154,8 @@ class Interrupt(BaseException):
     """What a signal's handler raises in the main thread, as Ctrl-C does."""
 
 
-def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled() -> None:
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_turn: bool) -> None:
     """`timeout` sends SIGTERM twice, people press Ctrl-C twice: the second lands while the first is on its way out."""
     shots = 0
 
@@ -168,7 +169,7 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled() -> 
     draw = random.Random(3)
     try:
         for _ in range(300):
-            worker: Worker[int] = Worker("test", lambda _: None, 1)
+            worker: Worker[int] = Worker("test", lambda _: None, 1, in_turn=in_turn)
             shots = 2
             with suppress(Interrupt):
                 with suppress(Interrupt):
