@@ -181,6 +181,7 @@ def test_an_operators_walk(opened: Callable[..., Page], tmp_path: Path) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#gone")).to_contain_text("by mistake")
     expect(page.locator("#versions tbody tr")).to_have_count(1)
+    page.wait_for_load_state()  # a click before the page's script has run does nothing
     page.get_by_role("button", name="Undelete version 1").click()
     expect(page.locator("#versions tbody tr")).to_have_count(2)
 

@@ -95,7 +95,7 @@ def test_stages_queues_index_and_caches_are_shown(served: tuple[httpx.Client, Me
     for stage in ("chunker", "dedup", "resemblance", "delta", "commit"):
         assert metric(f'nearkin_stage_seconds_count{{stage="{stage}"}}') > 0
         assert 0 < metric(f'nearkin_stage_seconds_sum{{stage="{stage}"}}') < 600
-    for queue in ("cut", "reduce", "commit"):
+    for queue in ("reduce", "commit"):
         assert metric(f'nearkin_queue_items{{queue="{queue}"}}') == 0
     assert metric('nearkin_uploads_waiting{queue="writer"}') == 0
     assert metric('nearkin_index_lookups_total{found="yes",table="segments"}') > 0
