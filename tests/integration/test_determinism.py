@@ -70,10 +70,14 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
     assert kept(tmp_path / "slow", changes) == quick
 
 
-def test_one_core_keeps_what_two_keep(tmp_path, monkeypatch):
+def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch):
     changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
-    monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: 2)
-    two = kept(tmp_path / "two", changes)
+
+    def kept_on(count: int):
+        monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: count)
+        return kept(tmp_path / str(count), changes)
+
+    two = kept_on(2)
     assert two[2] >= 3, "containers are filled before the last batch"
-    monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: 1)
-    assert kept(tmp_path / "one", changes) == two
+    assert kept_on(1) == two
+    assert kept_on(3) == two

@@ -6,7 +6,7 @@
                                                 v |  encode thread: blocks of a batch, until the next is decided
 
 One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
-and the caller's thread waits for it (decision 0005).
+and the caller's thread waits for it; with three or more a thread of its own cuts (decision 0005).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ from nearkin_dedup import DedupStage
 from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes
 from nearkin_resemblance import ResemblanceStage
 
+CORES_TO_CUT_BESIDE = 3
+"""With fewer the caller's thread cuts: fresh data come 4 to 10 % sooner, known data, which need only that, later."""
 VERSION_RACES_MAX = 1000
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
@@ -152,7 +154,9 @@ class EmbeddedWriter:
         batches = settings.runner.queue_batches
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
-        self._cutter: Direct[Filled | _Commit] = Direct(self._cut)
+        self._cutter: Direct[Filled | _Commit] | Worker[Filled | _Commit] = (
+            Direct(self._cut) if cores() < CORES_TO_CUT_BESIDE else Worker("cut", self._cut, 1)
+        )
 
     def __enter__(self) -> Self:
         return self
