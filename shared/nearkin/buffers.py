@@ -50,7 +50,7 @@ class Buffers:
     """Arrays whose memory is used again. Safe between threads.
 
     The end of a loan is noted by a method of C alone. It may come anywhere, and a Ctrl-C that falls into a finalizer
-    written in Python is lost: one in 300 of those in a put was.
+    written in Python is lost: of some 470 puts that were interrupted three went on.
     """
 
     def __init__(self, spare_bytes_max: int = SPARE_BYTES_MAX) -> None:

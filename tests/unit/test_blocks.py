@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nearkin.config import BlockSettings, DeltaSettings
+from nearkin.config import PROFILES, BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block
@@ -16,8 +16,9 @@ from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.prefix import BasePrefix
 from nearkin.records import Locations
 from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import settings
 from nearkin_delta import blocks as module
-from nearkin_delta.blocks import LAST_CHUNK_BYTES, BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
+from nearkin_delta.blocks import SLACK_SHARE, BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
 from nearkin_delta.builder import Prefixes
 
 ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
@@ -164,11 +165,28 @@ def test_memory_that_a_block_grows_into_comes_from_where_the_first_came_from() -
         return np.zeros(size_bytes, np.uint8)
 
     block = OpenBlock(0, layout.RAW, 0, 4096, take)
-    content = np.frombuffer(random_bytes(4096 + LAST_CHUNK_BYTES + 1, 1), np.uint8)
+    content = np.frombuffer(random_bytes(4096 + 4096 // SLACK_SHARE + 1, 1), np.uint8)
     sizes = np.array([4000, len(content) - 4000], np.uint32)
     block.append((content, content), np.zeros(2, np.int32), np.array([0, 4000], np.uint64), sizes)
-    assert asked == [4096 + LAST_CHUNK_BYTES, len(content)]
+    assert asked == [4096 + 4096 // SLACK_SHARE, len(content)]
     assert block.bytes_so_far.tobytes() == content.tobytes()
+
+
+@pytest.mark.parametrize("profile", ["default", "archive"])
+def test_a_block_of_a_few_mib_has_room_for_the_largest_chunk_at_once(profile: str) -> None:
+    asked: list[int] = []
+
+    def take(size_bytes: int) -> np.ndarray:
+        asked.append(size_bytes)
+        return np.zeros(size_bytes, np.uint8)
+
+    chosen = settings(PROFILES[profile])
+    limit_bytes, largest_bytes = int(chosen.block.raw_bytes), int(chosen.chunker.max_bytes)
+    block = OpenBlock(0, layout.RAW, 0, limit_bytes, take, last_chunk_bytes=largest_bytes)
+    payload = np.zeros(limit_bytes + largest_bytes - 1, np.uint8)
+    sizes = np.array([limit_bytes - 1, largest_bytes], np.uint32)
+    block.append((payload, payload), np.zeros(2, np.int32), np.array([0, limit_bytes - 1], np.uint64), sizes)
+    assert asked == [limit_bytes + largest_bytes], "large blocks are never copied"
 
 
 def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ def test_threads_never_share_memory() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    assert buffers.spare_bytes == sum(len(memory) for spares in buffers._spares.values() for memory in spares)
     assert 0 < buffers.spare_bytes <= 2 * 5 * rounded(100 * KIB), "the last one and the next of five threads, no more"
 
 

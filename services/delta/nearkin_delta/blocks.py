@@ -39,9 +39,11 @@ DEPTH_COSTS = 0.9
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
 """Other ways are tried where a patch is more than 1/4, 1/16 of its chunks: below that none was ever smaller."""
-LAST_CHUNK_BYTES = 16 * KIB
-"""Room for the chunk that passes a block's limit; where more of it passes the room grows. With room for the largest of
-chunks a fifth of what was held of patch blocks was slack."""
+LAST_CHUNK_BYTES = 64 * KIB
+"""The largest chunk, by default: it may pass a block's limit."""
+SLACK_SHARE = 16
+"""Room for it takes this part of a block at most, and grows where more passes: a fifth of what was held of patch blocks
+of 256 KiB was slack. Large blocks, whose copying would cost, have room for all of it."""
 SPARE_BYTES_MAX = 16 * MIB
 """Of prefixes, kept for the next blocks, and without a keeper of rooms."""
 FAST_LEVEL_MAX = 3
@@ -96,15 +98,16 @@ class OpenBlock:
         limit_bytes: int,
         take: Callable[[int], U8] | None = None,
         prefix: BasePrefix | None = None,
+        last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
-        """`take`: gives memory for its bytes, undefined; `prefix`: an empty one."""
+        """`take`: gives memory for its bytes, undefined; `prefix`: an empty one; `last_chunk_bytes`: the largest."""
         self.number = number
         self.kind = kind
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
         self._take = Buffers(0).take if take is None else take
-        self.room = self._take(limit_bytes + LAST_CHUNK_BYTES)
+        self.room = self._take(limit_bytes + min(last_chunk_bytes, limit_bytes // SLACK_SHARE))
         self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix
         self.span_bytes = 0
         """How far the stream has gone on since the block was opened, duplicates included."""
@@ -285,11 +288,13 @@ class BlockCloser:
         thread: Executor | None = None,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
+        last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
         """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up.
 
-        `prefixes`: those that earlier puts left.
+        `prefixes`: those that earlier puts left. `last_chunk_bytes`: what may pass a block's limit.
         """
+        self._last_chunk_bytes = last_chunk_bytes
         self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
         """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
         self._encoder = BlockEncoder(block, delta, self.room, keep=keeper is not None)
@@ -300,7 +305,7 @@ class BlockCloser:
     def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
         """Return a new block."""
         prefix = self._prefixes.take() if kind == layout.PATCH else None
-        return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix)
+        return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix, self._last_chunk_bytes)
 
     def close(self, blocks: Sequence[OpenBlock]) -> Future[list[ClosedBlock]]:
         """Return what the blocks will be; they must not be changed until that is known."""

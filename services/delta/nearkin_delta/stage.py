@@ -110,7 +110,8 @@ class DeltaStage:
         self._finder = BaseFinder(settings, self._kind, asks_bases)
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
-        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes)
+        chunk_bytes = int(settings.chunker.max_bytes)
+        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes, chunk_bytes)
         self.builder = self._new_builder((1, 2))
         self._sets_aside = sets_aside and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
         self._full: ContainerBuilder | None = None

@@ -127,7 +127,8 @@ class EmbeddedWriter:
         self._same_turn = SameTurn(self._facts)
         self._dedup = DedupStage()
         self._resemblance = ResemblanceStage(settings, looks_up=False)
-        alone = cores() == 1
+        count = cores()
+        alone = count == 1
         self._encoding = None if alone else ThreadPoolExecutor(1, "nearkin-encode")
         self._delta = DeltaStage(
             settings,
@@ -155,7 +156,7 @@ class EmbeddedWriter:
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
         self._cutter: Direct[Filled | _Commit] | Worker[Filled | _Commit] = (
-            Direct(self._cut) if cores() < CORES_TO_CUT_BESIDE else Worker("cut", self._cut, 1)
+            Direct(self._cut) if count < CORES_TO_CUT_BESIDE else Worker("cut", self._cut, 1)
         )
 
     def __enter__(self) -> Self:
