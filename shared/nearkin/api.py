@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreU
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
+from nearkin.frozen import frozen
 from nearkin.interrupts import interrupts_wait
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.records import (
@@ -74,7 +75,7 @@ CLOSE_SECONDS = 30.0
 _log = logging.getLogger("nearkin")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Item:
     """One of many blobs to put, where it has more to it than key and content; as for `Store.put`."""
 

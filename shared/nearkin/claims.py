@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
 from nearkin.formats.directory import Directory
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, ContainerId
 
 FEATURE_KEY_BYTES = 17
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ContainerClaims:
     """All entries of one container.
 
@@ -40,7 +40,7 @@ class ContainerClaims:
         return np.flatnonzero(self.directory.chunks.there).astype(np.uint32) if self.only is None else self.only
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SealedContainer:
     """A container ready to be put, in parts that lie one behind the other, and what may be claimed then (I1)."""
 

@@ -6,8 +6,8 @@ Where their values come from: nearkin/config_layers.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import field
+from typing import Annotated
 
 from nearkin.config_rules import (
     Between,
@@ -23,10 +23,8 @@ from nearkin.config_rules import (
     Token,
     TopicTenants,
 )
+from nearkin.frozen import held
 from nearkin.limits import DEPTH_MAX, GIB, KEY_BYTES_MAX, KIB, MIB, SEGMENT_BYTES_MAX
-
-if TYPE_CHECKING:
-    pass
 
 CHUNKERS = ("fastcdc", "leastcdc", "rabin", "inck", "fixed", "whole")
 FEATURES = ("finesse", "ntransform", "odess", "none")
@@ -70,7 +68,7 @@ PROFILE_NAMES = ("default", "archive", "finesse-paper")
 _FORBID = {"extra": "forbid"}
 
 
-@dataclass(frozen=True)
+@held
 class ChunkerSettings:
     """How a blob is cut into chunks; changing any of it stops new data from matching old chunks."""
 
@@ -94,7 +92,7 @@ class ChunkerSettings:
             raise ValueError(f"target_bytes {self.target_bytes}: {self.algorithm} wants a power of two")
 
 
-@dataclass(frozen=True)
+@held
 class SegmentSettings:
     """How chunks are grouped into segments."""
 
@@ -104,7 +102,7 @@ class SegmentSettings:
     max_bytes: Annotated[int, Size(64 * KIB, SEGMENT_BYTES_MAX)] = SEGMENT_BYTES_MAX
 
 
-@dataclass(frozen=True)
+@held
 class FeatureSettings:
     """How resemblance is detected. Hot: toggling it never harms stored data."""
 
@@ -124,7 +122,7 @@ class FeatureSettings:
             raise ValueError(f"sampling_bits {self.sampling_bits}: want at most window_bytes - 32")
 
 
-@dataclass(frozen=True)
+@held
 class BaseSettings:
     """Which similar chunk becomes the base, and how many bytes of decoded base blocks stay in memory."""
 
@@ -138,7 +136,7 @@ class BaseSettings:
     """Try old neighbours also in blobs where few of them turn out to be bases: docs/decisions/0023."""
 
 
-@dataclass(frozen=True)
+@held
 class DeltaSettings:
     """How a chunk is written as a difference. Hot."""
 
@@ -151,7 +149,7 @@ class DeltaSettings:
     max_depth: Annotated[int, Between(1, DEPTH_MAX - 1)] = 4
 
 
-@dataclass(frozen=True)
+@held
 class BlockSettings:
     """How fresh chunks are gathered and compressed. Hot, but for `far_matches`."""
 
@@ -166,7 +164,7 @@ class BlockSettings:
     """Look for repeats in the whole of a raw block, and at level 9 deeper in all: docs/decisions/0019."""
 
 
-@dataclass(frozen=True)
+@held
 class ContainerSettings:
     """How large a container grows before it is sealed."""
 
@@ -175,7 +173,7 @@ class ContainerSettings:
     target_bytes: Annotated[int, Size(256 * KIB, 256 * MIB)] = 4 * MIB
 
 
-@dataclass(frozen=True)
+@held
 class StorageSettings:
     """How objects are kept, whatever is in them."""
 
@@ -204,7 +202,7 @@ class StorageSettings:
             raise ValueError(f'{given[0]} is set, and encryption is "none": set encryption = "{ENCRYPTIONS[1]}"')
 
 
-@dataclass(frozen=True)
+@held
 class ScrubSettings:
     """How what is stored is read again and again, so that damage is found while it can be repaired."""
 
@@ -216,7 +214,7 @@ class ScrubSettings:
     """A pass reads so many bytes a second at most: 10 TiB in 30 days."""
 
 
-@dataclass(frozen=True)
+@held
 class IndexSettings:
     """The rebuildable index."""
 
@@ -226,7 +224,7 @@ class IndexSettings:
     map_bytes: Annotated[int, Size(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
 
 
-@dataclass(frozen=True)
+@held
 class RedisSettings:
     """The Redis server or Cluster that holds the index of several workers."""
 
@@ -261,7 +259,7 @@ class RedisSettings:
             raise ValueError(f'prefix "{self.prefix}": want no braces and no white space')
 
 
-@dataclass(frozen=True)
+@held
 class RestoreSettings:
     """Bounds of a restore."""
 
@@ -270,7 +268,7 @@ class RestoreSettings:
     cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 128 * MIB
 
 
-@dataclass(frozen=True)
+@held
 class RunnerSettings:
     """Bounds of the embedded runner."""
 
@@ -280,7 +278,7 @@ class RunnerSettings:
     queue_batches: Annotated[int, Between(1, 16)] = 1
 
 
-@dataclass(frozen=True)
+@held
 class ObjectStoreSettings:
     """Where services keep containers and manifests. Without keys here, the usual AWS_* variables and roles count."""
 
@@ -321,7 +319,7 @@ class ObjectStoreSettings:
             raise ValueError(f'url "{self.url}": want s3://bucket/prefix, file:///folder or a folder')
 
 
-@dataclass(frozen=True)
+@held
 class KafkaSettings:
     """How services reach Kafka, and the bounds of what they take from it at a time."""
 
@@ -349,7 +347,7 @@ class KafkaSettings:
     """How long the delta worker may hold chunks in an open container; the end of a blob seals it sooner."""
 
 
-@dataclass(frozen=True)
+@held
 class IngestSettings:
     """Blobs out of Kafka topics of the user's own: a record is one, or names an object that is."""
 
@@ -373,7 +371,7 @@ class IngestSettings:
     """How long one record may hold its partition back while what it needs is away; then it is a dead letter."""
 
 
-@dataclass(frozen=True)
+@held
 class DeletionSettings:
     """What becomes of deleted versions."""
 
@@ -388,7 +386,7 @@ _KEPT = Between(-1, 1_000_000)
 _SECONDS = Between(0, 3_153_600_000)
 
 
-@dataclass(frozen=True)
+@held
 class RetentionPolicy:
     """What stays of each key that starts with `prefix`, as `nearkin forget` takes it; -1 is all, 0 sets no rule."""
 
@@ -408,7 +406,7 @@ class RetentionPolicy:
     """Nobody deletes a younger version."""
 
 
-@dataclass(frozen=True)
+@held
 class RetentionSettings:
     """How long versions stay: `nearkin forget` and `nearkin gc` delete what no policy keeps."""
 
@@ -420,7 +418,7 @@ class RetentionSettings:
     """Of those that match a key, the one of the longest prefix says what stays; the longest minimum age holds."""
 
 
-@dataclass(frozen=True)
+@held
 class GcSettings:
     """How what no version needs is freed: condemned in one round, gone in a later one."""
 
@@ -444,7 +442,7 @@ class GcSettings:
     """The services behind Kafka, which have written this store, never will again: else their janitor alone collects."""
 
 
-@dataclass(frozen=True)
+@held
 class ServiceSettings:
     """What ops turn while services run. Hot."""
 
@@ -460,7 +458,7 @@ PLAIN_FIELDS: dict[str, ServerUrl | Token | None] = {"store": None, "server": Se
 """Settings that every command may be given: read and checked without pydantic, whose import takes 130 ms."""
 
 
-@dataclass(frozen=True)
+@held
 class GatewaySettings:
     """Where the gateway listens, and the bound of everything it takes or keeps (services/gateway/README.md)."""
 
@@ -497,7 +495,7 @@ class GatewaySettings:
     shutdown_seconds: Annotated[int, Between(1, 3600)] = 30
 
 
-@dataclass(frozen=True)
+@held
 class DashboardSettings:
     """The pages at `/` of the gateway."""
 
@@ -508,7 +506,7 @@ class DashboardSettings:
     """A login counts for so long, and never longer than its token."""
 
 
-@dataclass(frozen=True)
+@held
 class AuthSettings:
     """Who may do what. Without a file there is one tenant, and only loopback is listened on."""
 
@@ -518,7 +516,7 @@ class AuthSettings:
     """Hashed tokens as `nearkin token` keeps them; read again when it changes."""
 
 
-@dataclass(frozen=True)
+@held
 class MonitorSettings:
     """Where a service tells how it is: `/livez`, `/readyz`, `/metrics`."""
 
@@ -532,7 +530,7 @@ class MonitorSettings:
     most, and each such step counts; Kafka itself gives up on a consumer after 600 s."""
 
 
-@dataclass(frozen=True)
+@held
 class LogSettings:
     """What services write on stderr."""
 
@@ -542,7 +540,7 @@ class LogSettings:
     """json: an object a line; of work on a blob with `blob`, `tenant`, `trace_id` and `span_id`."""
 
 
-@dataclass(frozen=True)
+@held
 class TracingSettings:
     """Traces to an OpenTelemetry collector, by OTLP over HTTP (docs/operations.md)."""
 
@@ -554,7 +552,7 @@ class TracingSettings:
     """Share of the requests that are traced. One that brings a trace context is traced as that says."""
 
 
-@dataclass(frozen=True)
+@held
 class Settings:
     """Every setting of a store and its runners."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nearkin.frozen import frozen
 from nearkin.tenants import tenant_problem
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Rule:
         return None if value is None else self.check(value)
 
 
-@dataclass(frozen=True)
+@frozen
 class OneOf(Rule):
     """A name out of a fixed list."""
 
@@ -68,7 +68,7 @@ class OneOf(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class Between(Rule):
     """A number in a closed range; a power of two where the field needs one."""
 
@@ -85,7 +85,7 @@ class Between(Rule):
         return int(value)
 
 
-@dataclass(frozen=True)
+@frozen
 class Share(Rule):
     """A part of a whole, from 0 up to a bound."""
 
@@ -98,7 +98,7 @@ class Share(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class Size(Between):
     """Bytes, given as a number or as `8KiB`, `400MB`."""
 
@@ -109,7 +109,7 @@ class Size(Between):
         return handler.generate_schema(ByteSize)
 
 
-@dataclass(frozen=True)
+@frozen
 class Text(Rule):
     """Text of bounded length in UTF-8."""
 
@@ -126,7 +126,7 @@ class Text(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class TenantName(Rule):
     """A tenant's name."""
 
@@ -138,7 +138,7 @@ class TenantName(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class OneMatch(Rule):
     """Text that one pattern matches in whole."""
 
@@ -151,7 +151,7 @@ class OneMatch(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class ParityScheme(Rule):
     """`none`, or Reed-Solomon shards of data and of parity."""
 
@@ -163,7 +163,7 @@ class ParityScheme(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class ServerUrl(Rule):
     """The URL of a gateway: http or https, a host, nothing that belongs into a request or is a secret."""
 
@@ -175,7 +175,7 @@ class ServerUrl(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class Token(Rule):
     """A bearer token: what an HTTP header can carry (RFC 6750, section 2.1)."""
 
@@ -186,7 +186,7 @@ class Token(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class TopicTenants(Rule):
     """Kafka topics, each as `topic` or `topic=tenant`. A table from topics to tenants and, as environments have it, a
     text with commas are taken too.
@@ -217,7 +217,7 @@ class TopicTenants(Rule):
         return value
 
 
-@dataclass(frozen=True)
+@frozen
 class ObjectPrefix(Rule):
     """Where in the object store other programs' objects may lie: never where ours do."""
 

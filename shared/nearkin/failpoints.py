@@ -15,11 +15,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from nearkin.errors import BadInput, StoreUnavailable
+from nearkin.frozen import frozen
 
 VARIABLE: Final = "NEARKIN_FAILPOINT"
 SLEEP_SECONDS_MAX: Final = 60.0
@@ -147,7 +147,7 @@ SERVICE_POINTS: Final = MappingProxyType(
 POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS})
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Armed:
     """One point: at its `count`-th passing `action` is done, once."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from nearkin.config import MARK_SWEEP, Settings
 from nearkin.errors import Corrupt, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
+from nearkin.frozen import frozen
 from nearkin.index.protocols import SupportsCollection
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
@@ -40,7 +41,7 @@ KEYS_AT_ONCE = 64
 """Of so many keys versions are deleted in one turn, by the settings' policies."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LocalGc:
     """The parts of an open store that a round works on."""
 
@@ -163,7 +164,7 @@ class LocalGc:
         return replace(report, forgotten=forgotten, freed_bytes=report.freed_bytes - marks_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LocalTurns:
     """Turns of a round in a store of one folder."""
 

@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.layout import CONTAINER_BYTES_MAX
 from nearkin.formats.sealed import MAGIC as SEALED_MAGIC
+from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise_directory
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
@@ -47,7 +47,7 @@ _CONTAINER_FILE = re.compile(r"([0-9a-f]{16})(?:\.([0-9a-f]{4}))?\.nkc")
 _MAGICS = (b"NKC1", b"NKM1", b"NKT1")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LocalRepair:
     """The parts of an open store that a repair works on."""
 

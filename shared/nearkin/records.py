@@ -12,12 +12,14 @@ Chunks travel as arrays beside one payload, never as objects:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field, fields
 from datetime import datetime
 from typing import NewType, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nearkin.frozen import frozen
 
 ContainerId = NewType("ContainerId", int)
 """64 bits: creation in ms since 1970 << 20, plus 20 random bits. Sorting by it gives stream order."""
@@ -39,7 +41,7 @@ Bools = NDArray[np.bool_]
 IntegerT = TypeVar("IntegerT", bound=np.integer)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Locations:
     """Where chunks lie: container ids uint64[n] and ordinals uint32[n] in that container's directory."""
 
@@ -81,7 +83,7 @@ def bounds_of(counts: NDArray[np.integer] | Bools) -> U32:
     return bounds
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SegmentBatch:
     """Segments of one or more blobs, in stream order: the chunker's output, the dedup stage's input.
 
@@ -121,7 +123,7 @@ class SegmentBatch:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FreshBatch:
     """After dedup: `batch` with what is known of it.
 
@@ -140,7 +142,7 @@ class FreshBatch:
     """Rows of the chunks that must be stored: not known, first of their kind in the batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PairedBatch:
     """After resemblance: `fresh` chunks with their sketches and base candidates.
 
@@ -156,7 +158,7 @@ class PairedBatch:
     base_rank: U8
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ledger:
     """Where the bytes of one put, or of a whole store, went. All bytes; the sums hold exactly.
 
@@ -214,10 +216,13 @@ class Ledger:
         return 1.0 - self.delta_bytes / self.delta_chunk_bytes if self.delta_chunk_bytes else 0.0
 
     def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return Ledger(*(getattr(self, name) + getattr(other, name) for name in LEDGER_FIELDS))
 
 
-@dataclass(frozen=True, slots=True)
+LEDGER_FIELDS = tuple(each.name for each in fields(Ledger))
+
+
+@frozen
 class VersionInfo:
     """A committed version, as callers see it."""
 
@@ -233,7 +238,7 @@ class VersionInfo:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Deletion:
     """A version that is deleted and whose bytes are still there."""
 
@@ -246,7 +251,7 @@ class Deletion:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PutResult:
     """What a put answers once the version is committed."""
 
@@ -255,7 +260,7 @@ class PutResult:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stats:
     """Sums over a store. `parts` says where `ledger.stored_bytes` lie, and adds up to them.
 
@@ -287,7 +292,7 @@ class Stats:
     """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Damage:
     """One broken object and the versions it touches."""
 
@@ -301,7 +306,7 @@ class Damage:
     """Its parity holds what it was: reads go on, and `nearkin repair` puts it right."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerifyReport:
     """What `verify` read and found; `damage` empty means all is well."""
 
@@ -330,7 +335,7 @@ class VerifyReport:
     """Of tenants that were erased: nobody can read them, and `gc` removes them."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Repaired:
     """One object that was damaged and is not any more, or less than before."""
 
@@ -343,7 +348,7 @@ class Repaired:
     """That were found nowhere: a later run goes on."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RepairReport:
     """What `repair` did. `damage` is what is left."""
 
@@ -355,7 +360,7 @@ class RepairReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RebuildReport:
     """What `rebuild-index` read."""
 
@@ -368,7 +373,7 @@ class RebuildReport:
     """Objects that could not be read and were left out; `verify` says more."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChunkExplained:
     """How one chunk of a version is kept."""
 
@@ -385,7 +390,7 @@ class ChunkExplained:
     """What found the base: `locality`, or a super-feature, such as `finesse SF1`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SegmentExplained:
     """How one segment of a version is kept; `known` segments cost one reference."""
 
@@ -396,7 +401,7 @@ class SegmentExplained:
     chunks: tuple[ChunkExplained, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Explanation:
     """A version, segment by segment; `found_by` counts deltas by what found their base."""
 
@@ -409,7 +414,7 @@ class Explanation:
     found_by: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GcReport:
     """What a round of garbage collection did, or would do (`dry_run`). Bytes are of objects under the root."""
 
@@ -433,7 +438,7 @@ class GcReport:
     """Versions that the settings' policies did not keep, deleted at the end of the round."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GcState:
     """How garbage collection stands: paused since when and by whom, or not; what is condemned, and when it may go."""
 

@@ -9,7 +9,6 @@ version; all within a time of the newest one. Calendars are UTC's, weeks begin o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 from nearkin.config import RetentionPolicy, RetentionSettings
 from nearkin.errors import NotFound, Retained
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
+from nearkin.frozen import frozen
 from nearkin.records import Damage, VersionInfo
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
@@ -27,7 +27,7 @@ ALL = -1
 """As a number of versions to keep."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Decision:
     """What becomes of a version, and why it stays: names of rules, none where it goes."""
 

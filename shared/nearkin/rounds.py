@@ -9,13 +9,13 @@ times a fresh store, with it 1.10 (bench/gc_each_day.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from nearkin.frozen import frozen
 
 FREEING_SHARE_MAX = 0.75
 """What is due later in an interval than this waits for the next regular round."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Schedule:
     """The last regular round, and when another one is to free what it condemned; seconds, of whatever clock."""
 

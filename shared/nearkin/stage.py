@@ -8,11 +8,11 @@ The runner answers `Reads` from an index and a container source; the same stage 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
 from nearkin import tally
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, Bools, Locations
 
 ROUNDS_MAX = 7
@@ -35,7 +35,7 @@ class Anchor(IntEnum):
     """Where the gap before it ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gaps:
     """Runs of fresh chunks in stream order and what stands around them; one row each. `kinds` are Anchors.
 
@@ -52,7 +52,7 @@ class Gaps:
         return len(self.fresh)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Neighbours:
     """What lay in gaps when their surroundings were stored: gap g has rows bounds[g] to bounds[g + 1] of `chunks`.
 
@@ -67,7 +67,7 @@ class Neighbours:
     ends: Locations
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reads:
     """What a stage wants to know; each field is one batch question, None where it asks nothing.
 
@@ -87,7 +87,7 @@ class Reads:
     depth_below: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """Where things lie: rows not found are zeros."""
 
@@ -95,7 +95,7 @@ class Found:
     found: Bools
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FoundBases:
     """Base candidates and the rank of the super-feature that found each, with the sketches they were asked by."""
 
@@ -105,7 +105,7 @@ class FoundBases:
     found: Bools
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Contents:
     """Bytes of stored chunks; `available` False rows (lost or broken bases, or beyond the bound) have length 0.
 
@@ -120,7 +120,7 @@ class Contents:
     available: Bools
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Facts:
     """The answers so far."""
 

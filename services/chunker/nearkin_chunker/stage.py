@@ -6,19 +6,18 @@ cut -> name -> group                          one kernel call a run, one a batch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, SegmentBatch
 from nearkin.stage import Facts, Reads
 from nearkin_chunker.algorithms import chunker
 from nearkin_chunker.segmenter import segment_bounds
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BlobRun:
     """Bytes [start, stop) of the payload belong to `blob`; `final` says that it ends with them."""
 
@@ -28,7 +27,7 @@ class BlobRun:
     final: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FrameRuns:
     """Frames as received, laid one after another: at most one run, the last, is not final."""
 
@@ -36,7 +35,7 @@ class FrameRuns:
     runs: tuple[BlobRun, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChunkedRuns:
     """The segments that are certain, and up to where the payload was consumed."""
 

@@ -9,12 +9,13 @@ The trial counts what chunk and base share (`kernels/overlap.py`) and prices the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.formats.layout import LOCALITY_RANK
+from nearkin.frozen import frozen
 from nearkin.kernels.estimate import compressed_bytes_estimate
 from nearkin.kernels.gather import gather
 from nearkin.kernels.overlap import shared_bytes
@@ -39,7 +40,7 @@ PRICE_TRIED = 8
 PRICE = 0.15
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chosen:
     """For fresh chunks: `found` bool[f]; chunk i has rows bounds[i] to bounds[i + 1] of `rows`, the best base first.
 
@@ -56,7 +57,7 @@ class Chosen:
     alone: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Targets:
     """Fresh chunks to try, cut out of their batch's payload."""
 
@@ -178,7 +179,7 @@ def untried(bases: Contents, max_depth: int) -> Chosen:
     return Chosen(found, bounds_of(found), np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Part:
     """What one policy chose: for the fresh chunks `chunks`, bases out of `bases`, found as `ranks` uint8[c] say."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin.formats.columns import PREFIX_BYTES_MIN
+from nearkin.frozen import frozen
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.kernels.prefix import BasePrefix, BaseRows
@@ -167,7 +168,7 @@ class OpenBlock:
         self.bases.append(bases)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ClosedBlock:
     """A block as it will be stored. `encoded` where its encodings have other lengths than those that were appended."""
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
+from nearkin.frozen import frozen
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, bounds_of, distinct
@@ -59,7 +60,7 @@ def new_container_id(after: int) -> ContainerId:
     return ContainerId(found)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prefixes:
     """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first.
 
@@ -78,7 +79,7 @@ class Prefixes:
         return BaseRows(self.bounds, bases.containers, bases.ordinals, self.payload, self.offsets, self.lengths)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Encodings:
     """Fresh chunks ready to be written, in stream order: row i's bytes are `length` or `encoded` bytes of a source.
 
@@ -101,7 +102,7 @@ class Encodings:
         return len(self.lengths)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Closing:
     """A block that is being encoded: `place` among those handed over with it, in which `turn` it was closed."""
 

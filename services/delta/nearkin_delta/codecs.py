@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +10,13 @@ from numpy.typing import NDArray
 from nearkin.config import DeltaSettings
 from nearkin.errors import Corrupt, choose
 from nearkin.formats.layout import PATCH, XDELTA3
+from nearkin.frozen import frozen
 from nearkin.kernels import xdelta3
 from nearkin.kernels.gather import gather_new
 from nearkin.records import U8, U32, U64
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pairs:
     """Targets and bases, each cut out of one buffer by offsets and lengths; row i of both is one pair."""
 
@@ -31,7 +31,7 @@ class Pairs:
         return len(self.target_lengths)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Deltas:
     """Encoded pairs, one after another; length 0 where the delta would exceed its limit."""
 

@@ -7,16 +7,16 @@ be done on another thread while the next one is filled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.formats.block import EncodedBlock
 from nearkin.formats.container import encode_container
 from nearkin.formats.directory import Directory
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, ContainerId
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FinishedContainer:
     """A container that takes no more. `known` says all but where its blocks will lie; the rest is as claims want it."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.frozen import frozen
 from nearkin.records import CONTAINER_ID_MIN, U8, U32, FreshBatch, Locations, PairedBatch, SegmentBatch, distinct
 from nearkin.stage import Anchor, Gaps, Neighbours
 
@@ -24,7 +24,7 @@ Place = tuple[int, int, int]
 """(Anchor, container, ordinal)."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mark:
     """A place in the stream of containers: the open one, and how many chunks and segments it holds."""
 
@@ -36,7 +36,7 @@ class Mark:
 EVERYTHING_BEFORE = Mark((1 << 64) - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Anchors:
     """Per chunk of a batch: its anchor, kind NONE where it has none, and its blob."""
 

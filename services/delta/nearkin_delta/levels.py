@@ -13,11 +13,12 @@ begins a branch that those after it lean on:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, Bools, Locations, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.bases import Part, Targets, dropped, try_bases
@@ -30,7 +31,7 @@ LEVELS_MAX = 3
 """Levels that are tried: one more would allow more than a base is worth at all."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Crowded:
     """Chunks at the end of a full chain that leave too much over, and what may serve them so many levels up.
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
+from nearkin.frozen import frozen
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.limits import MIB
 from nearkin.records import (
@@ -39,7 +40,7 @@ from nearkin_delta.finished import FinishedContainer
 from nearkin_delta.gaps import Mark
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Placed:
     """What may be found from now on by this process alone; the index hears of it when the container is durable."""
 
@@ -52,7 +53,7 @@ class Placed:
     segments: Locations
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChunkCounts:
     """Per chunk of the batch: what became of it. `blobs` uint32[n]; bytes as the ledger wants them."""
 
@@ -64,7 +65,7 @@ class ChunkCounts:
     delta_bytes: U32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DeltaOutcome:
     """The batch's effects: `segments` in stream order with their `blobs`; containers that are finished, in order."""
 

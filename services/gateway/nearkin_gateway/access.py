@@ -10,12 +10,12 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from nearkin.frozen import frozen
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.sessions import (
     CSRF_HEADER,
@@ -35,7 +35,7 @@ _bearer = HTTPBearer(
 _Given = Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Caller:
     """Whom a request belongs to. `name` for logs and rates: a token's id, or the address."""
 

@@ -23,6 +23,7 @@ from nearkin.explain import explain
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.manifest import Manifest
+from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
 from nearkin.records import Damage, Deletion, Explanation, Stats, VersionInfo
 from nearkin.restore import Blob
@@ -107,7 +108,7 @@ class Listed:
             self.size_bytes += len(entry.key) + sum(len(name) + len(value) for name, value in entry.metadata.items())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Tenant:
     fingerprinter: Fingerprinter
     containers: ContainerStore

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -26,6 +25,7 @@ from nearkin.api import Item, Store, open_store
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.formats.answers import gc_json
+from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
 from nearkin.records import PutResult, Stats
 from nearkin.rounds import Schedule
@@ -56,7 +56,7 @@ PAUSED_SECONDS = 2.0
 _log = logging.getLogger("nearkin.gateway")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Job:
     intent: Intent
     source: BinaryIO

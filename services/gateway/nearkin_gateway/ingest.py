@@ -8,17 +8,18 @@ Two implementations: `kafka` hands frames to the pipeline, `embedded` commits in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from nearkin.formats.answers import info_json, ledger_json
+from nearkin.frozen import frozen
 from nearkin.records import PutResult
 
 COMMITTED = "committed"
 FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Intent:
     """What an upload is to become. `blob` and `origin` 16 bytes each: this attempt, and what is stored once."""
 
@@ -32,7 +33,7 @@ class Intent:
     """W3C traceparent of the request."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ending:
     """What the bytes of an upload turned out to be. `blake3` 32 bytes; `sha256` 32 bytes where it was asked for."""
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from blake3 import blake3
 
 from nearkin.config import STORE_FOLDERS, Settings
 from nearkin.errors import BadInput
 from nearkin.formats.message import BLOB_BYTES
+from nearkin.frozen import frozen
 from nearkin.sources import check_key, check_metadata
 from nearkin.tenants import tenant_problem
 
@@ -32,7 +32,7 @@ _TENANT_PART = re.compile(r"[A-Za-z0-9._=-]+", re.ASCII)
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class UserRecord:
     """A record as received. `timestamp_ms` since 1970, None where it has none."""
 
@@ -56,7 +56,7 @@ class UserRecord:
         return next((value for found, value in reversed(self.all_headers) if found == name), None)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Intake:
     """What is to be stored. Exactly one of `value` and `dataref`, an object's name, is set."""
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
 from nearkin.records import Stats
 from nearkin_gateway.catalogue import TENANTS_OPEN_MAX, Catalogue
@@ -73,7 +74,7 @@ class Share:
         self.left_bytes += other.left_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reduction:
     """A tenant by prefix, the largest first. `whole` False: there are more versions than were looked at."""
 
@@ -82,7 +83,7 @@ class Reduction:
     whole: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Point:
     """What was there at a time; microseconds since 1970."""
 
@@ -91,7 +92,7 @@ class Point:
     stored_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Growth:
     """How what is there came to be. `read` of `versions` are in it; `points` empty where there are too many."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
 
 from nearkin.config import Settings
 from nearkin.errors import StoreUnavailable
+from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import unavailable
 from nearkin.runners.kafka.dead_replay import DeadLetter, list_letters, parse_place, replay
 from nearkin.runners.kafka.lag import GroupLag, LagReader
@@ -26,7 +26,7 @@ RATE_SECONDS = 60.0
 LETTERS_MAX = 200
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StageState:
     """One group: records that wait, those of them that are old, what it took a second, once that is known."""
 

@@ -16,13 +16,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TypeVar
 
 from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 
 from nearkin.errors import Corrupt, NearkinError, NotFound
+from nearkin.frozen import frozen
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.store.objects import AlreadyExists, ObjectStore
 
@@ -47,7 +48,7 @@ class DamagedPart(Corrupt):
         self.offset = offset
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Meta:
     """What an upload is to become. Times in microseconds since 1970."""
 
@@ -60,7 +61,7 @@ class Meta:
     sha256: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Done:
     """How an upload ended: `blob` the attempt's id in hex, or `failure`."""
 
@@ -68,7 +69,7 @@ class Done:
     failure: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Staged:
     """An upload as it lies in the store. `parts` are (offset, bytes), in order, without a gap."""
 

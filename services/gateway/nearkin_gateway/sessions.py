@@ -12,12 +12,12 @@ import hmac
 import re
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from blake3 import blake3
 from starlette.requests import HTTPConnection
 
+from nearkin.frozen import frozen
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.tokens import Token, TokenFile
 
@@ -34,7 +34,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _COOKIE = re.compile(r"1\.([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Session:
     """An open session. `ends` seconds since 1970; `csrf` is what its pages send with every change."""
 

@@ -19,11 +19,12 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from nearkin.errors import BadInput, ConfigError, NotFound, choose
+from nearkin.frozen import frozen
 from nearkin.tenants import tenant_problem
 
 SCOPES = ("read", "write", "delete", "admin")
@@ -39,7 +40,7 @@ _TEXT = re.compile(r"nk_([0-9a-f]{8})_[A-Za-z0-9_-]{43}", re.ASCII)
 _log = logging.getLogger("nearkin.gateway")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Token:
     """What is known of a token. `expires` and `created` in seconds since 1970; `expires` None is never."""
 

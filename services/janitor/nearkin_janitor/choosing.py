@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nearkin.errors import BadInput
+from nearkin.frozen import frozen
 from nearkin.records import ContainerId
 
 _ID_RANDOM_BITS = 20
 SEED_MAX = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choice:
     """All of them, or fewer.
 

@@ -8,12 +8,12 @@ All in one turn: an index that was made anew in between would count marks that g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nearkin.errors import Permanent
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.frozen import frozen
 from nearkin.index.protocols import Collected
 from nearkin.store.manifests import ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
@@ -25,7 +25,7 @@ COLLECTED_AT_ONCE = 8
 WHO = "gc"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ended:
     """`kept` are the roots: those that were kept, and those that were brought back meanwhile."""
 

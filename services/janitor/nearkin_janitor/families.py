@@ -9,11 +9,11 @@ Memory: 5 bytes for each chunk that is needed, and 40 for each family.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.frozen import frozen
 from nearkin.records import U32, Bools, Locations
 from nearkin.store.chunks import grouped
 from nearkin_janitor.holding import NAME_AND_ROW_BYTES, bytes_of_chunks
@@ -24,7 +24,7 @@ NONE = -1
 _NO_ROWS: Bools = np.zeros(0, np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Families:
     """Which family each chunk that is needed is of: `of` int32 by container and ordinal, NONE where it is not."""
 

@@ -21,6 +21,7 @@ from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, decode_block, lost_block
 from nearkin.formats.container import copied_block, decode_container, encode_container
 from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, positions_in_blocks
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, ContainerId, Locations
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.rewrite import Part, Recoder
@@ -40,7 +41,7 @@ class Copies(Protocol):
         """Yield (name, bytes) of some of the names, each as it should be. Raises StoreUnavailable."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Healed:
     """A new generation of a container, None where nothing was found; chunks found, and chunks that are lost still."""
 

@@ -11,13 +11,13 @@ Entries of containers that are missing or broken are none of its business: who l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from nearkin.errors import Permanent
 from nearkin.formats.directory import Directory
+from nearkin.frozen import frozen
 from nearkin.records import U8, ZERO, Bools, ContainerId, Locations
 from nearkin.store.chunks import ChunkReader, grouped
 from nearkin.store.containers import ContainerStore
@@ -38,7 +38,7 @@ class ReadableIndex(Protocol):
         """Return (locations, found) of keys as `rows` yields them."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class IndexFindings:
     """Entries looked at, and what is wrong with some."""
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from nearkin.errors import Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
+from nearkin.frozen import frozen
 from nearkin.index.environments import acquire, release
 from nearkin.records import ZERO, Bools
 from nearkin.store.chunks import grouped
@@ -51,7 +51,7 @@ _KEY_BYTES = 16
 _SEGMENT = np.dtype([("container", ">u8"), ("ordinal", ">u4")])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Told:
     """What a round learns from the ledger."""
 
@@ -250,7 +250,7 @@ class _SummaryRows:
                     rows.delete("summaries", name)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Versions:
     """A key's versions: `wanted` those there are, by their manifests' names; `known` those counted, and until when."""
 

@@ -6,13 +6,14 @@ reached -> closed under bases -> containers with little or nothing in them -> wh
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.formats import layout
 from nearkin.formats.condemned import Condemned, Record
+from nearkin.frozen import frozen
 from nearkin.records import U32, Bools, Locations
 from nearkin.store.chunks import grouped
 from nearkin_janitor.families import families_of, leaning, worth_giving_up
@@ -30,7 +31,7 @@ days of small edits took up to 1.19 times a fresh store, at 0.2 up to 1.10, and 
 _NONE: Bools = np.zeros(0, np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drop:
     """What of a container goes. `everything`: it goes as a whole, `chunks` and `segments` being all it has."""
 
@@ -42,7 +43,7 @@ class Drop:
         return len(self.chunks) + len(self.segments) + self.everything
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """`drops` by container. `naming`: of the containers that stay, the dead segments that name a dropped chunk."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
+from nearkin.frozen import frozen
 from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
 from nearkin.store.chunks import grouped
 from nearkin.store.containers import ContainerStore
@@ -29,7 +29,7 @@ Masks = dict[int, Bools]
 """By container: a bool for each ordinal; shorter where none of the last ones is set."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GivingUp:
     """Dead chunks on which nothing of `containers` is to lean: their blocks that do are encoded again without."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from nearkin.formats import layout
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
+from nearkin.frozen import frozen
 from nearkin.records import U32, ContainerId, Locations, Repaired
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.parity import FOLDER, SUFFIX, ParityObjects
@@ -33,7 +33,7 @@ _NONE: U32 = np.zeros(0, np.uint32)
 _log = logging.getLogger("nearkin")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Copied:
     """What copies of objects are given."""
 

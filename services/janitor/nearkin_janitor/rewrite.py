@@ -22,6 +22,7 @@ from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, decode_block
 from nearkin.formats.container import copied_block, decode_container, encode_container
 from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
+from nearkin.frozen import frozen
 from nearkin.kernels.overlap import shared_bytes
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
 from nearkin.stage import Contents
@@ -42,7 +43,7 @@ SHARED_BYTES_MIN = 64
 """A base that gives fewer bytes than this to what is kept of a block is not worth its place in the prefix."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Part:
     """What is kept of a block: its encodings, `lengths` of each, and of a patch block each chunk's best base and all
     bases: `bases` with the bytes of each in `base_payload`.
@@ -58,7 +59,7 @@ class Part:
     base_lengths: U32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Recoded:
     """A block as it will be stored, the bases that it leans on as a whole, and its encodings' lengths if others."""
 
@@ -67,7 +68,7 @@ class Recoded:
     encoded: U32 | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Anew:
     """A block of chunks that were given new bases: their `rows`, ascending, and the best base of each."""
 
@@ -76,7 +77,7 @@ class Anew:
     best: Locations
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rebasing:
     """Chunks on which nothing is to lean any more, and where those that do find others."""
 

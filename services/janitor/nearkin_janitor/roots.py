@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from nearkin.errors import Corrupt
 from nearkin.formats.mark import Kind, Mark
+from nearkin.frozen import frozen
 from nearkin.store.manifests import ManifestStore, marked_version
 
 
@@ -30,7 +31,7 @@ class Version:
         return sum(size_bytes for _, _, size_bytes in self.marks)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Roots:
     """All versions of a store, by what is to become of them. Some 300 bytes each."""
 

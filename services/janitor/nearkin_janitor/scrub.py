@@ -12,12 +12,13 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nearkin.config import ScrubSettings
 from nearkin.errors import NearkinError, NotFound, Permanent, Retryable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.key import FOLDER as KEYS
+from nearkin.frozen import frozen
 from nearkin.records import ContainerId
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore, object_name
@@ -38,7 +39,7 @@ NAMES_STEP = 64
 _log = logging.getLogger("nearkin")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Step:
     """What one step did. `damaged`: object name -> problem, of containers without their generation."""
 

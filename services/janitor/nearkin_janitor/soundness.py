@@ -6,7 +6,6 @@ container -> checksums -> bases -> decode -> names      each broken chunk is kep
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from nearkin.formats import layout
 from nearkin.formats.block import decode_block
 from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
 from nearkin.store.chunks import ChunkReader, grouped, offsets_of
 from nearkin.store.containers import ContainerStore, object_name
@@ -27,7 +27,7 @@ READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and named so many bytes at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Checked:
     """What was found of one container: some 200 bytes, and 12 to 16 for each broken chunk.
 
@@ -47,7 +47,7 @@ class Checked:
         return np.setdiff1d(self.broken, self.collected, assume_unique=True)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unsound:
     """What no later version may lean on: by container, ordinals of chunks and of segments; None: all of them."""
 

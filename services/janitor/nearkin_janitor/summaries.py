@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
 from typing import Protocol
@@ -22,6 +21,7 @@ from blake3 import blake3
 
 from nearkin.errors import NotFound, Permanent
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
+from nearkin.frozen import frozen
 from nearkin.records import Bools
 from nearkin.store.chunks import grouped
 
@@ -39,7 +39,7 @@ Bits = dict[int, int]
 """By container: a number whose bit n stands for segment n."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Summary:
     """What one manifest names."""
 

@@ -7,12 +7,12 @@ is written beside each segment, and is enough to compute the same SFs again when
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from nearkin.config import FeatureSettings
 from nearkin.errors import Corrupt, choose
+from nearkin.frozen import frozen
 from nearkin.kernels import features
 from nearkin.records import U8, U32, U64
 
@@ -44,7 +44,7 @@ NAMES = (*ALGORITHMS, NONE)
 _PARAMETERS = {"finesse": 3, "ntransform": 3, "odess": 4, NONE: 0}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sketch:
     """One algorithm with its parameters: (features, super-features, window bytes, and for odess sampling bits)."""
 

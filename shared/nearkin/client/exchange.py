@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -32,6 +32,7 @@ from nearkin.errors import (
     StoreLocked,
     StoreUnavailable,
 )
+from nearkin.frozen import frozen
 
 if TYPE_CHECKING:
     from nearkin.client.transfer import Upload
@@ -51,7 +52,7 @@ RETRY_AFTER_SECONDS_MAX = 30.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Endpoint:
     """Where a gateway is and what it knows us by."""
 
@@ -96,7 +97,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Call:
     """One request. `path` is percent-encoded and follows the gateway's URL."""
 
@@ -125,7 +126,7 @@ class Call:
         return httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=SILENCE_SECONDS + self.patience_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answer:
     """A success."""
 

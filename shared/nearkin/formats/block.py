@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from nearkin.errors import Corrupt, FormatTooNew
 from nearkin.formats import columns
 from nearkin.formats.layout import BLOCK, BLOCK_RAW_BYTES_MAX, KINDS, LOST, PATCH, RAW, STORED, ZSTD
+from nearkin.frozen import frozen
 from nearkin.kernels.frames import FrameEncoder, decode_frame
 from nearkin.records import (
     U8,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EncodedBlock:
     """A sealed block: its header and payload, ready to write, and what the directory says of it."""
 

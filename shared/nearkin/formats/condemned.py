@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from struct import Struct
 
 import numpy as np
@@ -19,6 +18,7 @@ from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import CREATED_US_MAX
+from nearkin.frozen import frozen
 from nearkin.records import CONTAINER_ID_MIN, U32
 
 VERSION = 1
@@ -33,7 +33,7 @@ _ENTRY_COLUMNS = [np.dtype(t) for t in ("<u8", "u1", "<u4", "<u4")]
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4")]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Condemned:
     """What of one container is condemned, and since when. `chunks` and `segments` are ordinals, ascending.
 

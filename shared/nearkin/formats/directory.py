@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.formats import runs
 from nearkin.formats.layout import BLOCK
+from nearkin.frozen import frozen
 from nearkin.records import (
     NAME_BYTES,
     U8,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChunkTable:
     """How the chunks of one container are kept; all arrays have one row a chunk, in stream order.
 
@@ -53,7 +54,7 @@ class ChunkTable:
         return there
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BlockTable:
     """The blocks of one container: `offsets` uint64 and `stored` uint32 bytes of the payload, `raw` bytes decoded.
 
@@ -76,7 +77,7 @@ class BlockTable:
         return slice(payload - BLOCK.size, payload + int(self.stored[block]))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PrefixTable:
     """The bases of patch blocks, in the order in which their bytes are the prefix: block b has rows bounds[b] to
     bounds[b + 1] of `bases`, none if it is of another kind.
@@ -95,7 +96,7 @@ class PrefixTable:
         return self.bases.take(slice(int(self.bounds[block]), int(self.bounds[block + 1])))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SegmentTable:
     """Segment recipes: segment j is rows bounds[j] .. bounds[j + 1] of `chunks`; `sketches` how each was sketched."""
 
@@ -124,7 +125,7 @@ CHUNK_ROW = np.dtype(
 """How one chunk is kept, all of it side by side: a reader takes rows at random, and each costs one cache line."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Directory:
     """What a container says of itself, decoded."""
 

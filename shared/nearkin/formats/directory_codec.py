@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
@@ -34,6 +33,7 @@ from nearkin.formats.layout import (
     XDELTA3,
     ZSTD,
 )
+from nearkin.frozen import frozen
 from nearkin.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
 from nearkin.records import (
     NAME_BYTES,
@@ -230,7 +230,7 @@ def _decode_directory(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Scope:
     """What locations in a directory are relative to, and how errors name it."""
 

@@ -13,13 +13,14 @@ import binascii
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
 from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES
+from nearkin.frozen import frozen
 
 VERSION = 1
 FORMAT, ERASED_FORMAT, STORE_FORMAT = "nearkin-key", "nearkin-erased", "nearkin-store"
@@ -35,7 +36,7 @@ _NAME = re.compile(r"keys/([0-9a-f]{32})/([0-9a-f]{8})\.([0-9a-f]{4})\.nkk")
 _ERASED_NAME = re.compile(r"keys/erased/([0-9a-f]{32})\.(nke|swept)")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyName:
     """What a record's name says."""
 
@@ -48,7 +49,7 @@ class KeyName:
         return f"{FOLDER}/{self.owner.hex()}/{self.number:08x}.{self.wrapping:04x}.nkk"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DataKey:
     """A data key as it is used."""
 

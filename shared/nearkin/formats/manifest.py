@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from struct import Struct
 
@@ -20,6 +20,7 @@ import numpy as np
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns, runs
 from nearkin.formats.layout import ROWS_MAX
+from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import ZERO, Bools, Ledger, Locations, VersionInfo
 
@@ -55,7 +56,7 @@ _LEDGER_FIELDS = (
 """What can be said of one version alone; how a shared block compressed can not."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Manifest:
     """A committed version. `segments` in order; `known` bool[s]: this version did not introduce that segment."""
 

@@ -8,13 +8,13 @@ Sequence 1 deletes, 2 undeletes, 3 deletes again: an odd one is a deletion, an e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
 from nearkin.formats.manifest import CREATED_US_MAX
+from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, TENANT_BYTES_MAX
 
 VERSION = 1
@@ -36,7 +36,7 @@ class Kind(IntEnum):
     """Its bytes are being freed: it never comes back. The number stays taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mark:
     """A change of a version's life after its commit."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +38,10 @@ from nearkin.formats.message_layout import (
     opened,
     problem_of,
 )
+from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather_new
 from nearkin.limits import SEGMENT_BYTES_MAX
-from nearkin.records import U8, U32, Bools, FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
+from nearkin.records import LEDGER_FIELDS, U8, U32, Bools, FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
 
 __all__ = [
     "BLOB_BYTES",
@@ -72,7 +73,7 @@ FAILURE_CHARACTERS_MAX = 500
 _END = bytes([Kind.END])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Frame:
     """A slice of a blob as received."""
 
@@ -80,7 +81,7 @@ class Frame:
     payload: U8
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Segments:
     """Chunked: payload without the all-zero chunks."""
 
@@ -88,7 +89,7 @@ class Segments:
     batch: SegmentBatch
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fresh:
     """After dedup: payload of fresh chunks only."""
 
@@ -96,7 +97,7 @@ class Fresh:
     batch: FreshBatch
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Paired:
     """After resemblance."""
 
@@ -104,7 +105,7 @@ class Paired:
     batch: PairedBatch
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Placed:
     """Durable: where the segments lie, and what they cost.
 
@@ -118,7 +119,7 @@ class Placed:
     ledger: Ledger
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class End:
     """The blob has ended: whole, or with a `failure`. `segments` is how many there are, once it is chunked."""
 
@@ -137,8 +138,7 @@ class End:
 
 Message = Frame | Segments | Fresh | Paired | Placed | End
 
-_LEDGER_FIELDS = tuple(Ledger.__slots__)
-assert len(_LEDGER_FIELDS) == 12
+assert len(LEDGER_FIELDS) == 12
 
 
 def encode(message: Message) -> bytes:
@@ -169,7 +169,7 @@ def encode(message: Message) -> bytes:
                 "lengths": message.lengths,
                 "known": message.known,
             }
-            payload = LEDGER.pack(*(getattr(message.ledger, name) for name in _LEDGER_FIELDS))
+            payload = LEDGER.pack(*(getattr(message.ledger, name) for name in LEDGER_FIELDS))
         case End():
             kind, payload = Kind.END, _end_text(message)
     envelope = message.envelope

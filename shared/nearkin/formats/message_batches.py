@@ -9,13 +9,13 @@ took most of what Python cost the dedup worker). Where one of several is damaged
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt
 from nearkin.formats.message_layout import Kind, Opened, joined_column, joined_flags, what_of
+from nearkin.frozen import frozen
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import (
     NAME_BYTES,
@@ -35,7 +35,7 @@ LENGTH_WORD = 7
 _I64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class JoinedSegments:
     """Segments of several messages. Message m has segments segment_starts[m] to [m + 1], and chunks likewise.
 

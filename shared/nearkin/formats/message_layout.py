@@ -11,7 +11,6 @@ Opening reads the header alone: what the columns say is checked by who reads the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 from struct import Struct
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools
 
@@ -54,7 +54,7 @@ class Kind(IntEnum):
     END = 6
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Envelope:
     """Whose message it is and where in the blob it belongs. `blob` 16 bytes: one upload attempt."""
 
@@ -65,7 +65,7 @@ class Envelope:
     sequence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Counts:
     """Rows of a message's columns."""
 
@@ -127,7 +127,7 @@ _WIDTHS = {
 _PAYLOAD_MAX = dict.fromkeys(Kind, SEGMENT_BYTES_MAX) | {Kind.END: END_BYTES_MAX, Kind.PLACED: LEDGER.size}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Opened:
     """A message whose columns nobody has looked at. `what` names it for people."""
 

@@ -11,7 +11,6 @@ shards are one codeword, so up to m damaged sectors of each are computed. docs/f
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from struct import Struct
 
 import numpy as np
@@ -21,6 +20,7 @@ from nearkin.erasure import SHARDS_MAX, parity_of, rebuilt
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats.columns import CHECK_BYTES, check_bytes
 from nearkin.formats.layout import CONTAINER_BYTES_MAX
+from nearkin.frozen import frozen
 from nearkin.records import U8, Bools
 
 VERSION = 1
@@ -33,7 +33,7 @@ SHARD_BYTES_MIN = 64
 _SCHEME = re.compile(r"rs-([0-9]{1,2})-([0-9]{1,2})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scheme:
     """How many shards data are cut into, and how many of parity are added."""
 
@@ -53,7 +53,7 @@ def scheme_of(text: str) -> Scheme | None:
     raise BadInput(f"parity {text!r}: want none, or rs-K-M with K + M up to {SHARDS_MAX}, such as rs-28-4")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Head:
     """What a parity object says of its object."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from blake3 import blake3
 
 from nearkin.errors import ConfigError, Corrupt, FormatTooNew
 from nearkin.formats.columns import CHECK_BYTES, check_bytes
+from nearkin.frozen import frozen
 from nearkin.limits import KIB
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ STORE_OWNER = bytes(OWNER_BYTES)
 _CONTEXT = "nearkin 2026 key of a sealed object"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Head:
     """What a sealed object says in clear."""
 

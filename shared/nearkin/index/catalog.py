@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from nearkin.claims import ContainerClaims
 from nearkin.formats import layout
 from nearkin.formats.directory import Directory
+from nearkin.frozen import frozen
 from nearkin.index.protocols import ContainerSummary
 from nearkin.records import Ledger
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CatalogEntry:
     """What the catalog keeps of a version."""
 

@@ -9,12 +9,12 @@ Reading all entries took 0.2 of the 0.25 s that a condemnation kept puts waiting
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, Bools, Locations
 from nearkin.store.chunks import grouped
 
@@ -24,7 +24,7 @@ Unwanted = Mapping[int, U32 | None]
 """By container: ordinals, or None for all."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """What was looked up: keys by table, in the index of `file` when it had published `containers`."""
 

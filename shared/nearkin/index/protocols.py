@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nearkin.claims import ContainerClaims
 from nearkin.formats.manifest import Manifest
+from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
 
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ContainerSummary:
     """What `stats` needs of a container, so that it need not read them all."""
 
@@ -39,7 +40,7 @@ class ContainerSummary:
     """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Marked:
     """That a version has marks: which is the highest, and the bytes of all."""
 
@@ -50,7 +51,7 @@ class Marked:
     marks_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Collected:
     """A version that no index is to list any more. `manifest` None: it cannot be read, its segments stay counted.
 

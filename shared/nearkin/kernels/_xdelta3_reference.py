@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nearkin.errors import BadInput, Corrupt
+from nearkin.frozen import frozen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +41,7 @@ FIRST_SAME = FIRST_NEAR + NEAR_SLOTS
 MODES = FIRST_SAME + 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Half:
     """Half an instruction; `length` 0 means that a number in the instruction section tells."""
 

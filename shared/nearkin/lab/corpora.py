@@ -17,10 +17,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from nearkin.errors import BadInput, NearkinError, Retryable
+from nearkin.frozen import frozen
 from nearkin.lab.record import Corpus
 
 FILES_MAX = 1000
@@ -30,7 +30,7 @@ _MUTATED_MEBIBYTES = 24
 _MUTATED_EDITS = 400  # a version: one every 60 KiB, so that six of seven 8 KiB chunks stay as they are
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Known:
     """A corpus that has a name."""
 

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ import numpy as np
 from backports.zstd import ZstdDict, compress
 
 from nearkin.errors import BadInput
+from nearkin.frozen import frozen
 from nearkin.kernels import chunking, estimate, features, fingerprint, overlap, xdelta3
 from nearkin.kernels._select import USE_CYTHON
 from nearkin.lab.measuring import CommandFailed
@@ -137,7 +138,7 @@ def _sample(paths: Sequence[Path]) -> Bytes:
     return np.concatenate(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prepared:
     """A row that is ready: `once()` is one pass over `bytes_handled` bytes, in seconds of processor time."""
 
@@ -173,7 +174,7 @@ def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], 
     return timed(all_of_them, sum(segment.total_bytes for segment in segments))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Kernel:
     """One row, before it is prepared."""
 

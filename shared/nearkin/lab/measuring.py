@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from nearkin.errors import BadInput, Permanent
+from nearkin.frozen import frozen
 
 SHA1_BLOCK_BYTES = 8192  # the target of a chunk
 COPY_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class CommandFailed(Permanent):
     """A measured command did not end with 0, or what it gave back is not what it was given."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cost:
     """What one command took: wall seconds (`sync_seconds` of them for the file system), processor time, peak memory."""
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nearkin.frozen import frozen
+
 RECORD_FORMAT = 1
 """Of the JSON; a field that changes its meaning raises it, a new one does not."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Spread:
     """One figure: its values in the order they were measured, at least one."""
 
@@ -68,7 +70,7 @@ def speed(figure: Spread | None) -> str:
     return cell(figure, 0 if figure is None or figure.median >= 10 else 1)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Row:
     """One tool with its settings over one corpus. `group` sets apart what must not be compared with one another."""
 
@@ -94,7 +96,7 @@ class Row:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LeftOut:
     """A tool that did not run: why, and what to do about it."""
 
@@ -111,7 +113,7 @@ class LeftOut:
         return {"tool": self.tool, "why": self.why, "remedy": self.remedy}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Corpus:
     """Files in the order they are taken, oldest first; at least one, none of them empty."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput
+from nearkin.frozen import frozen
 from nearkin.kernels import features
 from nearkin.kernels.chunking import rabin_cut
 from nearkin.kernels.fingerprint import sha1_many
@@ -44,7 +44,7 @@ SPEEDS: Mapping[str, Sketch] = {
 """The paper's Figure 4 is scalar code; "vector" is what Nearkin runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chunks:
     """Chunks as slices of one buffer: uint8[bytes], uint64[n] and uint32[n], bytes."""
 
@@ -138,7 +138,7 @@ def first_fit(sketches: NDArray[np.uint64]) -> NDArray[np.int64]:
     return bases
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pairs:
     """Targets and their bases, one for one."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from nearkin import tally
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
+from nearkin.frozen import frozen
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.memory import mapped
 from nearkin.records import U8, SegmentBatch
@@ -27,7 +27,7 @@ SPARES_MAX = 3
 """Arenas that nobody reads: as many as two cores use in turn, one being filled, one waiting and one being reduced."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filled:
     """An arena and whose bytes its runs are. Where the arena before ended inside a blob, the first run goes on."""
 

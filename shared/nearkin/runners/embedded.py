@@ -31,6 +31,7 @@ from nearkin.errors import NearkinError, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
+from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
@@ -78,7 +79,7 @@ class _Blob:
     done: Future[PutResult] = field(default_factory=Future)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Spares:
     """Memory that goes from one writer to the next."""
 
@@ -91,7 +92,7 @@ class Spares:
         return Spares(Arenas(int(settings.runner.batch_bytes)), SparePrefixes())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Commit:
     """All blobs that ended before this point, to be committed once the containers before it are durable."""
 

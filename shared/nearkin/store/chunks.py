@@ -10,7 +10,6 @@ lean on, together. What a task holds meanwhile is one batch, or a group of block
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +19,7 @@ from nearkin.errors import Corrupt
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block, kind_of, raw_bytes_of
 from nearkin.formats.directory import CHUNK_ROW
+from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
@@ -43,7 +43,7 @@ class SupportsGenerations(Protocol):
         """Return whether any of these is there in a later generation than was read."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """How each wanted row is kept: `rows` CHUNK_ROW[n], zeros but for the length where the built-in zero chunk is.
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from blake3 import blake3
 
 from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew
 from nearkin.formats.key import ALGORITHM, ENCRYPTED_VERSION, decode_envelope
+from nearkin.frozen import frozen
 from nearkin.store.objects import ObjectStore
 from nearkin.store.parity import read_decoded
 
@@ -23,7 +24,7 @@ BYTES_MAX = 64 * 1024
 FINGERPRINT_BITS = 160
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Descriptor:
     """What a store is. `secret`: 32 bytes in hex; who has it can craft aliases (docs/decisions/0002-check-tag.md)."""
 

@@ -27,6 +27,7 @@ from nearkin.fingerprints import domain_of
 from nearkin.formats import key as fmt
 from nearkin.formats.key import DataKey, KeyName
 from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES, STORE_OWNER
+from nearkin.frozen import frozen
 from nearkin.store import descriptor
 from nearkin.store.objects import AlreadyExists
 from nearkin.store.parity import FOLDER as PARITY
@@ -45,7 +46,7 @@ RACES_MAX = 16
 _NAMES_CONTEXT = "nearkin 2026 names of key owners"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyInfo:
     """One data key, as it may be shown."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
+from nearkin.frozen import frozen
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
 
@@ -24,7 +25,7 @@ MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.nkt)")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class History:
     """What the names in a key's folder say of one version."""
 

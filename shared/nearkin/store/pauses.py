@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nearkin.errors import Corrupt, Paused
+from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
 
@@ -19,7 +19,7 @@ VERSION = 1
 WHO_CHARACTERS_MAX = 256
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pause:
     """Since when, microseconds since 1970, and by whom; 0 and "" where the record cannot be read."""
 

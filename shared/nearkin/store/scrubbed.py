@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
 
@@ -21,7 +22,7 @@ BYTES_MAX = 64 * 1024
 _log = logging.getLogger("nearkin")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ScrubState:
     """Where a pass stands, and what the last whole one found. Times are microseconds since 1970, 0 for never."""
 

@@ -21,7 +21,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +28,7 @@ import click
 
 from nearkin.config_layers import load
 from nearkin.errors import NearkinError, Retryable
+from nearkin.frozen import frozen
 from nearkin.testing import members
 from nearkin.testing.members import Member
 from nearkin.testing.server import LOOPBACK, Server, free_port, log_end
@@ -42,7 +42,7 @@ PORTS = ("kafka", "kafka-controller", "redis", "s3", "gateway")
 SERVERS = ("redis", "s3", "kafka")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Service:
     """A process of Nearkin: its module, and the line of its log or the path of its URL that says it is ready."""
 

@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from nearkin.errors import BadInput, Corrupt, NearkinError, Permanent, Retryable, choose
+from nearkin.frozen import frozen
 from nearkin.testing.generated import (
     mutated,
     random_bytes,
@@ -69,7 +69,7 @@ def cache_dir() -> Path:
 # ------------------------------------------------------------------ botocore
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Release:
     """One botocore source release: its version, the SHA-256 of the .tar.gz and the length of the .tar inside."""
 

@@ -29,6 +29,7 @@ import nearkin.runners.embedded
 import nearkin.sums
 from nearkin import failpoints
 from nearkin.config import Settings
+from nearkin.frozen import frozen
 from nearkin.testing.oracle import (
     Break,
     Call,
@@ -73,7 +74,7 @@ GROUPS: Mapping[str, str] = {
 """Which calls pass a group of points, where it is not the group's own name."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chosen:
     """One child: what it does and where it dies."""
 

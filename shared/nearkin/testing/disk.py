@@ -19,6 +19,7 @@ from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
+from nearkin.frozen import frozen
 from nearkin.store import objects as product_module
 
 SECTOR_BYTES, PAGE_BYTES = 512, 4096
@@ -27,7 +28,7 @@ PENDING_NAMES_MAX = 6
 SCRATCH = "tmp"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Step:
     """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (what the driver says)."""
 

@@ -11,7 +11,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -28,6 +28,7 @@ from nearkin.formats.condemned import Condemned, decode_record, encode_record
 from nearkin.formats.container import decode_container
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.formats.mark import decode_mark, encode_mark
+from nearkin.frozen import frozen
 from nearkin.kernels import xdelta3
 from nearkin.kernels.frames import decode_frame
 from nearkin.kernels.xdelta3 import PAIR_BYTES_MAX
@@ -45,7 +46,7 @@ MEMORY_BYTES_MAX = 768 << 20
 rows, included."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Target:
     """`parse` is given any bytes; it raises one of `refusals`, or is at fault."""
 

@@ -10,7 +10,7 @@ only integer arithmetic follows it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput
+from nearkin.frozen import frozen
 
 BLOCK_BYTES = 4096
 PIECE_BYTES = 256 << 10  # the unit in which contents are drawn: smaller ones spend their time in set-up, not in bytes
@@ -146,7 +147,7 @@ def _check_count(name: str, value: int) -> None:
 _MAKERS = {"text": text_like, "records": records_like, "random": random_bytes}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Patch:
     """One changed block of an extent: rewritten whole, or touched in 8 bytes."""
 
@@ -155,7 +156,7 @@ class _Patch:
     whole: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Extent:
     """A run of blocks on the disk: `blocks` blocks of a content from its block `first` on; zeros are kind `_FREE`."""
 

@@ -12,15 +12,17 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+
+from nearkin.frozen import frozen
 
 TERM_SECONDS = 45.0
 """A worker finishes its batch and its open container first."""
 KILL_SECONDS = 20.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Member:
     """A process by name. `started`: clock ticks since boot, and the boot's id, so that a reboot is noticed too."""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nearkin.frozen import frozen
+
 Version = tuple[str, int]
 DAY = 86_400
 
@@ -18,14 +20,14 @@ class Violation(AssertionError):
     """The store answers what no history allows."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Put:
     """Blobs of one `put_many`: (key, number of a content)."""
 
     items: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delete:
     """One version, or all of a key."""
 
@@ -33,7 +35,7 @@ class Delete:
     version: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Undelete:
     """One version, or all that the latest deletion of a key took."""
 
@@ -41,28 +43,28 @@ class Undelete:
     version: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Forget:
     """All but the newest `keep` versions of every key."""
 
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gc:
     """A round, `days` after whatever came before."""
 
     days: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rebuild:
     """The index made anew; `lost`: it is removed, and the next put finds it missing."""
 
     lost: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Break:
     """A bit of a container's block, or of a manifest, is another; `draw` says which one."""
 
@@ -75,7 +77,7 @@ class Break:
     contents: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mend:
     """What was broken is repaired."""
 
@@ -85,7 +87,7 @@ class Mend:
 Call = Put | Delete | Undelete | Forget | Gc | Rebuild | Break | Mend
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Seen:
     """What a store answers: listings, and the manifests that lie in it."""
 

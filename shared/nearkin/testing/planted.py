@@ -17,12 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from nearkin.errors import NotFound
+from nearkin.frozen import frozen
 from nearkin.testing import beside, hunts, mistakes, races
 from nearkin.testing.hunts import Hunt
 from nearkin.testing.oracle import Violation
@@ -30,7 +30,7 @@ from nearkin.testing.oracle import Violation
 CAUGHT, MISSED = "caught", "missed"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Bug:
     """One mistake. `hunt` raises Violation where an engine catches it; `breaks` names what it is against."""
 

@@ -19,6 +19,7 @@ from nearkin import failpoints
 from nearkin.api import Store, open_store
 from nearkin.config import Settings
 from nearkin.errors import NearkinError, Retryable
+from nearkin.frozen import frozen
 from nearkin.store.lock import NAMES as LOCKS
 from nearkin.testing import inspection
 from nearkin.testing.disk import SCRATCH, Disk, RecordingOs, Step, recording
@@ -29,7 +30,7 @@ UNTRACED = ("index", "index.new", *LOCKS, SCRATCH)
 """What is no object: LMDB syncs its file itself, of locks nothing need be durable."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Workload:
     """Calls that are recorded, after calls that are not."""
 

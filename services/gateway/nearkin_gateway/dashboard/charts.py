@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from nearkin.cli.ledger import human_bytes
+from nearkin.frozen import frozen
 from nearkin.records import Explanation, Ledger
 
 WIDTH, HEIGHT = 720, 240
@@ -21,7 +21,7 @@ STRIP_WIDTH, STRIP_BINS_MAX = 960, 240
 KINDS = ("zero", "duplicate", "delta", "raw")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """A grid line."""
 
@@ -29,7 +29,7 @@ class Tick:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Curve:
     """Two lines over time, on a logarithmic scale: at 20 to 1 a linear one would show the lower as zero."""
 
@@ -40,7 +40,7 @@ class Curve:
     upwards: list[Tick]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Step:
     """One bar of the waterfall: what was left after a step, and what the step took off (negative: added)."""
 
@@ -52,7 +52,7 @@ class Step:
     saved_width: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Bar:
     """A minute."""
 
@@ -63,7 +63,7 @@ class Bar:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Piece:
     """A part of one column of the strip."""
 
@@ -74,7 +74,7 @@ class Piece:
     height: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Column:
     """One column of the strip, with what it says when it is pointed at."""
 
@@ -82,7 +82,7 @@ class Column:
     pieces: list[Piece]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Strip:
     """A blob from its first byte to its last, by how its chunks are kept."""
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from nearkin.config import HOT_FIELDS, Settings
 from nearkin.config_rules import Between, OneOf
+from nearkin.frozen import frozen
 from nearkin.hot_rules import rule_of
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Field:
     """One hot setting. `choices` for a name; `least` and `most` for a number; neither for on and off."""
 

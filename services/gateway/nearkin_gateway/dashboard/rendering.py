@@ -5,7 +5,6 @@ The policy takes no inline script and no inline style; a template that tries eit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse
 
+from nearkin.frozen import frozen
 from nearkin_gateway.dashboard import text
 from nearkin_gateway.keys import blob_url
 
@@ -34,7 +34,7 @@ HEADERS = {
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Visitor:
     """Who looks at a page. `open`: no tokens are configured, so there is nothing to log out of."""
 
@@ -45,7 +45,7 @@ class Visitor:
     open: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Asset:
     """A file that pages refer to."""
 

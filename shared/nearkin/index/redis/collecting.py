@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from nearkin.frozen import frozen
 from nearkin.index.redis import rows
 from nearkin.index.redis.epoch import Epoch, EpochGone
 from nearkin.index.redis.rows import CHUNKS, FEATURES, SEGMENTS, Table
@@ -26,7 +26,7 @@ ROWS_A_SCRIPT = 512
 _STATE = re.compile(rb"(\d+) (\d+) (\d+)")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unwanted:
     """Numbers that no entry may have: of containers from firsts[i] on, `masks` one behind the other from starts[i]."""
 

@@ -19,12 +19,13 @@ import re
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from nearkin.errors import FormatTooNew, StoreUnavailable
+from nearkin.frozen import frozen
 from nearkin.index.redis.rows import TABLES, Table
 from nearkin.index.redis.server import Command, Server
 from nearkin.records import U64, Bools, ContainerId, Locations
@@ -124,7 +125,7 @@ class ContainerTable:
         return np.unique(records["container"], return_index=True)[0].astype(np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Epoch:
     """One life of the index."""
 

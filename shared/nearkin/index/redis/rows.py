@@ -12,13 +12,13 @@ are chosen by bits that no uploader can aim: the check tag is keyed. docs/decisi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.claims import feature_keys
+from nearkin.frozen import frozen
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Locations
 
 U16 = NDArray[np.uint16]
@@ -29,7 +29,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNMIX_1, _UNMIX_2 = pow(_MIX_1, -1, 1 << 64), pow(_MIX_2, -1, 1 << 64)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Table:
     """How a table is named and how wide its entries are."""
 
@@ -51,7 +51,7 @@ COUNTS = Table("n", 12, 4, 40)
 TABLES = (CHUNKS, SEGMENTS, FEATURES, COUNTS)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Keys:
     """Keys uint8[n, k] of one table and, for each, 16 bits uint16[n] whose lowest choose the partition."""
 

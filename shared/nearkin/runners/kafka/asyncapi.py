@@ -27,7 +27,7 @@ from nearkin.formats.message_layout import (
     Kind,
 )
 from nearkin.hot_rules import changes_schema
-from nearkin.records import Ledger, VersionInfo
+from nearkin.records import LEDGER_FIELDS, Ledger, VersionInfo
 from nearkin.runners.kafka import dead_letters
 from nearkin.runners.kafka.clients import COMPACTED, TOPICS, topic
 from nearkin.runners.kafka.dead_replay import MARK_HEADER
@@ -179,7 +179,7 @@ def _binary(kind: Kind) -> Json:
         "bounds": {"chunks": CHUNKS_MAX, "segments": SEGMENTS_MAX, "super_features": SUPER_FEATURES_MAX},
     }
     if kind is Kind.PLACED:
-        layout["ledger"] = list(Ledger.__slots__)
+        layout["ledger"] = list(LEDGER_FIELDS)
     if kind is Kind.END:
         layout["payload_schema"] = end_schema()
     return {
@@ -252,7 +252,7 @@ def _headers(kind: str, more: Json | None = None) -> Json:
 def _others() -> Json:
     common: Json = {"id": _HEX_BLOB, "origin": _HEX_BLOB, "tenant": _TEXT, "key": _TEXT}
     ledger = {name: _shape(value) for name, value in ledger_json(Ledger(), 0.0).items() if name != "seconds"}
-    for name in set(ledger) - set(Ledger.__slots__):
+    for name in set(ledger) - set(LEDGER_FIELDS):
         ledger[name].pop("minimum", None)  # what follows from the counts: compression may add to what does not compress
     committed = _object(
         {

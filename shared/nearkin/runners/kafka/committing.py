@@ -25,7 +25,7 @@ from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.message import End, Envelope, Placed
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
-from nearkin.records import Ledger, Locations
+from nearkin.records import LEDGER_FIELDS, Ledger, Locations
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
@@ -401,4 +401,4 @@ def _share(run: Placed, told: int) -> Ledger:
     left, whole = len(run.segments) - told, len(run.segments)
     if not told:
         return run.ledger
-    return Ledger(*(getattr(run.ledger, name) * left // whole for name in Ledger.__slots__))
+    return Ledger(*(getattr(run.ledger, name) * left // whole for name in LEDGER_FIELDS))

@@ -10,13 +10,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka import Message as KafkaMessage
 
 from nearkin.config import Settings
 from nearkin.errors import BadInput, NotFound, Permanent
+from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import connection, topic, unavailable
 from nearkin.runners.kafka.dead_letters import (
     CLASS_HEADER,
@@ -50,7 +51,7 @@ Place = tuple[int, int]
 """Partition and offset in the dead topic."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DeadLetter:
     """A record that could not be processed. `key` and `value` None: it had none, or see `omitted`."""
 

@@ -7,12 +7,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from nearkin import metrics
 from nearkin.config import Settings
+from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import ADMIN_SECONDS_MAX, consumer, group, retention_ms, topic
 
 _log = logging.getLogger("nearkin.lag")
@@ -51,7 +51,7 @@ def watched(settings: Settings) -> list[tuple[str, list[str]]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GroupLag:
     """How far one group is. `taken` sums up the offsets that it will begin at: its growth is what it takes."""
 

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException, TopicPartition
@@ -24,6 +23,7 @@ from nearkin.config import Settings
 from nearkin.errors import Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import is_end
+from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import consumer, group, is_final, on_parts, topic, unavailable
 from nearkin.runners.kafka.traced import traced
 from nearkin.runners.tracing import current
@@ -42,7 +42,7 @@ Nobody waits for it: who wants an answer has sent an end, and that ends the grow
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Record:
     """One record as received."""
 

@@ -9,7 +9,7 @@ stage and the broker handle two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nearkin.formats.message import CHUNKS_MAX, MESSAGE_BYTES_MAX, SEGMENTS_MAX, Fresh, Paired
 from nearkin.formats.message_batches import JoinedSegments
+from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather_new
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.limits import KEY_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
@@ -31,7 +32,7 @@ ROOM_BYTES = MESSAGE_BYTES_MAX - KEY_BYTES_MAX - TENANT_BYTES_MAX - 1024
 """For payload and columns, whatever the names in front of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Size:
     """What counts against a message's bounds."""
 

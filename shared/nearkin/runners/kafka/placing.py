@@ -20,6 +20,7 @@ from nearkin.config import Settings
 from nearkin.errors import Corrupt, Erased, KeysLost, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
+from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise
 from nearkin.records import Ledger
 from nearkin.runners import tracing
@@ -47,7 +48,7 @@ HELD_MAX = 20_000
 """Messages whose chunks lie in one open container; all-duplicate data hold nothing else back."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Held:
     """A message that is worked on; told onwards once its container is durable. `weight` its share of it, in bytes."""
 
@@ -70,7 +71,7 @@ class _Open:
     """The open container was not begun before; as `since`, seconds of a clock that is never set."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Job:
     """What the commit thread does in one step."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,6 +19,7 @@ from nearkin.errors import Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import Envelope, Fresh, Kind, Opened, encode, encode_paired
 from nearkin.formats.message_batches import JoinedSegments, read_fresh, read_segments
+from nearkin.frozen import frozen
 from nearkin.records import FreshBatch
 from nearkin.runners.counted import count_fresh
 from nearkin.runners.kafka.acknowledging import Awaiting
@@ -36,7 +36,7 @@ from nearkin_resemblance import ResemblanceStage
 _log = logging.getLogger("nearkin.worker")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Told:
     """A message for the next stage; `encoded` is asked when it is sent, so that few lie in memory at once."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
+from nearkin.frozen import frozen
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.runners.facts import EmbeddedFacts, InFlight
@@ -18,7 +18,7 @@ from nearkin.store.encrypted import check_keys
 from nearkin.store.objects import ObjectStore
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lane:
     """A tenant's names, index and containers, as one worker sees them."""
 

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -20,6 +19,7 @@ import click
 from nearkin.config import Settings
 from nearkin.config_layers import load
 from nearkin.errors import ConfigError, NearkinError, Retryable
+from nearkin.frozen import frozen
 from nearkin.index.redis import RedisIndex
 from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.checking import checks_of
@@ -39,7 +39,7 @@ CONNECT_SECONDS_MAX = 120.0
 STOP_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Context:
     """What a service's loops are made from."""
 
@@ -65,7 +65,7 @@ class Context:
         return self.hot.settings
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Part:
     """One loop of a service: its consumer group, its topic, and how its handler is made."""
 
