@@ -22,9 +22,9 @@ from nearkin.records import U8
 
 SMALLEST_BYTES = 64 * KIB
 """Less is left to malloc."""
-LARGEST_BYTES = 16 * MIB
-"""More is mapped, and goes back to the system at once. The bases of a batch of 8 MiB, which come together, are some
-10 MB: while they counted as more, each batch had 10 MB cleared for them."""
+LARGEST_BYTES = 32 * MIB
+"""More is mapped, and goes back to the system at once. The bases of a batch of 16 MiB, which come together, are some
+20 MB: counted as more, each batch would have 20 MB cleared for them."""
 ROOMY_BYTES = MIB
 """From here on a spare of up to twice the room will do: no two batches have bases of the same size."""
 MAPPED_BYTES = 256 * KIB

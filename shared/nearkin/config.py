@@ -130,7 +130,7 @@ class BaseSettings:
 
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
     """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
-    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 176 * MIB
+    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 160 * MIB
     """Of decoded blocks, in a put; restores have `restore.cache_bytes` where these are more."""
     try_all: bool = False
     """Try old neighbours also in blobs where few of them turn out to be bases: docs/decisions/0023."""
@@ -274,7 +274,7 @@ class RunnerSettings:
 
     __pydantic_config__ = _FORBID
 
-    batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 8 * MIB
+    batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 16 * MIB
     queue_batches: Annotated[int, Between(1, 16)] = 1
 
 
@@ -617,6 +617,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
         "container": {"target_bytes": 24 * MIB},
         "restore": {"cache_bytes": 160 * MIB},
+        "runner": {"batch_bytes": 8 * MIB},
     },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {
