@@ -99,6 +99,28 @@ def test_noise_on_noise_is_stored_as_it_is() -> None:
     assert (closed.block.kind, closed.block.codec) == (layout.RAW, layout.STORED)
 
 
+def raw_block(content: bytes) -> OpenBlock:
+    """Return a block of one chunk that has no base."""
+    block, sizes = OpenBlock(0, layout.RAW, 0, len(content)), np.array([len(content)], np.uint32)
+    payload = (np.frombuffer(content, np.uint8), np.zeros(0, np.uint8))
+    block.append(payload, np.zeros(1, np.int32), np.zeros(1, np.uint64), sizes)
+    return block
+
+
+@pytest.mark.parametrize("before", [text_like(200_000), random_bytes(200_000)], ids=["behind text", "behind noise"])
+@pytest.mark.parametrize("profile", ["default", "archive"])
+def test_a_raw_block_is_written_with_all_of_it_in_sight(profile: str, before: bytes) -> None:
+    """What repeats at the far end of a block is found, whichever search the block before it called for."""
+    chosen = settings(PROFILES[profile])
+    encoder = BlockEncoder(chosen.block, chosen.delta)
+    noise = random_bytes(60_000, 1)
+    content = noise + bytes(int(chosen.block.raw_bytes) - 2 * len(noise)) + noise
+    encoder.close(raw_block(before))
+    closed = encoder.close(raw_block(content))
+    assert closed.block.stored_bytes < 70_000
+    assert read(closed, b"").tobytes() == content
+
+
 def test_bases_shorter_than_zstd_takes_are_left_out() -> None:
     closed = ENCODER.close(filled([b"abcdefg" * 30], [[(1, b"abcdefg")]])[0])
     assert (closed.block.kind, closed.block.depth) == (layout.RAW, 0)
