@@ -136,7 +136,7 @@ def test_chunks_are_found_in_a_copy_of_each_generation(rebased, tmp_path) -> Non
 
 def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
     root = tmp_path / "store"
-    with open_store(root) as store:
+    with open_store(root, settings=settings({"runner": {"batch_bytes": 4 << 20}})) as store:
         store.put("large", random_bytes(48 << 20, 5))
         files = containers(root)
         largest_bytes = max(path.stat().st_size for path in files)
