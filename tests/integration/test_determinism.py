@@ -16,9 +16,9 @@ FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) 
 HISTORY = [FIRST, mutated(FIRST, 1, edits=300), mutated(FIRST, 2, edits=500)]
 
 
-def kept(root, changes):
+def kept(root, changes, history=HISTORY):
     with open_store(root, settings=settings(SMALL, changes)) as store:
-        for content in HISTORY:
+        for content in history:
             store.put("k", content)
         list(store.put_many((f"part {number}", FIRST[number * 7000 :][:20_000]) for number in range(40)))
         stats = store.stats()
@@ -71,11 +71,14 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
 
 def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch):
-    changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
+    changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}, "delta": {"max_depth": 2}}
+    base = text_like(1_500_000, 5)
+    # Each batch leans on what the one before has filled a container with: how deep that lies is told by when it ends.
+    in_itself = b"".join(mutated(base, number, edits=200 * number) for number in range(8))
 
     def kept_on(count: int):
         monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: count)
-        return kept(tmp_path / str(count), changes)
+        return kept(tmp_path / str(count), changes, [*HISTORY, in_itself])
 
     two = kept_on(2)
     assert two[2] >= 3, "containers are filled before the last batch"
