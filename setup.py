@@ -34,7 +34,7 @@ def extension(pyx: Path) -> Extension:
         f"nearkin.kernels.{pyx.stem}",
         [str(pyx), *([str(implementation)] if implementation.exists() else [])],
         include_dirs=include_dirs,
-        depends=[str(header) for header in KERNELS.glob("*.h")],
+        depends=[str(shared) for shared in (*KERNELS.glob("*.h"), *KERNELS.glob("*.pxd"))],
         extra_compile_args=["-O3", "-g0", "-fno-strict-aliasing"],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     )

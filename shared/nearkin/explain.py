@@ -17,10 +17,12 @@ from nearkin.records import (
     Locations,
     SegmentExplained,
     VersionInfo,
+    grouped,
 )
 from nearkin.restore import segment_chunks
-from nearkin.store.chunks import ChunkReader, Plan, grouped
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource
+from nearkin.store.plans import Plan
 
 
 def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> Explanation:

@@ -26,8 +26,19 @@ from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise_directory
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
-from nearkin.records import NAME_BYTES, U8, Bools, ContainerId, Damage, Locations, Repaired, RepairReport, VerifyReport
-from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.records import (
+    NAME_BYTES,
+    U8,
+    Bools,
+    ContainerId,
+    Damage,
+    Locations,
+    Repaired,
+    RepairReport,
+    VerifyReport,
+    offsets_of,
+)
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.manifests import ManifestStore

@@ -11,9 +11,8 @@ from nearkin.buffers import Buffers
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH, RAW
 from nearkin.kernels.prefix import BaseRows
-from nearkin.records import U8, U32, U64, Locations
+from nearkin.records import U8, U32, U64, Locations, Pieces, offsets_of
 from nearkin.stage import Contents
-from nearkin.store.chunks import offsets_of
 
 if TYPE_CHECKING:
     from nearkin_delta.blocks import BlockEncoder, OpenBlock
@@ -56,7 +55,8 @@ class BlockRecoder:
             bounds = np.full(len(rows) + 1, len(part.bases), np.uint32)
             bounds[0] = 0  # the first chunk brings all bases, in their order: they fitted when the block was made
             offsets = offsets_of(part.base_lengths)
-            bases = Prefixes(bounds, part.bases, part.base_payload, offsets, part.base_lengths).checked()
+            pieces = Pieces.of(part.base_payload, offsets, part.base_lengths)
+            bases = Prefixes(bounds, part.bases, pieces).checked()
             block.lean_on(bases, rows, part.lengths)
         block.append((part.payload, none), np.zeros(len(rows), np.int32), offsets_of(part.lengths), part.lengths)
         block.took(part.best)
@@ -93,9 +93,7 @@ class FreshBlocks:
             first = chosen.rows[chosen.bounds[mine]]
             best.containers[mine] = bases.locations.containers[first]
             best.ordinals[mine] = bases.locations.ordinals[first]
-            rows_of_bases = Prefixes(
-                chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
-            ).checked()
+            rows_of_bases = Prefixes(chosen.bounds, bases.locations.take(used), bases.pieces.take(used)).checked()
         for depth in np.flatnonzero(np.bincount(depths)).tolist():
             if depth:
                 self._append(

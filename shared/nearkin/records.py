@@ -11,7 +11,7 @@ Chunks travel as arrays beside one payload, never as objects:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from datetime import datetime
 from typing import NewType, TypeVar
@@ -34,6 +34,7 @@ NAME_BYTES = 32
 SEGMENT_ID_BYTES = 20
 
 U8 = NDArray[np.uint8]
+I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
@@ -81,6 +82,68 @@ def bounds_of(counts: NDArray[np.integer] | Bools) -> U32:
     bounds = np.zeros(len(counts) + 1, np.uint32)
     np.cumsum(counts, out=bounds[1:])
     return bounds
+
+
+def offsets_of(lengths: U32) -> U64:
+    """Return where each of the consecutive pieces starts, bytes."""
+    wide = lengths.astype(np.uint64)
+    return np.cumsum(wide, dtype=np.uint64) - wide
+
+
+def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
+    """Return (container, its rows) for each container, rows ascending. Unlike np.unique it does not import numpy.ma."""
+    if not len(containers):
+        return []
+    if (containers[1:] == containers[0]).all():
+        return [(int(containers[0]), np.arange(len(containers)))]
+    order = np.argsort(containers, kind="stable")
+    changes = np.flatnonzero(np.diff(containers[order])) + 1
+    return [(int(containers[rows[0]]), rows) for rows in np.split(order, changes)]
+
+
+@frozen
+class Pieces:
+    """Bytes of n chunks, wherever they lie: of chunk i lengths[i] bytes of buffers[which[i]] from offsets[i] on.
+
+    `which` int32[n], `offsets` uint64[n] and `lengths` uint32[n], bytes. A chunk of no bytes names a buffer too.
+    """
+
+    buffers: tuple[U8, ...]
+    which: I32
+    offsets: U64
+    lengths: U32
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @staticmethod
+    def of(payload: U8, offsets: U64, lengths: U32) -> Pieces:
+        """Return chunks that all lie in one buffer."""
+        return Pieces((payload,), np.zeros(len(lengths), np.int32), offsets, lengths)
+
+    def take(self, rows: NDArray[np.intp]) -> Pieces:
+        """Return some of them, in this order."""
+        return Pieces(self.buffers, self.which[rows], self.offsets[rows], self.lengths[rows])
+
+    @staticmethod
+    def join(parts: Sequence[Pieces]) -> Pieces:
+        """Return all chunks of `parts` in order. No byte is copied."""
+        rows, count = list[tuple[slice, Pieces]](), 0
+        for part in parts:
+            rows.append((slice(count, count + len(part)), part))
+            count += len(part)
+        return Pieces.placed(count, rows)
+
+    @staticmethod
+    def placed(count: int, parts: Sequence[tuple[NDArray[np.intp] | slice, Pieces]]) -> Pieces:
+        """Return `count` chunks: of each part those that become these rows; all others have no bytes."""
+        buffers = list[U8]()
+        which, offsets, lengths = np.zeros(count, np.int32), np.zeros(count, np.uint64), np.zeros(count, np.uint32)
+        for rows, part in parts:
+            which[rows] = part.which + np.int32(len(buffers))
+            offsets[rows], lengths[rows] = part.offsets, part.lengths
+            buffers += part.buffers
+        return Pieces(tuple(buffers) or (np.zeros(0, np.uint8),), which, offsets, lengths)
 
 
 @frozen

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo, distinct
+from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo, distinct, grouped, offsets_of
 from nearkin.sources import write_pieces
 from nearkin.store.ahead import ReadAhead
-from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource, ContainerStore, object_name
+from nearkin.store.plans import Plan
 
 BATCH_BYTES = 4 * 1024 * 1024
 GROUP_SEGMENTS = 64

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from nearkin import tally
 from nearkin.frozen import frozen
-from nearkin.records import U8, U32, U64, Bools, Locations
+from nearkin.records import U8, U32, U64, Bools, Locations, Pieces
 
 ROUNDS_MAX = 7
 
@@ -109,13 +109,12 @@ class FoundBases:
 class Contents:
     """Bytes of stored chunks; `available` False rows (lost or broken bases, or beyond the bound) have length 0.
 
-    `locations` are those asked for, or what replaced them. Rows of one location share its bytes.
+    `locations` are those asked for, or what replaced them. Rows of one location share its bytes, which lie where they
+    were decoded as a rule: they are looked at for one batch, and not to be kept.
     """
 
     locations: Locations
-    payload: U8
-    offsets: U64
-    lengths: U32
+    pieces: Pieces
     depths: U8
     available: Bools
 

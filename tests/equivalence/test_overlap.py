@@ -23,13 +23,30 @@ def side(chunks: list[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
     return b"".join(chunks), (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64), lengths
 
 
+def scattered(chunks: list[bytes], buffers: int = 1) -> tuple[list[bytes], np.ndarray, np.ndarray, np.ndarray]:
+    """Return the chunks dealt out to so many buffers, each with something of its own before, between and behind."""
+    content, which, offsets = [bytearray() for _ in range(buffers)], [], []
+    for number, chunk in enumerate(chunks):
+        mine = content[number % buffers]
+        mine += random_bytes(number % 3, number)
+        which.append(number % buffers)
+        offsets.append(len(mine))
+        mine += chunk
+    for mine in content:
+        mine += b"behind"
+    lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
+    return [bytes(mine) for mine in content], np.array(which, np.int32), np.array(offsets, np.uint64), lengths
+
+
 def bounds(*ends: int) -> np.ndarray:
     return np.array([0, *ends], np.uint32)
 
 
-def shared(kernel: Any, targets: list[bytes], bases: list[bytes], groups: Any = None) -> list[list[int]]:
+def shared(
+    kernel: Any, targets: list[bytes], bases: list[bytes], groups: Any = None, buffers: int = 1
+) -> list[list[int]]:
     target_bounds, base_bounds = groups or (bounds(len(targets)), bounds(len(bases)))
-    found = kernel.shared_bytes(*side(targets), target_bounds, *side(bases), base_bounds)
+    found = kernel.shared_bytes(*side(targets), target_bounds, *scattered(bases, buffers), base_bounds)
     assert (found.dtype, found.shape[1]) == (np.uint32, 4)
     return found.tolist()
 
@@ -59,9 +76,9 @@ def sides(draw: st.DrawFn) -> tuple[list[bytes], list[bytes], tuple[np.ndarray, 
 
 
 @settings(max_examples=120, deadline=None)
-@given(sides())
-def test_the_compiled_count_equals_the_definition(given_sides: Any) -> None:
-    assert shared(compiled, *given_sides) == shared(reference, *given_sides)
+@given(sides(), st.integers(1, 4))
+def test_the_compiled_count_equals_the_definition_wherever_the_bases_lie(given_sides: Any, buffers: int) -> None:
+    assert shared(compiled, *given_sides, buffers=buffers) == shared(reference, *given_sides)
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,27 +126,50 @@ def test_nothing_is_shared_with_nothing(kernel: Any) -> None:
 @KERNELS
 def test_wrong_arrays_are_refused_by_name(kernel: Any) -> None:
     payload, offsets, lengths = side([b"x" * 100])
-    good = (payload, offsets, lengths, bounds(1))
+    sides = {
+        "target": (payload, offsets, lengths, bounds(1)),
+        "base": ([b"y", payload], np.array([1], np.int32), offsets, lengths, bounds(1)),
+    }
     for wrong, message in (
-        ((payload, offsets, lengths, bounds(2)), "bounds end at 2"),
-        ((payload, offsets, lengths, np.array([1], np.uint32)), "bounds end at 1"),
-        ((payload, offsets, lengths, np.array([0, 1])), "bounds are int64"),
-        ((payload, offsets, lengths, np.zeros(0, np.uint32)), r"bounds are uint32\[0\]"),
-        ((payload, offsets + np.uint64(1), lengths, bounds(1)), "reaches past"),
-        ((payload, offsets.astype(np.uint32), lengths, bounds(1)), "offsets is uint32"),
-        ((payload, offsets, lengths, bounds(0, 1)), "groups of"),
+        ({-1: bounds(2)}, "{} bounds end at 2"),
+        ({-1: np.array([1], np.uint32)}, "{} bounds end at 1"),
+        ({-1: np.array([0, 1])}, "{} bounds are int64"),
+        ({-1: np.zeros(0, np.uint32)}, r"{} bounds are uint32\[0\]"),
+        ({-1: bounds(0, 1)}, "groups of"),
+        ({-3: offsets + np.uint64(1)}, "reaches past|leaves buffer 1"),
+        ({-2: np.array([2**32 - 1], np.uint32)}, "reaches past|leaves buffer 1"),
+        ({-3: offsets.astype(np.uint32)}, "offsets"),
+        ({-2: lengths.astype(np.int64)}, "lengths"),
     ):
-        for args in ((*wrong, *good), (*good, *wrong)):
-            with pytest.raises(BadInput, match=message):
-                kernel.shared_bytes(*args)
+        for name in sides:
+            with pytest.raises(BadInput, match=message.format(name)):
+                kernel.shared_bytes(*(part for of in sides for part in changed(sides[of], wrong if of == name else {})))
+    for wrong, message in (
+        ({1: np.array([2], np.int32)}, "names buffer 2: there are 2"),
+        ({1: np.array([-1], np.int32)}, "names buffer -1"),
+        ({1: np.array([1])}, "which int64"),
+        ({1: np.array([1, 1], np.int32)}, "has 1 entries: which has 2"),
+        ({0: [b"y", 5]}, r"buffers\[1\] int"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            kernel.shared_bytes(*sides["target"], *changed(sides["base"], wrong))
+
+
+def changed(side: tuple[Any, ...], by_place: dict[int, Any]) -> list[Any]:
+    result = list(side)
+    for place, value in by_place.items():
+        result[place] = value
+    return result
 
 
 @KERNELS
 def test_more_than_a_table_can_name_is_refused(kernel: Any) -> None:
     few = (*side([b"x" * 100]), bounds(1))
-    many = (b"x", np.zeros(1 << 15, np.uint64), np.ones(1 << 15, np.uint32), bounds(1 << 15))
+    count = 1 << 15
+    many = ([b"x"], np.zeros(count, np.int32), np.zeros(count, np.uint64), np.ones(count, np.uint32), bounds(count))
     with pytest.raises(BadInput, match="a group of 32768 bases: want at most 32767"):
         kernel.shared_bytes(*few, *many)
-    long = (bytes((1 << 20) + 1), np.zeros(1, np.uint64), np.full(1, (1 << 20) + 1, np.uint32), bounds(1))
+    length = np.full(1, (1 << 20) + 1, np.uint32)
+    long = ([bytes((1 << 20) + 1)], np.zeros(1, np.int32), np.zeros(1, np.uint64), length, bounds(1))
     with pytest.raises(BadInput, match="a base of 1048577 bytes: want at most 1048576"):
         kernel.shared_bytes(*few, *long)

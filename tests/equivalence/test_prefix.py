@@ -14,6 +14,7 @@ from nearkin.kernels import _prefix_reference as reference
 from nearkin.kernels.prefix import BasePrefix, BaseRows
 
 PAYLOAD = np.random.default_rng(7).integers(0, 256, 4096, np.uint8)
+SHIFTED = np.append(np.zeros(1, np.uint8), PAYLOAD)
 BASES = st.tuples(st.sampled_from([1, 2, 1 << 63]), st.integers(0, 40), st.integers(0, 3000), st.integers(0, 1000))
 CHUNKS = st.lists(st.lists(BASES, max_size=5), max_size=30)
 
@@ -22,7 +23,9 @@ def columns(chunks: list[list[tuple[int, int, int, int]]]) -> tuple[Any, ...]:
     bounds = np.cumsum([0, *(len(bases) for bases in chunks)]).astype(np.uint32)
     flat = np.array([base for bases in chunks for base in bases], np.uint64).reshape(-1, 4)
     narrow = flat.astype(np.uint32)
-    return bounds, flat[:, 0].copy(), narrow[:, 1].copy(), PAYLOAD, flat[:, 2].copy(), narrow[:, 3].copy()
+    which = (flat[:, 2] % 2).astype(np.int32)  # each base in the one buffer or the other, a byte further back there
+    offsets = flat[:, 2] + which.astype(np.uint64)
+    return bounds, flat[:, 0].copy(), narrow[:, 1].copy(), (PAYLOAD, SHIFTED), which, offsets, narrow[:, 3].copy()
 
 
 def bases_of(kind: Any, chunks: list[list[tuple[int, int, int, int]]]) -> Any:
@@ -75,9 +78,12 @@ def test_the_first_chunk_brings_all_its_bases(kind: Any) -> None:
         (0, np.array([1, 0], np.uint32), "ascend"),
         (1, np.zeros(2, np.uint64), "2 containers"),
         (1, [1], "containers list"),
-        (4, np.array([4090], np.uint64), "end at byte 4140"),
-        (4, np.array([2**64 - 10], np.uint64), "bases end"),
-        (5, np.array([5000], np.uint32), "end at byte 5000"),
+        (4, np.array([2], np.int32), "names buffer 2: there are 2"),
+        (4, np.array([-1], np.int32), "names buffer -1"),
+        (4, np.zeros(2, np.int32), "2 of which"),
+        (5, np.array([4090], np.uint64), "offset 4090, 50 bytes: leaves buffer 0 of 4096"),
+        (5, np.array([2**64 - 10], np.uint64), "leaves buffer 0"),
+        (6, np.array([5000], np.uint32), "5000 bytes: leaves buffer 0"),
     ],
 )
 def test_refuses_bases_that_leave_their_arrays(kind: Any, index: int, value: Any, named: str) -> None:

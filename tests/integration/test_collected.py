@@ -76,7 +76,7 @@ def test_what_is_condemned_is_no_base_and_what_is_not_is(world: World) -> None:
     assert after is not None
     gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
     assert np.array_equal(after.available, ~gone)
-    assert not after.lengths[gone].any()
+    assert not after.pieces.lengths[gone].any()
 
 
 def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> None:

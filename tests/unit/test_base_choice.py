@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from nearkin.records import Locations
+from nearkin.records import Locations, Pieces
 from nearkin.stage import Contents
 from nearkin.testing.generated import mutated, text_like
 from nearkin_delta.bases import Chosen, Part, Targets, joined, try_shallower
@@ -31,7 +31,7 @@ def test_a_base_that_is_too_deep_takes_no_bytes_from_one_that_is_not() -> None:
     assert chosen.rows.tolist() == [1]
 
 
-def test_bases_of_two_policies_come_together_each_ones_bytes_once() -> None:
+def test_bases_of_two_policies_come_together() -> None:
     near, similar = [b"a" * 10, b"bb" * 10, b"c" * 10], [b"never chosen" * 9, b"d" * 30]
     one = _contents(near, [0, 1, 0])
     two = _contents(similar, [2, 3])
@@ -41,32 +41,27 @@ def test_bases_of_two_policies_come_together_each_ones_bytes_once() -> None:
         Part(np.arange(4), _chosen([[1, 2], [], [], [2]]), one, ranks),
         Part(np.array([2]), _chosen([[1]]), two, np.array([3], np.uint8)),
     ]
-    taken: list[int] = []
-
-    def take(size_bytes: int) -> np.ndarray:
-        taken.append(size_bytes)
-        return np.empty(size_bytes, np.uint8)
-
-    chosen, bases = joined(4, parts, take)
+    chosen, bases = joined(4, parts)
     assert chosen.found.tolist() == [True, False, True, True]
     assert chosen.ranks.tolist() == [9, 0, 3, 9]
     rows = [chosen.rows[first:last] for first, last in itertools.pairwise(chosen.bounds)]
     held = [[(int(bases.locations.containers[r]), int(bases.locations.ordinals[r])) for r in some] for some in rows]
     assert held == [[(7, 1), (7, 2)], [], [(8, 1)], [(7, 2)]]
-    content = [[bytes(bases.payload[int(bases.offsets[r]) :][: int(bases.lengths[r])]) for r in some] for some in rows]
-    assert content == [[near[1], near[2]], [], [similar[1]], [near[2]]]
-    assert taken == [len(near[1]) + len(near[2]) + len(similar[1])]
+    assert [bytes_of(bases.pieces.take(some)) for some in rows] == [[near[1], near[2]], [], [similar[1]], [near[2]]]
+    assert [bytes_of(each.pieces) for each in (one, two)] == [near, similar]
+    lie_in = {id(buffer) for buffer in (*one.pieces.buffers, *two.pieces.buffers)}
+    assert {id(buffer) for buffer in bases.pieces.buffers} == lie_in, "bases stay where they are"
 
 
 def test_one_policys_bases_stay_where_they_are_and_none_is_fine() -> None:
     bases = _contents([b"a" * 10], [0])
     nothing = Part(np.arange(2), _chosen([[], []]), bases, np.zeros(2, np.uint8))
     part = Part(np.arange(2), _chosen([[], [0]]), bases, np.zeros(2, np.uint8))
-    chosen, found = joined(2, [nothing, part], lambda size_bytes: np.empty(size_bytes, np.uint8))
+    chosen, found = joined(2, [nothing, part])
     assert found is bases
     assert chosen.bounds.tolist() == [0, 0, 1]
     for parts in ([], [nothing], [nothing, nothing]):
-        chosen, _ = joined(2, parts, lambda size_bytes: np.empty(size_bytes, np.uint8))
+        chosen, _ = joined(2, parts)
         assert not chosen.found.any()
         assert chosen.bounds.tolist() == [0, 0, 0]
 
@@ -87,7 +82,13 @@ def _contents(chunks: list[bytes], depths: list[int]) -> Contents:
     payload, offsets, lengths = _laid(chunks)
     count = len(chunks)
     locations = Locations(np.full(count, 7, np.uint64), np.arange(count, dtype=np.uint32))
-    return Contents(locations, payload, offsets, lengths, np.array(depths, np.uint8), np.ones(count, np.bool_))
+    pieces = Pieces.of(payload, offsets, lengths)
+    return Contents(locations, pieces, np.array(depths, np.uint8), np.ones(count, np.bool_))
+
+
+def bytes_of(pieces: Pieces) -> list[bytes]:
+    rows = zip(pieces.which, pieces.offsets.tolist(), pieces.lengths.tolist(), strict=True)
+    return [bytes(pieces.buffers[buffer][first : first + length]) for buffer, first, length in rows]
 
 
 def _laid(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

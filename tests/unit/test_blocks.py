@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,11 @@ from nearkin.formats.block import decode_block
 from nearkin.kernels import xdelta3
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.prefix import BasePrefix
-from nearkin.records import Locations
+from nearkin.records import Locations, Pieces
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import settings
 from nearkin_delta import blocks as module
-from nearkin_delta.blocks import SLACK_SHARE, BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
+from nearkin_delta.blocks import SLACK_SHARE, BlockCloser, BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
 from nearkin_delta.builder import Prefixes
 
 ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
@@ -31,9 +33,11 @@ def prefixes(bases: list[list[tuple[int, bytes]]]) -> Prefixes:
     return Prefixes(
         np.cumsum([0, *map(len, bases)]).astype(np.uint32),
         Locations(np.full(len(flat), 5, np.uint64), np.array([ordinal for ordinal, _ in flat], np.uint32)),
-        np.frombuffer(b"".join(content for _, content in flat), np.uint8),
-        (np.cumsum(lengths) - lengths).astype(np.uint64),
-        lengths.astype(np.uint32),
+        Pieces.of(
+            np.frombuffer(b"".join(content for _, content in flat), np.uint8),
+            (np.cumsum(lengths) - lengths).astype(np.uint64),
+            lengths.astype(np.uint32),
+        ),
     )
 
 
@@ -222,6 +226,31 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3):  # what was taken counts no more
         spares.give_back(spares_prefix(2000))
         assert len(spares.take()) == 0
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_the_prefix_of_a_block_serves_the_next_one_once_it_is_encoded(threads: int) -> None:
+    base, spares = random_bytes(9000, 1), SparePrefixes()
+    leaning = prefixes([[(1, base)]]).checked()
+    payload, nothing = np.frombuffer(mutated(base, 2), np.uint8), np.zeros(0, np.uint8)
+    lengths = np.array([len(payload)], np.uint32)
+    with ThreadPoolExecutor(1) if threads else nullcontext() as thread:
+        closer = BlockCloser(BlockSettings(), DeltaSettings(), thread, prefixes=spares)
+        assert closer.at_once == (not threads)
+        seen, results = set[int](), list[ClosedBlock]()
+        for number in range(3):
+            block = closer.begin(number, layout.PATCH, 1, 1 << 16)
+            seen.add(id(block.bases_so_far))
+            assert not len(block.bases_so_far)
+            block.lean_on(leaning, np.arange(1), lengths)
+            block.append((payload, nothing), np.zeros(1, np.int32), np.zeros(1, np.uint64), lengths)
+            block.took(Locations(np.full(1, 5, np.uint64), np.ones(1, np.uint32)))
+            (encoding,) = closer.close([block])
+            results.append(encoding.result())
+            with pytest.raises(AttributeError):
+                block.prefix  # noqa: B018 - it is another's now
+    assert len(seen) == 1
+    assert [read(closed, base).tobytes() for closed in results] == [payload.tobytes()] * 3
 
 
 def spares_prefix(size_bytes: int) -> BasePrefix:

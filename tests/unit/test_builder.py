@@ -233,6 +233,40 @@ def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_
     assert np.array_equal(decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])
 
 
+def test_without_a_thread_blocks_are_encoded_as_they_fill_and_count_as_open_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[int] = []
+    close = BlockCloser.close
+
+    def noted(closer: BlockCloser, blocks: Any) -> Any:
+        encoded.extend(block.number for block in blocks)
+        return close(closer, blocks)
+
+    monkeypatch.setattr(BlockCloser, "close", noted)
+    delta = DeltaSettings()
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, layout.PATCH)
+    begun: list[list[int]] = []
+    begin = BlockCloser.begin
+
+    def beginning(closer: BlockCloser, number: int, *args: Any) -> Any:
+        begun.append(list(encoded))
+        return begin(closer, number, *args)
+
+    monkeypatch.setattr(BlockCloser, "begin", beginning)
+    chunks = fresh([70_000, 70_000, 60_000])
+    made.add(chunks)
+    assert begun == [[], [0], [0, 1]], "one is encoded before the next is begun"
+    estimate = made.stored_bytes_estimate
+    made.next_turn()
+    assert made.open_block(0) is not None
+    assert made.stored_bytes_estimate == estimate
+    made.next_turn()
+    assert made.open_block(0) is None
+    assert encodings_of(made.finish().seal()) == wanted(chunks)
+    assert encoded == [0, 1, 2]
+
+
 def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSING_BYTES_MAX", 150_000)
     delta = DeltaSettings()

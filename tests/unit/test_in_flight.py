@@ -11,7 +11,7 @@ from nearkin.config import BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt, NotFound, Retryable
 from nearkin.formats import layout
 from nearkin.formats.container import EncodedContainer
-from nearkin.records import ContainerId, Locations
+from nearkin.records import ContainerId, Locations, Pieces
 from nearkin.runners.facts import InFlight
 from nearkin.runners.kafka import placing
 from nearkin.store.chunks import ChunkReader
@@ -52,7 +52,7 @@ def chunks(contents: list[bytes], depth: int, first_base: int = 0) -> Encodings:
     below = (ORIGINALS, SECONDS)[depth - 1]
     sizes, ends = packed(below)
     payload = np.frombuffer(b"".join(below), np.uint8)
-    prefixes = Prefixes(np.arange(count + 1, dtype=np.uint32), bases, payload, ends - sizes, sizes)
+    prefixes = Prefixes(np.arange(count + 1, dtype=np.uint32), bases, Pieces.of(payload, ends - sizes, sizes))
     return replace(found, prefixes=prefixes)
 
 

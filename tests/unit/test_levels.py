@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.records import Locations
+from nearkin.records import Locations, Pieces
 from nearkin.stage import Contents
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.stores import settings
@@ -33,7 +33,8 @@ def laid(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def contents(chunks: list[bytes], depths: list[int], first: int = 0) -> Contents:
     payload, offsets, lengths = laid(chunks)
     where = Locations(np.full(len(chunks), 7, np.uint64), np.arange(first, first + len(chunks), dtype=np.uint32))
-    return Contents(where, payload, offsets, lengths, np.array(depths, np.uint8), np.ones(len(chunks), np.bool_))
+    pieces = Pieces.of(payload, offsets, lengths)
+    return Contents(where, pieces, np.array(depths, np.uint8), np.ones(len(chunks), np.bool_))
 
 
 def tried(targets: Targets, bases: Contents) -> Part:
@@ -76,7 +77,7 @@ def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> Non
         found = contents(bases, [MAX_DEPTH - 1 - level] * len(bases), first=10 * level)
         parts, asked = relieved(parts, asked, targets, found)
     assert asked is None, "there is no level above the last"
-    chosen, bases_of = joined(count, parts, lambda size_bytes: np.empty(size_bytes, np.uint8))
+    chosen, bases_of = joined(count, parts)
     assert chosen.found.all()
     assert chosen.bounds.tolist() == [0, 1, 2, 3]
     assert chosen.depths.tolist() == [2, 1, 3]

@@ -11,7 +11,7 @@ from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.pending import PendingIndex
-from nearkin.records import Locations, SegmentBatch
+from nearkin.records import Locations, Pieces, SegmentBatch
 from nearkin.runners.embedded import EmbeddedWriter
 from nearkin.runners.facts import EmbeddedFacts
 from nearkin.stage import Contents, Facts, Found, FoundBases, Neighbours, Reads, run_stage
@@ -86,9 +86,11 @@ class Scripted:
         count = len(locations)
         return Contents(
             locations,
-            np.frombuffer(content * count, np.uint8),
-            np.arange(count, dtype=np.uint64) * np.uint64(len(content)),
-            np.full(count, len(content), np.uint32),
+            Pieces.of(
+                np.frombuffer(content * count, np.uint8),
+                np.arange(count, dtype=np.uint64) * np.uint64(len(content)),
+                np.full(count, len(content), np.uint32),
+            ),
             np.full(count, depth, np.uint8),
             np.full(count, bool(content), np.bool_),
         )

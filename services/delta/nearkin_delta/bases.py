@@ -8,7 +8,6 @@ The trial counts what chunk and base share (`kernels/overlap.py`) and prices the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import field, replace
 
 import numpy as np
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.frozen import frozen
 from nearkin.kernels.estimate import compressed_bytes_estimate
-from nearkin.kernels.gather import gather
 from nearkin.kernels.overlap import shared_bytes
-from nearkin.records import U8, U32, U64, Bools, Locations, bounds_of
+from nearkin.records import U8, U32, U64, Bools, Locations, Pieces, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.arbiter import RAW_CONTEXT
 
@@ -75,7 +73,7 @@ class Targets:
 
 def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32) -> Chosen:
     """Return the bases that are worth it, of those in each target's group (`shared_bytes` says what a group is)."""
-    return _chosen(targets, bases, _shared(targets, target_bounds, bases, base_bounds))
+    return _chosen(targets, bases, _shared(targets, target_bounds, bases.pieces, base_bounds))
 
 
 def try_shallower(targets: Targets, bases: Contents, depths_below: U8) -> Chosen:
@@ -87,19 +85,19 @@ def try_shallower(targets: Targets, bases: Contents, depths_below: U8) -> Chosen
     base_bounds = np.append(0, np.cumsum([len(some) for some in rows])).astype(np.uint32)
     # Apart, not sorted out afterwards: what two bases share with a target is counted for one of them.
     mine = np.concatenate([np.zeros(0, np.intp), *rows])
-    some = replace(bases, offsets=bases.offsets[mine], lengths=bases.lengths[mine])
-    shared = _shared(targets.take(order), target_bounds, some, base_bounds)
+    shared = _shared(targets.take(order), target_bounds, bases.pieces.take(mine), base_bounds)
     shared[:, 0], shared[:, 1] = order[shared[:, 0].astype(np.intp)], mine[shared[:, 1].astype(np.intp)]
     return _chosen(targets, bases, shared)
 
 
-def _shared(targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32) -> U32:
+def _shared(targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U32) -> U32:
     return shared_bytes(
         targets.payload,
         targets.offsets,
         targets.lengths,
         target_bounds,
-        bases.payload,
+        bases.buffers,
+        bases.which,
         bases.offsets,
         bases.lengths,
         base_bounds,
@@ -175,7 +173,7 @@ def _without_deep_ones(
 
 def untried(bases: Contents, max_depth: int) -> Chosen:
     """Return a choice that takes base i for chunk i wherever it can be read and is less deep than `max_depth`."""
-    found = bases.available & (bases.depths < max_depth) & (bases.lengths > 0)
+    found = bases.available & (bases.depths < max_depth) & (bases.pieces.lengths > 0)
     return Chosen(found, bounds_of(found), np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
 
 
@@ -189,12 +187,8 @@ class Part:
     ranks: U8
 
 
-def joined(count: int, parts: list[Part], take: Callable[[int], U8]) -> tuple[Chosen, Contents]:
-    """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only.
-
-    Of several parts the bases that were chosen are copied together, into memory that `take` gives: most of the others
-    were only tried.
-    """
+def joined(count: int, parts: list[Part]) -> tuple[Chosen, Contents]:
+    """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only."""
     if len(parts) > 1:
         parts = [part for part in parts if part.chosen.found.any()]
     found, depths, rest = np.zeros(count, np.bool_), np.zeros(count, np.uint8), np.zeros(count, np.uint32)
@@ -210,41 +204,16 @@ def joined(count: int, parts: list[Part], take: Callable[[int], U8]) -> tuple[Ch
     bounds = bounds_of(sizes)
     if len(parts) == 1:
         return Chosen(found, bounds, parts[0].chosen.rows[order], depths, rest, ranks), parts[0].bases
-    return Chosen(found, bounds, order, depths, rest, ranks), _together(parts, take)
+    return Chosen(found, bounds, order, depths, rest, ranks), _together([(p.bases, p.chosen.rows) for p in parts])
 
 
-def _together(parts: list[Part], take: Callable[[int], U8]) -> Contents:
-    """Return the bases that were chosen, those of each part behind those of the part before, the bytes of each once."""
-    sources, froms, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
-    places, distinct = [np.zeros(0, np.intp)], 0
-    for number, part in enumerate(parts):
-        mine, rows = part.bases, part.chosen.rows
-        starts, first, again = np.unique(mine.offsets[rows], return_index=True, return_inverse=True)
-        sources.append(np.full(len(starts), number, np.int32))
-        froms.append(starts)
-        sizes.append(mine.lengths[rows[first]])
-        places.append(again + distinct)
-        distinct += len(starts)
-    lengths: U32 = np.concatenate(sizes)
-    offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
-    payload = take(int(lengths.sum(dtype=np.uint64)))
-    gather(
-        [part.bases.payload for part in parts],
-        np.concatenate(sources),
-        np.concatenate(froms),
-        lengths,
-        payload,
-        offsets,
-    )
-    where = np.concatenate(places)
-    rows_of = [(part.bases, part.chosen.rows) for part in parts]
+def _together(parts: list[tuple[Contents, NDArray[np.intp]]]) -> Contents:
+    """Return some rows of each of several Contents, one part's behind those of the part before."""
     return Contents(
-        Locations.join([bases.locations.take(rows) for bases, rows in rows_of]),
-        payload,
-        offsets[where],
-        lengths[where],
-        np.concatenate([np.zeros(0, np.uint8), *(bases.depths[rows] for bases, rows in rows_of)]),
-        np.concatenate([np.zeros(0, np.bool_), *(bases.available[rows] for bases, rows in rows_of)]),
+        Locations.join([bases.locations.take(rows) for bases, rows in parts]),
+        Pieces.join([bases.pieces.take(rows) for bases, rows in parts]),
+        np.concatenate([np.zeros(0, np.uint8), *(bases.depths[rows] for bases, rows in parts)]),
+        np.concatenate([np.zeros(0, np.bool_), *(bases.available[rows] for bases, rows in parts)]),
     )
 
 

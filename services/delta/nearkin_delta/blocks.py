@@ -5,6 +5,7 @@ chunks and their bases gather -> close -> the smallest of: raw | zstd | zstd wit
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -64,28 +65,32 @@ class Keeper(Protocol):
 
 
 class SparePrefixes:
-    """Prefixes that no block needs any more, for the next ones: of one put after another, never of two at once."""
+    """Prefixes that no block needs any more, for the next ones. Blocks are begun on one thread, encoded on another."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._spares: deque[tuple[BasePrefix, int]] = deque()
         self._held_bytes = 0
 
     def take(self) -> BasePrefix:
         """Return an empty one."""
-        try:
-            prefix, held_bytes = self._spares.pop()
-        except IndexError:
-            return BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX)
-        self._held_bytes -= held_bytes
-        return prefix
+        with self._lock:
+            if self._spares:
+                prefix, held_bytes = self._spares.pop()
+                self._held_bytes -= held_bytes
+                return prefix
+        return BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX)
 
     def give_back(self, prefix: BasePrefix) -> None:
         """Take back one that nothing looks at; let go of it where enough are held."""
         held_bytes = len(prefix.content)
-        if held_bytes and self._held_bytes + held_bytes <= SPARE_BYTES_MAX:
-            prefix.clear()
-            self._spares.append((prefix, held_bytes))
-            self._held_bytes += held_bytes
+        if not held_bytes:
+            return
+        prefix.clear()
+        with self._lock:
+            if self._held_bytes + held_bytes <= SPARE_BYTES_MAX:
+                self._spares.append((prefix, held_bytes))
+                self._held_bytes += held_bytes
 
 
 class OpenBlock:
@@ -135,6 +140,12 @@ class OpenBlock:
         """Return the bytes of all bases, in order; a view."""
         return self.bases_so_far.content
 
+    def without_prefix(self) -> BasePrefix:
+        """Return the prefix for others to use: the block is encoded."""
+        prefix = self.bases_so_far
+        del self.bases_so_far
+        return prefix
+
     @property
     def prefix_bases(self) -> Locations:
         """Return the bases in the order of their bytes."""
@@ -179,6 +190,18 @@ class ClosedBlock:
     encoded: U32 | None = None
     decoded: U8 | None = None
     """What decoding it gives, where that was asked for."""
+
+
+@frozen
+class Encoding:
+    """A block that is being encoded: its `place` among those that are encoded together."""
+
+    together: Future[list[ClosedBlock]]
+    place: int
+
+    def result(self) -> ClosedBlock:
+        """Return it, once it is encoded. Raises what encoding raised."""
+        return self.together.result()[self.place]
 
 
 class BlockEncoder:
@@ -308,21 +331,32 @@ class BlockCloser:
         prefix = self._prefixes.take() if kind == layout.PATCH else None
         return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix, self._last_chunk_bytes)
 
-    def close(self, blocks: Sequence[OpenBlock]) -> Future[list[ClosedBlock]]:
-        """Return what the blocks will be; they must not be changed until that is known."""
+    @property
+    def at_once(self) -> bool:
+        """Return whether `close` encodes before it returns."""
+        return self._thread is None
+
+    def close(self, blocks: Sequence[OpenBlock]) -> list[Encoding]:
+        """Return what the blocks will be; they must not be changed until that is known, and have no prefix then."""
         if self._thread is not None:
-            return self._thread.submit(self._all, blocks)
-        done: Future[list[ClosedBlock]] = Future()
-        done.set_result(self._all(blocks))
-        return done
+            together = self._thread.submit(self._all, blocks)
+        else:
+            together = Future()
+            together.set_result(self._all(blocks))
+        return [Encoding(together, place) for place in range(len(blocks))]
 
     def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
-        return [self._encoder.close(block) for block in blocks]
+        return [self._encoded(block) for block in blocks]
+
+    def _encoded(self, block: OpenBlock) -> ClosedBlock:
+        closed = self._encoder.close(block)
+        prefix = block.without_prefix()
+        if block.kind == layout.PATCH:  # none of the others' is ever filled
+            self._prefixes.give_back(prefix)
+        return closed
 
     def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
-        """Take the prefix of a block that is closed, and what it decodes to; return it without."""
-        if block.kind == layout.PATCH:
-            self._prefixes.give_back(block.bases_so_far)
+        """Take what a closed block decodes to; return it without."""
         if self._keeper is None or closed.decoded is None:
             return closed
         self._keeper.keep_written(container, block.number, closed.decoded)

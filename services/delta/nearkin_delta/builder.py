@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -26,8 +25,8 @@ from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixT
 from nearkin.frozen import frozen
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
-from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, bounds_of, distinct
-from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, OpenBlock
+from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, Pieces, bounds_of, distinct
+from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, Encoding, OpenBlock
 from nearkin_delta.finished import FinishedContainer
 
 CHUNKS_MAX = 1 << 20
@@ -62,21 +61,24 @@ def new_container_id(after: int) -> ContainerId:
 
 @frozen
 class Prefixes:
-    """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first.
-
-    The bytes of row r are lengths[r] uint32 bytes of `payload` from offsets[r] uint64 on.
-    """
+    """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first."""
 
     bounds: U32
     bases: Locations
-    payload: U8
-    offsets: U64
-    lengths: U32
+    pieces: Pieces
 
     def checked(self) -> BaseRows:
         """Return them as blocks take them. Raises BadInput."""
-        bases = self.bases
-        return BaseRows(self.bounds, bases.containers, bases.ordinals, self.payload, self.offsets, self.lengths)
+        bases, pieces = self.bases, self.pieces
+        return BaseRows(
+            self.bounds,
+            bases.containers,
+            bases.ordinals,
+            pieces.buffers,
+            pieces.which,
+            pieces.offsets,
+            pieces.lengths,
+        )
 
 
 @frozen
@@ -104,11 +106,10 @@ class Encodings:
 
 @frozen
 class _Closing:
-    """A block that is being encoded: `place` among those handed over with it, in which `turn` it was closed."""
+    """A block that is being encoded, and in which `turn` it was closed."""
 
     block: OpenBlock
-    encoded: Future[list[ClosedBlock]]
-    place: int
+    encoding: Encoding
     turn: int
 
 
@@ -140,6 +141,8 @@ class ContainerBuilder:
         self._open: dict[int, OpenBlock] = {}
         self._to_close: list[OpenBlock] = []
         """Blocks that take no more; handed to the encoder together: a hand-over wakes a thread, 0.1 ms each."""
+        self._at_once: list[Encoding] = []
+        """Of these, where the encoder has no thread: what they hold is near, and their prefix serves the next one."""
         self._closing: dict[int, _Closing] = {}
         """Blocks being encoded."""
         self._turn = 0
@@ -243,18 +246,20 @@ class ContainerBuilder:
     def _close(self, depth: int) -> None:
         """Have a block encoded: until it is settled it counts as open, so that nothing depends on when that is done."""
         self._to_close.append(self._open.pop(depth))
+        if self._closer.at_once:
+            self._at_once += self._closer.close(self._to_close[-1:])
 
     def _hand_over(self) -> None:
-        """Let the encoder have the blocks that were closed."""
+        """Let the encoder have the blocks that were closed, and take some that it had if there are too many."""
         blocks, self._to_close = self._to_close, []
+        encodings, self._at_once = self._at_once, []
         if not blocks:
             return
         waiting = [*blocks, *(closing.block for closing in self._closing.values())]
         if sum(block.used for block in waiting) > CLOSING_BYTES_MAX:
             self._take(self._turn + 1)
-        encoded = self._closer.close(blocks)
-        for place, block in enumerate(blocks):
-            self._closing[block.number] = _Closing(block, encoded, place, self._turn)
+        for block, encoding in zip(blocks, encodings or self._closer.close(blocks), strict=True):
+            self._closing[block.number] = _Closing(block, encoding, self._turn)
 
     def next_turn(self) -> None:
         """Begin another batch: take the blocks that were closed in the batch before the last, and earlier ones.
@@ -271,7 +276,7 @@ class ContainerBuilder:
 
     def _take(self, turn: int) -> None:
         for number, closing in [entry for entry in self._closing.items() if entry[1].turn < turn]:
-            closed = closing.encoded.result()[closing.place]
+            closed = closing.encoding.result()
             self._closed[number] = self._closer.settle(self.container, closing.block, closed)
             del self._closing[number]
             self._snapshot = None

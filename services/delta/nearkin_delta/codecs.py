@@ -13,7 +13,7 @@ from nearkin.formats.layout import PATCH, XDELTA3
 from nearkin.frozen import frozen
 from nearkin.kernels import xdelta3
 from nearkin.kernels.gather import gather_new
-from nearkin.records import U8, U32, U64
+from nearkin.records import U8, U32, U64, Pieces
 
 
 @frozen
@@ -29,6 +29,16 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.target_lengths)
+
+
+def pairs_with(targets: U8, target_offsets: U64, target_lengths: U32, bases: Pieces) -> Pairs:
+    """Return pairs of targets in one buffer with bases that lie in several: they are copied together, each once."""
+    places = bases.which.astype(np.uint64) << np.uint64(32) | bases.offsets  # a buffer is one block, or one batch
+    _, first, again = np.unique(places, return_index=True, return_inverse=True)
+    once = bases.take(first)
+    payload = gather_new(once.buffers, once.which, once.offsets, once.lengths)
+    offsets = np.cumsum(once.lengths, dtype=np.uint64) - once.lengths
+    return Pairs(targets, target_offsets, target_lengths, payload, offsets[again], once.lengths[again])
 
 
 @frozen

@@ -7,7 +7,7 @@ Each round is one `Reads`; what was worked out between two of them is kept until
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
-from nearkin.records import U8, Bools, FreshBatch, Locations, PairedBatch, bounds_of
+from nearkin.records import Bools, FreshBatch, Locations, PairedBatch, bounds_of
 from nearkin.stage import Contents, Facts, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.bases import Chosen, Targets, try_bases
@@ -109,15 +109,13 @@ class BaseFinder:
         bases.ordinals[asked] = facts.bases.locations.ordinals
         return replace(batch, base_found=found, bases=bases, base_rank=ranks)
 
-    def choose(
-        self, batch: PairedBatch, facts: Facts, stream: Hashable, take: Callable[[int], U8]
-    ) -> tuple[Chosen, Contents]:
-        """Return the bases of all fresh chunks, and their bytes, in memory that `take` gives; the batch is done then.
+    def choose(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> tuple[Chosen, Contents]:
+        """Return the bases of all fresh chunks, and their bytes; the batch is done then.
 
         `batch` as `with_bases` returned it.
         """
         parts = self._parts_of(batch, facts, stream) if self._batch.parts is None else self._batch.parts
-        chosen = choice.joined(len(batch.fresh.fresh), parts, take)
+        chosen = choice.joined(len(batch.fresh.fresh), parts)
         if self._local:
             self._alignment.follow(batch, stream, facts.neighbours)
         self._batch = _WorkedOut()
@@ -155,7 +153,7 @@ class BaseFinder:
         if self._batch.near is None:
             fresh = facts.neighbours.fresh
             bounds = bounds_of(fresh)
-            tried = len(facts.contents.lengths) == len(facts.neighbours.chunks)
+            tried = len(facts.contents.pieces) == len(facts.neighbours.chunks)
             their_bounds = facts.neighbours.bounds if tried else np.zeros(len(bounds), np.uint32)
             self._batch.near = try_bases(_targets(batch), bounds, facts.contents, their_bounds)
             if tried:

@@ -34,7 +34,7 @@ from nearkin_delta.arbiter import keep_delta
 from nearkin_delta.bases import Chosen, only
 from nearkin_delta.blocks import BlockCloser, Keeper, SparePrefixes
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
-from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, codec
+from nearkin_delta.codecs import Deltas, check_round_trip, codec, pairs_with
 from nearkin_delta.finder import AsksBases, BaseFinder
 from nearkin_delta.finished import FinishedContainer
 from nearkin_delta.gaps import Mark
@@ -159,7 +159,7 @@ class DeltaStage:
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~known.found
         rows = fresh.fresh[still]
-        chosen, bases = self._finder.choose(batch, facts, self.stream, self._closer.room)
+        chosen, bases = self._finder.choose(batch, facts, self.stream)
         chosen = only(chosen, still)
         encode = self._patches if self._kind == PATCH else self._deltas
         encodings = encode(batch, rows, chosen, bases)
@@ -282,9 +282,7 @@ class DeltaStage:
             lengths,
             best,
             ranks,
-            Prefixes(
-                chosen.bounds, bases.locations.take(used), bases.payload, bases.offsets[used], bases.lengths[used]
-            ),
+            Prefixes(chosen.bounds, bases.locations.take(used), bases.pieces.take(used)),
         )
 
     def _deltas(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
@@ -292,13 +290,8 @@ class DeltaStage:
         segments = batch.fresh.batch
         tried = np.flatnonzero(chosen.found)
         first = chosen.rows[chosen.bounds[tried]]
-        pairs = Pairs(
-            segments.payload,
-            segments.offsets[rows[tried]],
-            segments.lengths[rows[tried]],
-            bases.payload,
-            bases.offsets[first],
-            bases.lengths[first],
+        pairs = pairs_with(
+            segments.payload, segments.offsets[rows[tried]], segments.lengths[rows[tried]], bases.pieces.take(first)
         )
         deltas = self._encode(pairs, pairs.target_lengths) if len(pairs) else _no_deltas()
         kept = np.flatnonzero(keep_delta(pairs.targets, pairs.target_offsets, pairs.target_lengths, deltas.lengths))

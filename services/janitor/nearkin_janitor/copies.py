@@ -22,8 +22,8 @@ from nearkin.buffers import Buffers
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.directory import Directory
-from nearkin.records import NAME_BYTES, U8, ContainerId, Locations
-from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.records import NAME_BYTES, U8, ContainerId, Locations, offsets_of
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.given import Given, Held
 from nearkin_janitor.heal import Name

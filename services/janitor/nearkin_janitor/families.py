@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
-from nearkin.records import U32, Bools, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import U32, Bools, Locations, grouped
 from nearkin_janitor.holding import NAME_AND_ROW_BYTES, bytes_of_chunks
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.reach import Masks, Reach, blocks_leaning, filled, is_in

@@ -22,8 +22,7 @@ from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import decode_manifest
 from nearkin.formats.mark import decode_mark
-from nearkin.records import U32, U64, Bools, ContainerId, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import U32, U64, Bools, ContainerId, Locations, grouped
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore, mark_name
 from nearkin.store.manifests import object_name as manifest_name

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.records import U8, U32, U64, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import U8, U32, U64, Locations, grouped
 from nearkin_janitor.families import NONE, Families
 from nearkin_janitor.reach import Masks, Reach
 

@@ -18,8 +18,8 @@ import numpy as np
 from nearkin.errors import Permanent
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
-from nearkin.records import U8, ZERO, Bools, ContainerId, Locations
-from nearkin.store.chunks import ChunkReader, grouped
+from nearkin.records import U8, ZERO, Bools, ContainerId, Locations, grouped
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
 from nearkin_janitor.tenants import Tenants
 

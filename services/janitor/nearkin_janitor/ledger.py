@@ -34,8 +34,7 @@ from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.frozen import frozen
 from nearkin.index.environments import acquire, release
-from nearkin.records import ZERO, Bools
-from nearkin.store.chunks import grouped
+from nearkin.records import ZERO, Bools, grouped
 from nearkin_janitor.reach import Masks, filled, reached
 from nearkin_janitor.summaries import Summaries
 

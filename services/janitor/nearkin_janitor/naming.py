@@ -14,8 +14,7 @@ import numpy as np
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.manifest import Manifest
-from nearkin.records import ContainerId, distinct
-from nearkin.store.chunks import grouped
+from nearkin.records import ContainerId, distinct, grouped
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from nearkin.formats import layout
 from nearkin.formats.condemned import Condemned, Record
 from nearkin.frozen import frozen
-from nearkin.records import U32, Bools, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import U32, Bools, Locations, grouped
 from nearkin_janitor.families import families_of, leaning, worth_giving_up
 from nearkin_janitor.holding import bytes_of_chunks
 from nearkin_janitor.reach import GivingUp, Masks, Reach, filled, reached

@@ -18,8 +18,7 @@ from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.frozen import frozen
-from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, grouped
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin_janitor.naming import Naming

@@ -35,8 +35,9 @@ from nearkin.records import (
     ContainerId,
     Locations,
     RebuildReport,
+    offsets_of,
 )
-from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin_janitor.order import leaning_last

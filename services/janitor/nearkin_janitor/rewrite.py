@@ -24,10 +24,10 @@ from nearkin.formats.container import copied_block, decode_container, encode_con
 from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.frozen import frozen
 from nearkin.kernels.overlap import shared_bytes
-from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations, offsets_of
 from nearkin.stage import Contents
 from nearkin.store.bases import BaseReader
-from nearkin.store.chunks import ChunkReader, offsets_of
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.plan import Drop
@@ -369,9 +369,8 @@ def _used(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDA
     """Return which bases give what is kept enough bytes."""
     one = np.array([0, len(lengths)], np.uint32)
     all_bases = np.array([0, len(base_lengths)], np.uint32)
-    found = shared_bytes(
-        payload, offsets_of(lengths), lengths, one, base_payload, offsets_of(base_lengths), base_lengths, all_bases
-    )
+    bases = (base_payload,), np.zeros(len(base_lengths), np.int32), offsets_of(base_lengths), base_lengths
+    found = shared_bytes(payload, offsets_of(lengths), lengths, one, *bases, all_bases)
     shared = np.zeros(len(base_lengths), np.uint64)
     np.add.at(shared, found[:, 1].astype(np.intp), found[:, 2].astype(np.uint64))
     used: NDArray[np.bool_] = shared >= SHARED_BYTES_MIN

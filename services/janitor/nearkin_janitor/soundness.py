@@ -17,8 +17,8 @@ from nearkin.formats.block import decode_block
 from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
-from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations
-from nearkin.store.chunks import ChunkReader, grouped, offsets_of
+from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations, grouped, offsets_of
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.tenants import Tenants

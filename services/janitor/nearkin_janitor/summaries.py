@@ -22,8 +22,7 @@ from blake3 import blake3
 from nearkin.errors import NotFound, Permanent
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.frozen import frozen
-from nearkin.records import Bools
-from nearkin.store.chunks import grouped
+from nearkin.records import Bools, grouped
 
 ORDINAL_MAX = 1 << 20
 """A manifest that names a higher one is not summarised: 128 KiB of bits. A container of 4 MiB has some thousands."""

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
-from nearkin.records import U64, ZERO, ContainerId, Damage, Locations, VerifyReport, distinct
+from nearkin.records import U64, ZERO, ContainerId, Damage, Locations, VerifyReport, distinct, grouped
 from nearkin.store import descriptor
-from nearkin.store.chunks import grouped
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
-from nearkin.records import U8, U32, U64, Bools, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import U8, U32, U64, Bools, Locations, grouped
 
 ENTRIES_AT_ONCE = 1 << 16
 LOCATION_BYTES = 12

@@ -10,11 +10,8 @@ import numpy as np
 from nearkin.errors import BadInput
 
 
-cdef class _Payload:
+cdef class Payload:
     """A caller's bytes, held from construction to destruction."""
-
-    cdef Py_buffer view
-    cdef bint held
 
     def __cinit__(self, str name, payload, bint writable):
         try:
@@ -29,21 +26,12 @@ cdef class _Payload:
             PyBuffer_Release(&self.view)
 
 
-cdef struct source:
-    const uint8_t *at
-    uint64_t length
-
-
-cdef class _Sources:
-    """The buffers as a C table; it keeps them alive."""
-
-    cdef list payloads
-    cdef source *table
-    cdef Py_ssize_t count
+cdef class Sources:
+    """Buffers as a C table, for this kernel and others that take slices of many; it keeps them alive."""
 
     def __cinit__(self, buffers):
-        cdef _Payload payload
-        self.payloads = [_Payload(f"buffers[{i}]", buffer, False) for i, buffer in enumerate(buffers)]
+        cdef Payload payload
+        self.payloads = [Payload(f"buffers[{i}]", buffer, False) for i, buffer in enumerate(buffers)]
         self.count = len(self.payloads)
         self.table = <source *>malloc((self.count + 1) * sizeof(source))
         if self.table is NULL:
@@ -78,7 +66,7 @@ cdef class _Sources:
         const int32_t[::1] which,
         const uint64_t[::1] offsets,
         const uint32_t[::1] lengths,
-        _Payload out,
+        Payload out,
         const uint64_t[::1] out_offsets,
     ) except -1:
         """Copy checked slices to places that are checked here."""
@@ -105,7 +93,7 @@ cdef int _check_entries(str name, Py_ssize_t found, Py_ssize_t slices) except -1
     return 0
 
 
-cdef object _array(str name, object values, object dtype):
+cdef object array_of(str name, object values, object dtype):
     """Return `values` C-contiguous; refuse another dtype or more than one dimension."""
     if not isinstance(values, np.ndarray) or values.dtype != dtype or values.ndim != 1:
         found = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
@@ -114,23 +102,23 @@ cdef object _array(str name, object values, object dtype):
 
 
 def gather(buffers, which, offsets, lengths, out, out_offsets):
-    cdef _Sources sources = _Sources(buffers)
-    cdef const int32_t[::1] buffer_of = _array("which", which, np.dtype(np.int32))
-    cdef const uint64_t[::1] at = _array("offsets", offsets, np.dtype(np.uint64))
-    cdef const uint32_t[::1] length = _array("lengths", lengths, np.dtype(np.uint32))
-    cdef const uint64_t[::1] out_at = _array("out_offsets", out_offsets, np.dtype(np.uint64))
+    cdef Sources sources = Sources(buffers)
+    cdef const int32_t[::1] buffer_of = array_of("which", which, np.dtype(np.int32))
+    cdef const uint64_t[::1] at = array_of("offsets", offsets, np.dtype(np.uint64))
+    cdef const uint32_t[::1] length = array_of("lengths", lengths, np.dtype(np.uint32))
+    cdef const uint64_t[::1] out_at = array_of("out_offsets", out_offsets, np.dtype(np.uint64))
     sources.check(buffer_of, at, length)
-    sources.copy(buffer_of, at, length, _Payload("out", out, True), out_at)
+    sources.copy(buffer_of, at, length, Payload("out", out, True), out_at)
 
 
 def gather_new(buffers, which, offsets, lengths):
-    cdef _Sources sources = _Sources(buffers)
-    cdef const int32_t[::1] buffer_of = _array("which", which, np.dtype(np.int32))
-    cdef const uint64_t[::1] at = _array("offsets", offsets, np.dtype(np.uint64))
-    lengths = _array("lengths", lengths, np.dtype(np.uint32))
+    cdef Sources sources = Sources(buffers)
+    cdef const int32_t[::1] buffer_of = array_of("which", which, np.dtype(np.int32))
+    cdef const uint64_t[::1] at = array_of("offsets", offsets, np.dtype(np.uint64))
+    lengths = array_of("lengths", lengths, np.dtype(np.uint32))
     cdef const uint32_t[::1] length = lengths
     sources.check(buffer_of, at, length)  # before the allocation: no array on the word of lengths that nothing backs
     cdef const uint64_t[::1] out_at = np.cumsum(lengths, dtype=np.uint64) - lengths
     out = np.empty(int(lengths.sum(dtype=np.uint64)), dtype=np.uint8)
-    sources.copy(buffer_of, at, length, _Payload("out", out, True), out_at)
+    sources.copy(buffer_of, at, length, Payload("out", out, True), out_at)
     return out

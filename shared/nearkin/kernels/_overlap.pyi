@@ -1,7 +1,10 @@
 """Types and contracts of the compiled overlap."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from nearkin.kernels._features_reference import Payload
 
@@ -10,7 +13,8 @@ def shared_bytes(
     target_offsets: NDArray[np.uint64],
     target_lengths: NDArray[np.uint32],
     target_bounds: NDArray[np.uint32],
-    bases: Payload,
+    buffers: Sequence[Buffer],
+    which: NDArray[np.int32],
     base_offsets: NDArray[np.uint64],
     base_lengths: NDArray[np.uint32],
     base_bounds: NDArray[np.uint32],
@@ -20,10 +24,11 @@ def shared_bytes(
     Group g is targets target_bounds[g] to target_bounds[g + 1] and the bases that base_bounds names the same way; a
     target is compared with the bases of its group alone. Matches have 16 bytes at least and do not overlap, so a
     target's rows sum up to its length at most. Rows come by target, a target's in the order of its first matches; pairs
-    that share nothing have none. Payloads are C-contiguous bytes-like objects, offsets uint64[n] and lengths uint32[n]
-    bytes into them, bounds uint32[g + 1] ascending from 0 to n. A group has 32,767 bases at most, a base 1 MiB.
+    that share nothing have none. A target is lengths[i] bytes of `targets` from offsets[i] on, a base those of
+    buffers[which[i]]. All buffers are C-contiguous bytes-like objects, offsets uint64[n], lengths uint32[n] bytes,
+    which int32[n], bounds uint32[g + 1] ascending from 0 to n. A group has 32,767 bases at most, a base 1 MiB.
 
     Raises `nearkin.errors.BadInput`, naming the value, for arrays of another type or shape, chunks that reach past
-    their payload, bounds out of order; MemoryError. The GIL is released; the caller must not change the buffers
+    their buffer, bounds out of order; MemoryError. The GIL is released; the caller must not change the buffers
     meanwhile.
     """

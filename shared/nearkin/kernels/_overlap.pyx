@@ -1,12 +1,13 @@
 """Overlap, compiled. Invariant: equal to `_overlap_reference`, whose checks run first; the loops are in overlap_impl.c."""
 
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 import numpy as np
 
 from nearkin.kernels import _overlap_reference as reference
+from nearkin.kernels._gather cimport Sources, array_of
 
 cdef extern from "overlap_impl.h" nogil:
     ctypedef struct nearkin_shared:
@@ -22,28 +23,32 @@ cdef extern from "overlap_impl.h" nogil:
 
     int nearkin_overlap_group(
         const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
-        uint32_t first_target, uint32_t end_target, const uint8_t *bases,
-        const uint64_t *base_offsets, const uint32_t *base_lengths, uint32_t first_base,
-        uint32_t end_base, uint32_t *table, unsigned table_bits, uint32_t *bytes_by_base,
-        uint32_t *matches_by_base, uint32_t *touched, nearkin_shared_list *found)
+        uint32_t first_target, uint32_t end_target, const uint8_t *const *bases,
+        const uint32_t *base_lengths, uint32_t first_base, uint32_t end_base, uint32_t *table,
+        unsigned table_bits, uint32_t *bytes_by_base, uint32_t *matches_by_base, uint32_t *touched,
+        nearkin_shared_list *found)
 
 
-def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, base_offsets, base_lengths, base_bounds):
+def shared_bytes(
+    targets, target_offsets, target_lengths, target_bounds, buffers, which, base_offsets, base_lengths, base_bounds
+):
     data, target_offsets, target_lengths, target_bounds = reference.check_side(
         "target", targets, target_offsets, target_lengths, target_bounds
     )
-    base_data, base_offsets, base_lengths, base_bounds = reference.check_side(
-        "base", bases, base_offsets, base_lengths, base_bounds
-    )
+    cdef Sources sources = Sources(buffers)
+    cdef const int32_t[::1] buffer_of = array_of("which", which, np.dtype(np.int32))
+    base_offsets = array_of("base offsets", base_offsets, np.dtype(np.uint64))
+    base_lengths = array_of("base lengths", base_lengths, np.dtype(np.uint32))
+    cdef const uint64_t[::1] base_offsets_view = base_offsets
+    cdef const uint32_t[::1] base_lengths_view = base_lengths
+    sources.check(buffer_of, base_offsets_view, base_lengths_view)
+    base_bounds = reference.check_side_bounds("base", base_bounds, len(base_lengths))
     reference.check_groups(target_bounds, base_bounds, base_lengths)
     bits_list = reference.table_bits(base_lengths, base_bounds)
     cdef const uint8_t[::1] targets_view = data
-    cdef const uint8_t[::1] bases_view = base_data
     cdef const uint64_t[::1] target_offsets_view = target_offsets
     cdef const uint32_t[::1] target_lengths_view = target_lengths
     cdef const uint32_t[::1] target_bounds_view = target_bounds
-    cdef const uint64_t[::1] base_offsets_view = base_offsets
-    cdef const uint32_t[::1] base_lengths_view = base_lengths
     cdef const uint32_t[::1] base_bounds_view = base_bounds
     cdef const uint32_t[::1] bits_view = bits_list
     cdef Py_ssize_t group, groups = target_bounds_view.shape[0] - 1
@@ -52,18 +57,23 @@ def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, 
     cdef nearkin_shared_list found
     cdef uint32_t *table = NULL
     cdef uint32_t *by_base = NULL
+    cdef const uint8_t **bases = NULL
+    cdef Py_ssize_t row, rows = base_lengths_view.shape[0]
     found.rows = NULL
     found.count = found.room = 0
-    if not groups or not data.shape[0] or not base_data.shape[0]:
+    if not groups or not data.shape[0] or not rows:
         return np.zeros((0, 4), np.uint32)
     for group in range(groups):
         most = max(most, base_bounds_view[group + 1] - base_bounds_view[group])
     try:
         table = <uint32_t *>malloc(sizeof(uint32_t) << int(bits_list.max()))
         by_base = <uint32_t *>calloc(3 * <size_t>most, sizeof(uint32_t))
-        if table == NULL or by_base == NULL:
+        bases = <const uint8_t **>malloc(rows * sizeof(uint8_t *))
+        if table == NULL or by_base == NULL or bases == NULL:
             raise MemoryError
         with nogil:
+            for row in range(rows):
+                bases[row] = sources.table[buffer_of[row]].at + base_offsets_view[row]
             for group in range(groups):
                 if base_bounds_view[group] == base_bounds_view[group + 1]:
                     continue
@@ -71,9 +81,8 @@ def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, 
                     continue
                 failed = nearkin_overlap_group(
                     &targets_view[0], &target_offsets_view[0], &target_lengths_view[0],
-                    target_bounds_view[group], target_bounds_view[group + 1], &bases_view[0],
-                    &base_offsets_view[0], &base_lengths_view[0], base_bounds_view[group],
-                    base_bounds_view[group + 1], table, bits_view[group], by_base, by_base + most,
+                    target_bounds_view[group], target_bounds_view[group + 1], bases,
+                    &base_lengths_view[0], base_bounds_view[group], base_bounds_view[group + 1], table, bits_view[group], by_base, by_base + most,
                     by_base + 2 * <size_t>most, &found)
                 if failed:
                     break
@@ -86,6 +95,7 @@ def shared_bytes(targets, target_offsets, target_lengths, target_bounds, bases, 
     finally:
         free(table)
         free(by_base)
+        free(bases)
         free(found.rows)
 
 

@@ -17,8 +17,13 @@ from numpy.typing import NDArray
 
 from nearkin.errors import BadInput
 from nearkin.kernels._features_reference import check_chunks
+from nearkin.kernels._gather_reference import pieces_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
     from nearkin.kernels._features_reference import Payload
 
 STRIDE: Final = 8
@@ -40,13 +45,18 @@ def check_side(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]:
     """Return the side's bytes and arrays, once chunks lie in the payload and bounds among the chunks."""
     data, offsets, lengths = check_chunks(payload, offsets, lengths)
+    return data, offsets, lengths, check_side_bounds(name, bounds, len(lengths))
+
+
+def check_side_bounds(name: str, bounds: NDArray[np.uint32], chunks: int) -> NDArray[np.uint32]:
+    """Return the bounds of a side's groups, once they ascend from 0 to all of its chunks."""
     if not isinstance(bounds, np.ndarray) or bounds.dtype != np.uint32 or bounds.ndim != 1 or not len(bounds):
         found = f"{bounds.dtype}{list(bounds.shape)}" if isinstance(bounds, np.ndarray) else type(bounds).__name__
         raise BadInput(f"{name} bounds are {found}: give a one-dimensional array of uint32, one entry at least")
     bounds = np.ascontiguousarray(bounds)
-    if bounds[0] or int(bounds[-1]) != len(lengths) or np.any(bounds[1:] < bounds[:-1]):
-        raise BadInput(f"{name} bounds end at {int(bounds[-1])}: want an ascending array from 0 to {len(lengths)}")
-    return data, offsets, lengths, bounds
+    if bounds[0] or int(bounds[-1]) != chunks or np.any(bounds[1:] < bounds[:-1]):
+        raise BadInput(f"{name} bounds end at {int(bounds[-1])}: want an ascending array from 0 to {chunks}")
+    return bounds
 
 
 def check_groups(
@@ -76,7 +86,8 @@ def shared_bytes(
     target_offsets: NDArray[np.uint64],
     target_lengths: NDArray[np.uint32],
     target_bounds: NDArray[np.uint32],
-    bases: Payload,
+    buffers: Sequence[Buffer],
+    which: NDArray[np.int32],
     base_offsets: NDArray[np.uint64],
     base_lengths: NDArray[np.uint32],
     base_bounds: NDArray[np.uint32],
@@ -85,14 +96,13 @@ def shared_bytes(
     data, target_offsets, target_lengths, target_bounds = check_side(
         "target", targets, target_offsets, target_lengths, target_bounds
     )
-    base_data, base_offsets, base_lengths, base_bounds = check_side(
-        "base", bases, base_offsets, base_lengths, base_bounds
-    )
+    bases = [bytes(piece) for piece in pieces_of(buffers, which, base_offsets, base_lengths)]
+    base_bounds = check_side_bounds("base", base_bounds, len(bases))
     check_groups(target_bounds, base_bounds, base_lengths)
     rows: list[tuple[int, int, int, int]] = []
     for group, bits in enumerate(table_bits(base_lengths, base_bounds).tolist()):
         numbers = range(int(base_bounds[group]), int(base_bounds[group + 1]))
-        chunks = {b: _chunk(base_data, base_offsets, base_lengths, b) for b in numbers}
+        chunks = {b: bases[b] for b in numbers}
         table: dict[int, tuple[int, int]] = {}
         for base, chunk in chunks.items():
             for at in range(0, len(chunk) - 7, STRIDE):

@@ -1,5 +1,7 @@
 """Types and contracts of the compiled prefix."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
@@ -7,8 +9,8 @@ from typing_extensions import Buffer
 class BaseRows:
     """The bases of a batch's chunks, checked once for all prefixes that take some of them.
 
-    Chunk i has rows bounds[i] to bounds[i + 1] of `containers`, `ordinals`, `offsets` and `lengths` (bytes, into
-    `payload`), the best one first. The arrays must not change while this lives.
+    Chunk i has rows bounds[i] to bounds[i + 1] of `containers`, `ordinals` and the others, the best one first. The
+    bytes of row r are lengths[r] bytes of buffers[which[r]] from offsets[r] on. None may change while this lives.
     """
 
     def __init__(
@@ -16,11 +18,12 @@ class BaseRows:
         bounds: NDArray[np.uint32],
         containers: NDArray[np.uint64],
         ordinals: NDArray[np.uint32],
-        payload: Buffer,
+        buffers: Sequence[Buffer],
+        which: NDArray[np.int32],
         offsets: NDArray[np.uint64],
         lengths: NDArray[np.uint32],
     ) -> None:
-        """Raises BadInput for arrays of another type or length, and for what leaves them or the payload."""
+        """Raises BadInput for arrays of another type or length, and for what leaves them or a buffer."""
 
     def __len__(self) -> int:
         """Return how many chunks there are."""

@@ -4,15 +4,15 @@ content   | base 0 | base 1 | ...           starts[i] is where base i begins
 slots     | 0 | 3 | 0 | 1 | ...             1 + a base's number by hash of (container, ordinal), linear probing
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
 
 import numpy as np
 
 from nearkin.kernels import _prefix_reference as reference
+from nearkin.kernels._gather cimport Sources
 
 cdef enum:
     SLOTS_MIN = 1024
@@ -25,27 +25,24 @@ cdef inline size_t slot_of(uint64_t container, uint32_t ordinal) noexcept nogil:
 
 
 cdef class BaseRows:
-    cdef Py_buffer view
-    cdef bint held
+    cdef Sources sources
     cdef const uint32_t[::1] bound, ordinal, length
     cdef const uint64_t[::1] container, offset
+    cdef const int32_t[::1] buffer_of
     cdef Py_ssize_t chunks
 
-    def __cinit__(self, bounds, containers, ordinals, payload, offsets, lengths):
-        PyObject_GetBuffer(payload, &self.view, PyBUF_SIMPLE)
-        self.held = True
-        reference.check_bases(bounds, containers, ordinals, offsets, lengths, self.view.len)
+    def __cinit__(self, bounds, containers, ordinals, buffers, which, offsets, lengths):
+        reference.check_bases(bounds, containers, ordinals, which, offsets, lengths)
+        self.sources = Sources(buffers)
         self.bound, self.ordinal, self.length = (
             np.ascontiguousarray(bounds),
             np.ascontiguousarray(ordinals),
             np.ascontiguousarray(lengths),
         )
         self.container, self.offset = np.ascontiguousarray(containers), np.ascontiguousarray(offsets)
+        self.buffer_of = np.ascontiguousarray(which)
+        self.sources.check(self.buffer_of, self.offset, self.length)
         self.chunks = max(0, self.bound.shape[0] - 1)
-
-    def __dealloc__(self):
-        if self.held:
-            PyBuffer_Release(&self.view)
 
     def __len__(self):
         return self.chunks
@@ -204,7 +201,7 @@ cdef class BasePrefix:
         cdef uint64_t used
         cdef bint short_of_memory = False
         cdef const Py_ssize_t[::1] row_of
-        cdef const uint8_t *base = <const uint8_t *>bases.view.buf
+        cdef const uint8_t *base
         self.check_unseen()
         reference.check_rows(rows, bases.chunks)
         row_of = np.ascontiguousarray(rows)
@@ -214,7 +211,8 @@ cdef class BasePrefix:
                 row = row_of[taken]
                 count, used = self.count, self.used
                 for i in range(bases.bound[row], bases.bound[row + 1]):
-                    if self.take(bases.container[i], bases.ordinal[i], base + bases.offset[i], bases.length[i]) < 0:
+                    base = bases.sources.table[bases.buffer_of[i]].at + bases.offset[i]
+                    if self.take(bases.container[i], bases.ordinal[i], base, bases.length[i]) < 0:
                         short_of_memory = True
                         break
                 if short_of_memory:

@@ -8,8 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput
+from nearkin.kernels._gather_reference import pieces_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Buffer
 
 
@@ -23,24 +26,23 @@ def check_bases(
     bounds: NDArray[np.uint32],
     containers: NDArray[np.uint64],
     ordinals: NDArray[np.uint32],
+    which: NDArray[np.int32],
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
-    payload_bytes: int,
 ) -> None:
-    """Raise BadInput for arrays of other types or lengths, and for what leaves them or the payload."""
+    """Raise BadInput for arrays of other types or lengths, and for bounds that leave them."""
     _check_array("bounds", bounds, np.uint32)
     _check_array("containers", containers, np.uint64)
     _check_array("ordinals", ordinals, np.uint32)
+    _check_array("which", which, np.int32)
     _check_array("offsets", offsets, np.uint64)
     _check_array("lengths", lengths, np.uint32)
     count = len(containers)
-    if not len(ordinals) == len(offsets) == len(lengths) == count:
-        raise BadInput(f"{count} containers, {len(ordinals)} ordinals, {len(offsets)} offsets, {len(lengths)} lengths")
+    if not len(ordinals) == len(which) == len(offsets) == len(lengths) == count:
+        found = f"{len(ordinals)} ordinals, {len(which)} of which, {len(offsets)} offsets, {len(lengths)} lengths"
+        raise BadInput(f"{count} containers, {found}: want as many of each")
     if len(bounds) and (int(bounds[-1]) > count or np.any(bounds[1:] < bounds[:-1])):
         raise BadInput(f"bounds up to {int(bounds[-1])}: want them to ascend to {count} at most")
-    ends = offsets + lengths
-    if count and (int(ends.max()) > payload_bytes or np.any(ends < offsets)):
-        raise BadInput(f"bases end at byte {int(ends.max())}: the payload has {payload_bytes}")
 
 
 def check_rows(rows: NDArray[np.intp], chunks: int) -> None:
@@ -58,7 +60,7 @@ def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
 class BaseRows:
     """The bases of a batch's chunks, checked once: chunk i has rows bounds[i] to bounds[i + 1], the best one first.
 
-    The bytes of row r are lengths[r] bytes of `payload` from offsets[r] on; both stay as they are meanwhile.
+    The bytes of row r are lengths[r] bytes of buffers[which[r]] from offsets[r] on; all stay as they are meanwhile.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class BaseRows:
         bounds: NDArray[np.uint32],
         containers: NDArray[np.uint64],
         ordinals: NDArray[np.uint32],
-        payload: Buffer,
+        buffers: Sequence[Buffer],
+        which: NDArray[np.int32],
         offsets: NDArray[np.uint64],
         lengths: NDArray[np.uint32],
     ) -> None:
-        self.data = memoryview(payload).cast("B")
-        check_bases(bounds, containers, ordinals, offsets, lengths, self.data.nbytes)
+        check_bases(bounds, containers, ordinals, which, offsets, lengths)
         self.bounds, self.containers, self.ordinals = bounds, containers, ordinals
-        self.offsets, self.lengths = offsets, lengths
+        self.pieces = pieces_of(buffers, which, offsets, lengths)
 
     def __len__(self) -> int:
         return max(0, len(self.bounds) - 1)
@@ -103,13 +105,13 @@ class BasePrefix:
                 key = int(bases.containers[i]), int(bases.ordinals[i])
                 if key not in self._places:
                     new.setdefault(key, i)
-            added = sum(int(bases.lengths[i]) for i in new.values())
+            added = sum(len(bases.pieces[i]) for i in new.values())
             too_much = len(self._content) + added > self._bytes_max or len(self) + len(new) > self._bases_max
             if too_much and self._places:
                 return taken
             for key, i in new.items():
-                start, first = len(self._content), int(bases.offsets[i])
-                self._content += bases.data[first : first + int(bases.lengths[i])]  # BufferError while seen
+                start = len(self._content)
+                self._content += bases.pieces[i]  # BufferError while seen
                 self._places[key] = start
         return len(rows)
 

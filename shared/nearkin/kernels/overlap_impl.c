@@ -46,13 +46,13 @@ static int append(nearkin_shared_list *found, uint32_t target, uint32_t base, ui
 }
 
 int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
-                          uint32_t first_target, uint32_t end_target, const uint8_t *bases,
-                          const uint64_t *base_offsets, const uint32_t *base_lengths, uint32_t first_base,
-                          uint32_t end_base, uint32_t *table, unsigned table_bits, uint32_t *bytes_by_base,
-                          uint32_t *matches_by_base, uint32_t *touched, nearkin_shared_list *found) {
+                          uint32_t first_target, uint32_t end_target, const uint8_t *const *bases,
+                          const uint32_t *base_lengths, uint32_t first_base, uint32_t end_base, uint32_t *table,
+                          unsigned table_bits, uint32_t *bytes_by_base, uint32_t *matches_by_base, uint32_t *touched,
+                          nearkin_shared_list *found) {
     memset(table, 0xFF, sizeof *table << table_bits);
     for (uint32_t base = first_base; base < end_base; base++) {
-        const uint8_t *bytes = bases + base_offsets[base];
+        const uint8_t *bytes = bases[base];
         for (uint32_t at = 0; (uint64_t)at + 8 <= base_lengths[base]; at += STRIDE)
             table[(eight(bytes + at) * MULTIPLIER) >> (64 - table_bits)] = (base - first_base) << PLACE_BITS | at / STRIDE;
     }
@@ -71,7 +71,7 @@ int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets
                 uint32_t entry = table[(here * MULTIPLIER) >> (64 - table_bits)];
                 if (entry != NO_ENTRY) {
                     base = first_base + (entry >> PLACE_BITS);
-                    source_start = bases + base_offsets[base];
+                    source_start = bases[base];
                     source_end = source_start + base_lengths[base];
                     source = source_start + (size_t)STRIDE * (entry & ((1u << PLACE_BITS) - 1));
                     if (eight(source) != here) source = NULL;

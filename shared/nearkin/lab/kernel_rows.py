@@ -387,9 +387,22 @@ def _xdelta3_decode(material: Material) -> Prepared:
 def _overlap(material: Material) -> Prepared:
     targets, bases = material.pairs.targets, material.pairs.bases
     bounds = np.arange(len(targets) + 1, dtype=np.uint32)
-    places = (targets.payload, targets.offsets, targets.lengths, bounds)
-    theirs = (bases.payload, bases.offsets, bases.lengths, bounds)
-    return timed(lambda: overlap.shared_bytes(*places, *theirs), targets.total_bytes)
+    which = np.zeros(len(bases), np.int32)
+
+    def call() -> None:
+        overlap.shared_bytes(
+            targets.payload,
+            targets.offsets,
+            targets.lengths,
+            bounds,
+            (bases.payload,),
+            which,
+            bases.offsets,
+            bases.lengths,
+            bounds,
+        )
+
+    return timed(call, targets.total_bytes)
 
 
 @kernel("zstd-prefix", group=DELTAS, settings="level 3, the base as prefix, a call a pair", ours=False)

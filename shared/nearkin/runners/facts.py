@@ -142,8 +142,8 @@ class EmbeddedFacts:
         condemned = self._collected.condemned(found.locations)
         if not condemned.any():
             return found
-        lengths = np.where(condemned, np.uint32(0), found.lengths).astype(np.uint32)
-        return replace(found, lengths=lengths, available=found.available & ~condemned)
+        lengths = np.where(condemned, np.uint32(0), found.pieces.lengths).astype(np.uint32)
+        return replace(found, pieces=replace(found.pieces, lengths=lengths), available=found.available & ~condemned)
 
 
 class SameTurn:

@@ -20,8 +20,9 @@ from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.limits import DEPTH_MAX, MIB
 from nearkin.records import U8, ZERO, ContainerId
-from nearkin.store.chunks import ChunkReader, Plan
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
+from nearkin.store.plans import Plan
 
 THREADS = 8
 """Reads at a time. S3 gives one connection some 50 to 90 MB/s, after 10 to 30 ms."""

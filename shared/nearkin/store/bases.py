@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.limits import DEPTH_MAX
-from nearkin.records import U32, ZERO, Bools, ContainerId, Locations
+from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, Pieces, grouped
 from nearkin.stage import Contents
-from nearkin.store.chunks import ChunkReader, Plan, grouped, offsets_of
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource
+from nearkin.store.plans import Plan
 
 CONTENTS_BYTES_MAX = 32 * 1024 * 1024
 """Of bases read for one batch, at most."""
@@ -81,12 +82,10 @@ class BaseReader:
         if depth_below is not None:
             plan = self._replaced(plan, depth_below)
         distinct, which = _distinct(plan.locations)
-        lengths = plan.lengths[distinct]
-        kept = np.cumsum(lengths, dtype=np.uint64) <= CONTENTS_BYTES_MAX
-        lengths = np.where(kept, lengths, 0).astype(np.uint32)
-        payload = self._reader.fetch(plan.take(distinct[kept]))
-        offsets = offsets_of(lengths)
-        return Contents(plan.locations, payload, offsets[which], lengths[which], plan.depths, kept[which])
+        kept = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
+        pieces = self._reader.lent(plan.take(distinct[kept]))
+        pieces = Pieces.placed(len(distinct), [(np.flatnonzero(kept), pieces)])
+        return Contents(plan.locations, pieces.take(which), plan.depths, kept[which])
 
     def _replaced(self, plan: Plan, depth_below: int) -> Plan:
         """Return the plan of the first ancestor of each row that is less deep than `depth_below`."""
@@ -104,21 +103,18 @@ class BaseReader:
     def _contents_piecewise(self, locations: Locations, depth_below: int | None) -> Contents:
         """Read container by container, leaving out what fails: only on the way through damage."""
         count = len(locations)
-        lengths, depths, available = np.zeros(count, np.uint32), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
+        depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
         found = Locations(locations.containers.copy(), locations.ordinals.copy())
-        offsets, parts, position = np.zeros(count, np.uint64), [], 0
+        parts = list[tuple[NDArray[np.intp], Pieces]]()
         for _, rows in grouped(locations.containers):
             try:
                 part = self._contents(locations.take(rows), depth_below)
             except (Corrupt, NotFound):
                 continue
-            lengths[rows], depths[rows], available[rows] = part.lengths, part.depths, part.available
+            depths[rows], available[rows] = part.depths, part.available
             found.containers[rows], found.ordinals[rows] = part.locations.containers, part.locations.ordinals
-            offsets[rows] = part.offsets + np.uint64(position)
-            parts.append(part.payload)
-            position += len(part.payload)
-        payload = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-        return Contents(found, payload, offsets, lengths, depths, available)
+            parts.append((rows, part.pieces))
+        return Contents(found, Pieces.placed(count, parts), depths, available)
 
 
 def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:
@@ -126,11 +122,9 @@ def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Co
     count = len(locations)
     replaced = Locations(locations.containers.copy(), locations.ordinals.copy())
     replaced.containers[rows], replaced.ordinals[rows] = found.locations.containers, found.locations.ordinals
-    offsets, lengths = np.zeros(count, np.uint64), np.zeros(count, np.uint32)
     depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
-    offsets[rows], lengths[rows] = found.offsets, found.lengths
     depths[rows], available[rows] = found.depths, found.available
-    return Contents(replaced, found.payload, offsets, lengths, depths, available)
+    return Contents(replaced, Pieces.placed(count, [(rows, found.pieces)]), depths, available)
 
 
 def _distinct(locations: Locations) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -9,7 +9,7 @@ lean on, together. What a task holds meanwhile is one batch, or a group of block
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,12 +19,13 @@ from nearkin.errors import Corrupt
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block, kind_of, raw_bytes_of
 from nearkin.formats.directory import CHUNK_ROW
-from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
-from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations, Pieces, grouped, offsets_of
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
+from nearkin.store.lending import Lending
+from nearkin.store.plans import BlockName, ByBlock, Plan, by_block
 
 
 @runtime_checkable
@@ -43,70 +44,6 @@ class SupportsGenerations(Protocol):
         """Return whether any of these is there in a later generation than was read."""
 
 
-@frozen
-class Plan:
-    """How each wanted row is kept: `rows` CHUNK_ROW[n], zeros but for the length where the built-in zero chunk is.
-
-    Each column is a copy, contiguous as kernels want it.
-    """
-
-    locations: Locations
-    rows: NDArray[np.void]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def lengths(self) -> U32:
-        """Return uint32[n] bytes of the chunks."""
-        return np.ascontiguousarray(self.rows["lengths"])
-
-    @property
-    def encoded(self) -> U32:
-        """Return uint32[n] bytes of their encodings."""
-        return np.ascontiguousarray(self.rows["encoded"])
-
-    @property
-    def blocks(self) -> U32:
-        """Return uint32[n] numbers of their blocks."""
-        return np.ascontiguousarray(self.rows["blocks"])
-
-    @property
-    def positions(self) -> U32:
-        """Return uint32[n]: where in the decoded block each encoding starts, bytes."""
-        return np.ascontiguousarray(self.rows["positions"])
-
-    @property
-    def depths(self) -> U8:
-        """Return uint8[n] deltas to decode."""
-        return np.ascontiguousarray(self.rows["depths"])
-
-    @property
-    def bases(self) -> Locations:
-        """Return where the bases lie, (0, 0) at depth 0."""
-        rows = self.rows
-        return Locations(rows["base_containers"].copy(), rows["base_ordinals"].copy())
-
-    @property
-    def names(self) -> U8:
-        """Return uint8[n, 32] names."""
-        return np.ascontiguousarray(self.rows["names"])
-
-    @property
-    def ranks(self) -> U8:
-        """Return uint8[n]: what found the bases."""
-        return np.ascontiguousarray(self.rows["ranks"])
-
-    @property
-    def kinds(self) -> U8:
-        """Return uint8[n] kinds of their blocks: docs/formats/container.md."""
-        return np.ascontiguousarray(self.rows["kinds"])
-
-    def take(self, which: NDArray[np.intp] | Bools | slice) -> Plan:
-        """Return some of the rows."""
-        return Plan(self.locations.take(which), self.rows[which])
-
-
 HELD_BYTES_MAX = 8 * 1024 * 1024
 """Of decoded blocks from which rows are copied together, and the block that passes it."""
 
@@ -118,18 +55,10 @@ GROUP_BLOCKS_MAX = 64
 GROUP_BASES_MAX = 1 << 17
 """Of blocks whose bases are planned together, and the one that passes it: 70 bytes each."""
 
-BlockName = tuple[ContainerId, int]
-"""A container and a block's number in it."""
 Wanted = Plan | list[BlockName]
 Task = Generator[Wanted, Any, Any]
 """Returns bytes; yields what it must have before it can go on, and is sent it: of a plan its bytes, of blocks what the
 first of them decode to."""
-
-
-def offsets_of(lengths: U32) -> U64:
-    """Return where each of the consecutive pieces starts, bytes."""
-    wide = lengths.astype(np.uint64)
-    return np.cumsum(wide, dtype=np.uint64) - wide
 
 
 class ChunkReader:
@@ -159,19 +88,27 @@ class ChunkReader:
         return Plan(locations, rows)
 
     def fetch(self, plan: Plan) -> U8:
-        """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound.
+        """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
+        return self._carried_out(self._rows, plan)  # type: ignore[no-any-return]  # what the task returns
 
-        Where a container was written anew since it was planned, it is looked at again.
+    def lent(self, plan: Plan) -> Pieces:
+        """Return the rows' bytes as `fetch` does, but where they lie in decoded blocks: few are copied.
+
+        That keeps LENT_BYTES_MAX of blocks in memory, whatever their cache lets go of meanwhile.
         """
+        return self._carried_out(self._lent, plan)  # type: ignore[no-any-return]
+
+    def _carried_out(self, task: Callable[[Plan], Task], plan: Plan) -> Any:
+        """Carry out a task, anew where a container was written anew since it was planned."""
         for _ in range(REWRITTEN_MAX):
             try:
-                return self._fetched(plan)
+                return self._run(task(plan))
             except Rewritten:
                 plan = self.plan(plan.locations)
-        return self._fetched(plan)
+        return self._run(task(plan))
 
-    def _fetched(self, plan: Plan) -> U8:
-        tasks: list[Task] = [self._rows(plan)]
+    def _run(self, task: Task) -> Any:
+        tasks = [task]
         answer: Any = None
         while True:
             try:
@@ -180,10 +117,17 @@ class ChunkReader:
                 tasks.pop()
                 answer = done.value
                 if not tasks:
-                    return done.value  # type: ignore[no-any-return]  # what a Task returns
+                    return done.value
                 continue
             answer = None
             tasks.append(self._rows(wanted) if isinstance(wanted, Plan) else self._blocks(wanted))
+
+    def _lent(self, plan: Plan) -> Task:
+        lending = Lending(plan, self._source.buffers.take)
+        whole = (plan.kinds != layout.XDELTA3) & (plan.locations.containers != np.uint64(ZERO))
+        yield from self._visit(plan, np.flatnonzero(whole), lending.use)
+        others = np.flatnonzero(~whole)
+        return lending.ended(others, (yield plan.take(others)))
 
     def _rows(self, plan: Plan) -> Task:
         levels = [plan]
@@ -361,31 +305,31 @@ class ChunkReader:
         return out
 
     def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, Any, None]:
-        """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block.
+        """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block."""
 
-        Blocks gather until HELD_BYTES_MAX are held, then all their rows are copied in one call. Those that are not at
-        hand come last, shallow ones first: what a deeper one leans on may be among them.
+        def copy(blocks: ByBlock, visits: list[int], contents: list[U8]) -> None:
+            rows = blocks.rows_of(visits)
+            which = np.repeat(np.arange(len(visits), dtype=np.int32), blocks.counts[visits])
+            gather(contents, which, plan.positions[rows].astype(np.uint64), plan.encoded[rows], out, places[rows])
+
+        return self._visit(plan, wanted, copy)
+
+    def _visit(
+        self, plan: Plan, wanted: NDArray[np.intp], use: Callable[[ByBlock, list[int], list[U8]], None]
+    ) -> Generator[Wanted, Any, None]:
+        """Let `use` have the blocks of the wanted rows: which of them, and what they decode to.
+
+        Blocks gather until HELD_BYTES_MAX are held. Those that are not at hand come last, shallow ones first: what a
+        deeper one leans on may be among them.
         """
         if not len(wanted):
             return
-        containers, blocks = plan.locations.containers[wanted], plan.blocks[wanted]
-        order = np.lexsort((blocks, containers))
-        wanted, containers, blocks = wanted[order], containers[order], blocks[order]
-        changes = np.flatnonzero((containers[1:] != containers[:-1]) | (blocks[1:] != blocks[:-1])) + 1
-        bounds = np.concatenate([np.zeros(1, np.intp), changes, np.full(1, len(wanted))])
-        starts = bounds[:-1]
-        names = list(zip(map(ContainerId, containers[starts].tolist()), blocks[starts].tolist(), strict=True))
-
-        def copy(visits: list[int], contents: list[U8]) -> None:
-            rows = wanted[_runs(bounds, visits)]
-            which = np.repeat(np.arange(len(visits), dtype=np.int32), np.diff(bounds)[visits])
-            gather(contents, which, plan.positions[rows].astype(np.uint64), plan.encoded[rows], out, places[rows])
-
+        blocks = by_block(plan, wanted)
         visits: list[int] = []
         held: list[U8] = []
         missing: list[int] = []
         held_bytes = 0
-        for visit, name in enumerate(names):
+        for visit, name in enumerate(blocks.names):
             content = self._source.decoded(*name)
             if content is None:
                 missing.append(visit)
@@ -394,40 +338,21 @@ class ChunkReader:
             held.append(content)
             held_bytes += len(content)
             if held_bytes >= HELD_BYTES_MAX:
-                copy(visits, held)
+                use(blocks, visits, held)
                 visits, held, held_bytes = [], [], 0
         if visits:
-            copy(visits, held)
-        depths = plan.depths[wanted[starts]].tolist()
+            use(blocks, visits, held)
+        depths = plan.depths[blocks.rows[blocks.bounds[:-1]]].tolist()
         missing.sort(key=depths.__getitem__)
         while missing:
             level = [visit for visit in missing[:GROUP_BLOCKS_MAX] if depths[visit] == depths[missing[0]]]
-            held = yield [names[visit] for visit in level]
-            copy(level[: len(held)], held)
+            held = yield [blocks.names[visit] for visit in level]
+            use(blocks, level[: len(held)], held)
             missing = missing[len(held) :]
 
 
 def _called(name: BlockName) -> str:
     return f"{object_name(name[0])} block {name[1]}"
-
-
-def _runs(bounds: NDArray[np.intp], which: list[int]) -> NDArray[np.intp]:
-    """Return bounds[i] .. bounds[i + 1] of each i in `which`, one run after another."""
-    sizes = np.diff(bounds)[which]
-    ends = np.cumsum(sizes)
-    runs: NDArray[np.intp] = np.arange(ends[-1]) + np.repeat(bounds[:-1][which] - (ends - sizes), sizes)
-    return runs
-
-
-def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
-    """Return (container, its rows) for each container, rows ascending. Unlike np.unique it does not import numpy.ma."""
-    if not len(containers):
-        return []
-    if (containers[1:] == containers[0]).all():
-        return [(int(containers[0]), np.arange(len(containers)))]
-    order = np.argsort(containers, kind="stable")
-    changes = np.flatnonzero(np.diff(containers[order])) + 1
-    return [(int(containers[rows[0]]), rows) for rows in np.split(order, changes)]
 
 
 def _fill_zeros(out: U8, rows: NDArray[np.intp], starts: U64, lengths: U32) -> None:

@@ -17,8 +17,7 @@ import numpy as np
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.condemned import Condemned
-from nearkin.records import ZERO, Bools, ContainerId, Locations
-from nearkin.store.chunks import grouped
+from nearkin.records import ZERO, Bools, ContainerId, Locations, grouped
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerSource, ContainerStore
 

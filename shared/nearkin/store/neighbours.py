@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.directory import Directory
-from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of
+from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of, grouped
 from nearkin.stage import Anchor, Gaps, Neighbours
-from nearkin.store.chunks import grouped
 from nearkin.store.containers import ByteBoundedCache, ContainerSource
 
 ROWS_CACHE_BYTES = 8 * 1024 * 1024

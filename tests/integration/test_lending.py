@@ -1,0 +1,170 @@
+"""Lending: what bases are read from lies where it was decoded, is what `fetch` gives, and stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nearkin import Store, open_store
+from nearkin.errors import BadInput, NotFound
+from nearkin.formats.directory import CHUNK_ROW
+from nearkin.records import U8, ZERO, ContainerId, Locations, Pieces
+from nearkin.store import lending
+from nearkin.store.bases import BaseReader
+from nearkin.store.chunks import ChunkReader
+from nearkin.store.containers import ContainerStore
+from nearkin.store.lending import Lending
+from nearkin.store.plans import Plan, by_block
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import SMALL
+from nearkin.testing.stores import settings as chosen
+
+KEPT = pytest.mark.parametrize("store", ["patch", "xdelta3"], indirect=True)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """Four versions, kept as the codec says, with zeros between."""
+    content = text_like(400_000, 1) + bytes(200_000)
+    with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"codec": request.param}})) as opened:
+        for version in range(4):
+            opened.put("k", content)
+            content = mutated(content, version, edits=40, edit_bytes_max=60)
+        yield opened
+
+
+def containers(store: Store) -> ContainerStore:
+    return store._containers
+
+
+def everything(source: ContainerStore) -> Locations:
+    """Return every chunk that is stored, and the zero chunk."""
+    counts = {container: len(source.directory(container).chunks.lengths) for container, _ in source.ids()}
+    ids = [np.full(count, container, np.uint64) for container, count in counts.items()]
+    ordinals = [np.arange(count, dtype=np.uint32) for count in counts.values()]
+    zero = np.array([ZERO], np.uint64), np.array([777], np.uint32)
+    return Locations(np.concatenate([*ids, zero[0]]), np.concatenate([*ordinals, zero[1]]))
+
+
+def bytes_of(pieces: Pieces) -> list[bytes]:
+    rows = zip(pieces.which.tolist(), pieces.offsets.tolist(), pieces.lengths.tolist(), strict=True)
+    return [bytes(pieces.buffers[buffer][first : first + length]) for buffer, first, length in rows]
+
+
+def fetched(reader: ChunkReader, plan: Plan) -> list[bytes]:
+    return [bytes(part) for part in np.split(reader.fetch(plan), np.cumsum(plan.lengths)[:-1])]
+
+
+@KEPT
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data: st.DataObject) -> None:
+    source, reader = containers(store), ChunkReader(containers(store))
+    places = everything(source)
+    plan = reader.plan(places)
+    wanted = fetched(reader, plan)
+    kept = data.draw(st.integers(0, 4), "one block in so many is at hand")
+    for number, key in enumerate(list(source.blocks._entries)):
+        if not kept or number % kept:
+            source.blocks.drop([key])
+    rows = data.draw(st.lists(st.integers(0, len(places) - 1), min_size=1, max_size=60))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lending, "LENT_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
+        patched.setattr(lending, "LENT_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
+        pieces = reader.lent(plan.take(np.array(rows)))
+    assert bytes_of(pieces) == [wanted[row] for row in rows]
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store) -> None:
+    source, reader = containers(store), ChunkReader(containers(store))
+    plan = reader.plan(everything(source))
+    by = by_block(plan, np.flatnonzero(plan.locations.containers != np.uint64(ZERO)))
+    reader.fetch(plan)
+    for visit, name in enumerate(by.names):
+        rows = by.rows[by.bounds[visit] : by.bounds[visit + 1]]
+        decoded = source.decoded(*name)
+        assert decoded is not None
+        whole = reader.lent(plan.take(rows))
+        assert all(whole.buffers[which] is decoded for which in whole.which)
+        if plan.lengths[rows[0]] * lending.LENT_SHARE < len(decoded):
+            little = reader.lent(plan.take(rows[:1]))
+            assert not np.shares_memory(little.buffers[little.which[0]], decoded)
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: Store) -> None:
+    source, reader = containers(store), ChunkReader(containers(store))
+    plan = reader.plan(everything(source))
+    plan = plan.take((plan.depths == 0) & (plan.locations.containers != np.uint64(ZERO)))
+    source.blocks.clear()
+    before = source.blocks.misses
+    pieces = reader.lent(plan)
+    names = by_block(plan, np.arange(len(plan))).names
+    assert source.blocks.misses - before == len(names)
+    decoded = [source.decoded(*name) for name in names]
+    assert all(any(buffer is one for one in decoded) for buffer in pieces.buffers if len(buffer))
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_what_is_lent_stays_while_the_cache_lets_go_of_it_and_takes_others(store: Store) -> None:
+    source, reader = containers(store), ChunkReader(containers(store))
+    plan = reader.plan(everything(source))
+    pieces = reader.lent(plan)
+    wanted = bytes_of(pieces)
+    source.blocks.clear()
+    for _ in range(3):  # as much memory again, three times over, from the same pool
+        taken = [source.buffers.take(len(buffer)) for buffer in pieces.buffers]
+        for memory in taken:
+            memory[:] = 0xFF
+        del taken
+    assert bytes_of(pieces) == wanted
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_bases_of_a_batch_name_their_bytes_once_and_those_that_are_lost_none(store: Store) -> None:
+    source = containers(store)
+    places = everything(source)
+    plan = ChunkReader(source).plan(places)
+    lost = ContainerId(int(places.containers[:-1].max()))
+    twice = Locations.join([places, places])
+    with pytest.MonkeyPatch.context() as patched:
+        known = source.directory
+
+        def directory(container: ContainerId) -> Any:
+            if container == lost:
+                raise NotFound("collected")
+            return known(container)
+
+        patched.setattr(source, "directory", directory)
+        found = BaseReader(source).contents(twice)
+    there = twice.containers != np.uint64(lost)
+    assert (found.available == there).all()
+    assert not found.pieces.lengths[~there].any()
+    half = len(places)
+    assert (found.pieces.lengths[:half] == np.where(there[:half], plan.lengths, 0)).all()
+    for column in (found.pieces.which, found.pieces.offsets, found.pieces.lengths):
+        assert (column[:half] == column[half:]).all()
+    sound = np.flatnonzero(there[:half])
+    assert bytes_of(found.pieces.take(sound)) == fetched(ChunkReader(source), plan.take(sound))
+
+
+def test_rows_that_leave_their_block_are_refused() -> None:
+    rows = np.zeros(2, CHUNK_ROW)
+    rows["lengths"] = rows["encoded"] = 10
+    rows["positions"] = [0, 5]
+    plan = Plan(Locations(np.full(2, 7, np.uint64), np.arange(2, dtype=np.uint32)), rows)
+
+    def take(size_bytes: int) -> U8:
+        return np.zeros(size_bytes, np.uint8)
+
+    blocks = by_block(plan, np.arange(2))
+    Lending(plan, take).use(blocks, [0], [np.zeros(15, np.uint8)])
+    with pytest.raises(BadInput, match="leaves buffer 0 of 14 bytes"):
+        Lending(plan, take).use(blocks, [0], [np.zeros(14, np.uint8)])
