@@ -69,22 +69,24 @@ class Cutter:
         self._stage = ChunkerStage(settings, fingerprinter)
         self._arenas = arenas
         self._hand_on = hand_on
-        self._carry: U8 = np.zeros(0, np.uint8)
+        self._carry: U8 = np.empty(CARRY_BYTES_MAX, np.uint8)
+        """Room for it: a new copy each batch would be new pages each batch."""
+        self._carried = 0
 
     def cut(self, filled: Filled) -> None:
         """Hand all certain segments on."""
         arena, runs = filled.arena, list(filled.runs)
-        carried = len(self._carry)
+        carried = self._carried
         if carried:
             first = runs[0]
             assert carried <= CARRY_BYTES_MAX <= first.start, carried
-            arena[first.start - carried : first.start] = self._carry
+            arena[first.start - carried : first.start] = self._carry[:carried]
             runs[0] = BlobRun(first.blob, first.start - carried, first.stop, first.final)
         with tally.STAGE_SECONDS.time("chunker"):
             chunked = self._stage.decide(FrameRuns(arena[: runs[-1].stop], tuple(runs)), Facts())
         last = runs[-1]
-        left = 0 if last.final else last.stop - max(chunked.consumed, last.start)
-        self._carry = arena[last.stop - left : last.stop].copy()
+        self._carried = 0 if last.final else last.stop - max(chunked.consumed, last.start)
+        self._carry[: self._carried] = arena[last.stop - self._carried : last.stop]
         if chunked.segments.segments:
             self._hand_on(chunked.segments)
         else:
