@@ -223,6 +223,18 @@ def test_super_features_are_asked_late_for_the_chunks_alone_that_are_unknown_and
     assert outcome.counts.duplicate.tolist() == [False, True, False]
 
 
+def test_ranks_whose_candidates_are_no_bases_are_not_asked_about_late():
+    facts = Scripted(base=(random_bytes(CHUNK, 999), 0))  # whatever is asked: what rank 0 names, and it is of no use
+    stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
+    for number in range(3):
+        batch = segments(pieces(*range(1 + 80 * number, 81 + 80 * number)))
+        fresh = run_stage(DedupStage(), batch, Scripted())
+        run_stage(stage, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, Scripted()), facts)
+    asked = [reads.super_features for reads in facts.asked if reads.super_features is not None]
+    assert [of.all(axis=0).tolist() for of in asked] == [[True] * 3, [False, True, True], [False, True, True]]
+    assert not asked[1][:, 0].any()
+
+
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
 def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
     base = text_like(CHUNK, 5)

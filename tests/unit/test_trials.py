@@ -68,6 +68,17 @@ def test_each_rank_is_judged_by_its_own_candidates() -> None:
     assert tried == [(1, 1)] + [(1, 0)] * (EVERY - 1) + [(1, 1)]
 
 
+def test_a_rank_that_is_not_worth_it_is_not_asked_about_but_in_one_batch_of_so_many() -> None:
+    trials, asked = RankTrials(), list[list[bool]]()
+    for _ in range(1 + EVERY):
+        ranks = np.flatnonzero(trials.asked("a", 3)).astype(np.uint8)
+        asked.append([rank in ranks for rank in range(3)])
+        named = np.repeat(ranks, RANK_CHUNKS_MIN)
+        trials.heard(named, named == 0)
+    assert asked == [[True] * 3] + [[True, False, False]] * (EVERY - 1) + [[True] * 3]
+    assert trials.asked("another", 3).all()
+
+
 def test_ranks_of_which_nothing_is_known_are_tried_and_none_is_fine() -> None:
     trials = RankTrials()
     assert trials.wanted("a", np.array([7, 1, 7], np.uint8)).all()

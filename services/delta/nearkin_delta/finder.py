@@ -91,7 +91,7 @@ class BaseFinder:
         if not self._similar or facts.similar is not None:
             return self._crowded_ones(batch, facts, stream)
         if self._asks_bases == "late" and facts.bases is None:
-            return Reads(sketch=batch.sketch, super_features=batch.super_features[self._without_base(batch, facts)])
+            return self._late_question(batch, facts, stream)
         paired = self.with_bases(batch, facts)
         asked = self._asked(paired, facts, stream)
         return Reads(similar=paired.bases.take(asked), depth_below=self._depth_below)
@@ -134,6 +134,12 @@ class BaseFinder:
             return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
         return Reads(names=names, gaps=gaps)
 
+    def _late_question(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads:
+        """Ask for what the super-features name, of those ranks of which enough turn out to be bases."""
+        super_features = batch.super_features[self._without_base(batch, facts)]
+        ranks = self._rank_trials.asked(_alone(batch, stream), super_features.shape[1])
+        return Reads(sketch=batch.sketch, super_features=np.where(ranks, super_features, np.uint64(0)))
+
     def _crowded_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads | None:
         """Ask for shallower bases of the chunks that would stand at the end of a full chain."""
         if not self._tries:
@@ -170,9 +176,10 @@ class BaseFinder:
     def _asked(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Bools:
         """Return which fresh chunks are to try the base that a super-feature found."""
         if self._batch.asked is None:
-            rows = np.flatnonzero(batch.base_found & self._without_base(batch, facts))
-            asked = np.zeros(len(batch.base_found), np.bool_)
-            asked[rows[self._rank_trials.wanted(_alone(batch, stream), batch.base_rank[rows])]] = True
+            asked = batch.base_found & self._without_base(batch, facts)
+            if self._asks_bases != "late":  # then no other was asked for
+                rows = np.flatnonzero(asked)
+                asked[rows] = self._rank_trials.wanted(_alone(batch, stream), batch.base_rank[rows])
             self._batch.asked = asked
         return self._batch.asked
 

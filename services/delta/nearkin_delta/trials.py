@@ -65,17 +65,23 @@ class RankTrials:
         self._few = few
         self._of: dict[int, Trials] = {}
 
+    def asked(self, blob: Hashable, ranks: int) -> Bools:
+        """Return whether a batch asks for candidates of each of so many ranks at all; `blob` as for Trials."""
+        return np.array([self._trials(rank).wanted(blob) for rank in range(ranks)], np.bool_)
+
     def wanted(self, blob: Hashable, ranks: U8) -> Bools:
-        """Return whether to try each candidate of a batch, by its rank; `blob` as for Trials."""
+        """Return whether to try each candidate of a batch that asked for all, by its rank; `blob` as for Trials."""
         tried = np.ones(len(ranks), np.bool_)
         for rank in np.flatnonzero(np.bincount(ranks)).tolist():
-            trials = self._of.setdefault(rank, Trials(self._few, RANK_CHUNKS_MIN))
-            if not trials.wanted(blob):
+            if not self._trials(rank).wanted(blob):
                 tried[ranks == rank] = False
         return tried
+
+    def _trials(self, rank: int) -> Trials:
+        return self._of.setdefault(rank, Trials(self._few, RANK_CHUNKS_MIN))
 
     def heard(self, ranks: U8, found: Bools) -> None:
         """Take what came out for those that were tried: which of them are bases."""
         counts, finds = np.bincount(ranks), np.bincount(ranks[found], minlength=int(ranks.max(initial=0)) + 1)
         for rank in np.flatnonzero(counts).tolist():
-            self._of[rank].heard(int(counts[rank]), int(finds[rank]))
+            self._trials(rank).heard(int(counts[rank]), int(finds[rank]))

@@ -48,12 +48,16 @@ class PendingIndex:
         count, ranks = super_features.shape
         if not super_features.any():
             return Locations.empty(count), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
-        keys = feature_keys(sketch, self._domain, super_features)
+        asked = np.flatnonzero(super_features.T)
+        keys = feature_keys(sketch, self._domain, super_features)[asked]
         with self._lock:
-            durable, there = self._index.locate_ranks(sketch, super_features)
-            everything, there = self._merged(self._features, keys, durable, there)
-        of_rank = (there & (super_features.T != 0).ravel()).reshape(ranks, count)
-        first, found = of_rank.argmax(axis=0), of_rank.any(axis=0)
+            everything, there = self._index.locate_ranks(sketch, super_features)
+            pending, known = self._merged(self._features, keys, everything.take(asked), there[asked])
+        there[asked] = known
+        everything.containers[asked], everything.ordinals[asked] = pending.containers, pending.ordinals
+        of_rank = there.reshape(ranks, count)
+        first = of_rank.argmax(axis=0)
+        found: Bools = np.any(of_rank, axis=0)
         rows = np.flatnonzero(found)
         locations = Locations.empty(count)
         taken = everything.take(first[rows] * count + rows)
