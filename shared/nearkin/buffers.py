@@ -23,10 +23,9 @@ from nearkin.records import U8
 SMALLEST_BYTES = 64 * KIB
 """Less is left to malloc."""
 LARGEST_BYTES = 32 * MIB
-"""More is mapped, and goes back to the system at once. The bases of a batch of 16 MiB, which come together, are some
-20 MB: counted as more, each batch would have 20 MB cleared for them."""
+"""More is mapped, and goes back to the system at once. The raw blocks of `archive`, 30 MiB, are not more."""
 ROOMY_BYTES = MIB
-"""From here on a spare of up to twice the room will do: no two batches have bases of the same size."""
+"""From here on a spare of up to twice the room will do: no two pieces of a restore are of the same size."""
 MAPPED_BYTES = 256 * KIB
 """From here on memory is mapped: of malloc's, what lies between pieces in use stays taken (ten botocore releases put
 and read in one process: 383 MiB, mapped 375)."""
