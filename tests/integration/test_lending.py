@@ -99,6 +99,20 @@ def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = containers(store), ChunkReader(containers(store))
+    plan = reader.plan(everything(source))
+    for bound in (0, 150_000, 1 << 30):
+        monkeypatch.setattr(lending, "LENT_BYTES_MAX", bound)
+        pieces = reader.lent(plan)
+        blocks = [decoded for decoded, _ in source.blocks._entries.values()]
+        lent = [len(buffer) for buffer in pieces.buffers if any(buffer is block for block in blocks)]
+        assert sum(lent) <= bound
+        assert (sum(lent) > bound - 2 * 64 * 1024) == (bound < 1 << 30)
+        assert len(set(pieces.which.tolist())) >= len(lent)
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
 def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: Store) -> None:
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
