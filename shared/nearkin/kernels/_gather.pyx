@@ -10,8 +10,11 @@ import numpy as np
 from nearkin.errors import BadInput
 
 
-cdef class Payload:
+cdef class _Payload:
     """A caller's bytes, held from construction to destruction."""
+
+    cdef Py_buffer view
+    cdef bint held
 
     def __cinit__(self, str name, payload, bint writable):
         try:
@@ -30,8 +33,8 @@ cdef class Sources:
     """Buffers as a C table, for this kernel and others that take slices of many; it keeps them alive."""
 
     def __cinit__(self, buffers):
-        cdef Payload payload
-        self.payloads = [Payload(f"buffers[{i}]", buffer, False) for i, buffer in enumerate(buffers)]
+        cdef _Payload payload
+        self.payloads = [_Payload(f"buffers[{i}]", buffer, False) for i, buffer in enumerate(buffers)]
         self.count = len(self.payloads)
         self.table = <source *>malloc((self.count + 1) * sizeof(source))
         if self.table is NULL:
@@ -61,31 +64,6 @@ cdef class Sources:
                 )
         return 0
 
-    cdef int copy(
-        self,
-        const int32_t[::1] which,
-        const uint64_t[::1] offsets,
-        const uint32_t[::1] lengths,
-        Payload out,
-        const uint64_t[::1] out_offsets,
-    ) except -1:
-        """Copy checked slices to places that are checked here."""
-        cdef Py_ssize_t i
-        cdef uint64_t out_bytes = <uint64_t>out.view.len
-        cdef uint8_t *out_at = <uint8_t *>out.view.buf
-        _check_entries("out_offsets", out_offsets.shape[0], which.shape[0])
-        for i in range(which.shape[0]):
-            if out_offsets[i] > out_bytes or lengths[i] > out_bytes - out_offsets[i]:
-                raise BadInput(
-                    f"slice {i} goes to offset {out_offsets[i]}, {lengths[i]} bytes: leaves out of {out_bytes} bytes"
-                )
-        with nogil:
-            for i in range(which.shape[0]):
-                if lengths[i] > 0:
-                    # Not memcpy: `out` may share bytes with a buffer, and both take the same time at chunk sizes.
-                    memmove(out_at + out_offsets[i], self.table[which[i]].at + offsets[i], lengths[i])
-        return 0
-
 
 cdef int _check_entries(str name, Py_ssize_t found, Py_ssize_t slices) except -1:
     if found != slices:
@@ -101,6 +79,32 @@ cdef object array_of(str name, object values, object dtype):
     return np.ascontiguousarray(values)
 
 
+cdef int _copy(
+    Sources sources,
+    const int32_t[::1] which,
+    const uint64_t[::1] offsets,
+    const uint32_t[::1] lengths,
+    _Payload out,
+    const uint64_t[::1] out_offsets,
+) except -1:
+    """Copy checked slices to places that are checked here."""
+    cdef Py_ssize_t i
+    cdef uint64_t out_bytes = <uint64_t>out.view.len
+    cdef uint8_t *out_at = <uint8_t *>out.view.buf
+    _check_entries("out_offsets", out_offsets.shape[0], which.shape[0])
+    for i in range(which.shape[0]):
+        if out_offsets[i] > out_bytes or lengths[i] > out_bytes - out_offsets[i]:
+            raise BadInput(
+                f"slice {i} goes to offset {out_offsets[i]}, {lengths[i]} bytes: leaves out of {out_bytes} bytes"
+            )
+    with nogil:
+        for i in range(which.shape[0]):
+            if lengths[i] > 0:
+                # Not memcpy: `out` may share bytes with a buffer, and both take the same time at chunk sizes.
+                memmove(out_at + out_offsets[i], sources.table[which[i]].at + offsets[i], lengths[i])
+    return 0
+
+
 def gather(buffers, which, offsets, lengths, out, out_offsets):
     cdef Sources sources = Sources(buffers)
     cdef const int32_t[::1] buffer_of = array_of("which", which, np.dtype(np.int32))
@@ -108,7 +112,7 @@ def gather(buffers, which, offsets, lengths, out, out_offsets):
     cdef const uint32_t[::1] length = array_of("lengths", lengths, np.dtype(np.uint32))
     cdef const uint64_t[::1] out_at = array_of("out_offsets", out_offsets, np.dtype(np.uint64))
     sources.check(buffer_of, at, length)
-    sources.copy(buffer_of, at, length, Payload("out", out, True), out_at)
+    _copy(sources, buffer_of, at, length, _Payload("out", out, True), out_at)
 
 
 def gather_new(buffers, which, offsets, lengths):
@@ -120,5 +124,5 @@ def gather_new(buffers, which, offsets, lengths):
     sources.check(buffer_of, at, length)  # before the allocation: no array on the word of lengths that nothing backs
     cdef const uint64_t[::1] out_at = np.cumsum(lengths, dtype=np.uint64) - lengths
     out = np.empty(int(lengths.sum(dtype=np.uint64)), dtype=np.uint8)
-    sources.copy(buffer_of, at, length, Payload("out", out, True), out_at)
+    _copy(sources, buffer_of, at, length, _Payload("out", out, True), out_at)
     return out

@@ -82,8 +82,8 @@ def shared_bytes(
                 failed = nearkin_overlap_group(
                     &targets_view[0], &target_offsets_view[0], &target_lengths_view[0],
                     target_bounds_view[group], target_bounds_view[group + 1], bases,
-                    &base_lengths_view[0], base_bounds_view[group], base_bounds_view[group + 1], table, bits_view[group], by_base, by_base + most,
-                    by_base + 2 * <size_t>most, &found)
+                    &base_lengths_view[0], base_bounds_view[group], base_bounds_view[group + 1], table,
+                    bits_view[group], by_base, by_base + most, by_base + 2 * <size_t>most, &found)
                 if failed:
                     break
         if failed:

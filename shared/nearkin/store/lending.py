@@ -43,7 +43,7 @@ class Lending:
         )
         which, copied = np.zeros(len(visits), np.int32), list[int]()
         for place, content in enumerate(contents):
-            if self._lends(content, wanted[place]) and ends[place] <= len(content):
+            if ends[place] <= len(content) and self._lends(content, wanted[place]):
                 which[place] = self._add(content)
             else:
                 copied.append(place)
