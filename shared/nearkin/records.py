@@ -7,6 +7,8 @@ Chunks travel as arrays beside one payload, never as objects:
     lengths   uint32[n] bytes
     names     uint8[n, 32]: fingerprint 20, check tag 8, length 4
     segments  chunk_bounds uint32[s + 1]: segment j is chunks chunk_bounds[j] .. chunk_bounds[j + 1]
+
+Stored ones, which lie in many decoded blocks, as `Pieces` of these.
 """
 
 from __future__ import annotations

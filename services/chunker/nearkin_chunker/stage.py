@@ -11,7 +11,7 @@ import numpy as np
 from nearkin.config import Settings
 from nearkin.fingerprints import Fingerprinter
 from nearkin.frozen import frozen
-from nearkin.records import U8, U32, SegmentBatch
+from nearkin.records import U8, U32, SegmentBatch, offsets_of
 from nearkin.stage import Facts, Reads
 from nearkin_chunker.algorithms import chunker
 from nearkin_chunker.segmenter import segment_bounds
@@ -63,7 +63,7 @@ class ChunkerStage:
         cuts = [self._cut(payload[run.start : run.stop], run.final) for run in runs]
         lengths: U32 = np.concatenate(cuts) if cuts else np.zeros(0, np.uint32)
         first = runs[0].start if runs else 0
-        offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths + np.uint64(first)).astype(np.uint64)
+        offsets = offsets_of(lengths) + np.uint64(first)
         names, zero = self._fingerprinter.name_stream(payload, offsets, lengths)
         parts, blobs, chunk = [], [], 0
         for run, cut in zip(runs, cuts, strict=True):

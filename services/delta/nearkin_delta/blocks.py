@@ -26,7 +26,7 @@ from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.kernels.prefix import BasePrefix, BaseRows
 from nearkin.limits import KIB, MIB
-from nearkin.records import U8, U32, U64, ContainerId, Locations
+from nearkin.records import U8, U32, U64, ContainerId, Locations, offsets_of
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
 from nearkin_delta.searches import Searches, deeper
 
@@ -288,7 +288,7 @@ class BlockEncoder:
         ends = np.append(starts[1:], np.uint64(len(open_block.prefix)))
         mine = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
         rows = np.array([keys[pair] for pair in mine], np.intp)
-        offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+        offsets = offsets_of(lengths)
         prefix = np.frombuffer(open_block.prefix, np.uint8)
         base_lengths = (ends - starts)[rows].astype(np.uint32)
         pairs = Pairs(raw, offsets, lengths, prefix, starts[rows], base_lengths)

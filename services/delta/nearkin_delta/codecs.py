@@ -13,7 +13,7 @@ from nearkin.formats.layout import PATCH, XDELTA3
 from nearkin.frozen import frozen
 from nearkin.kernels import xdelta3
 from nearkin.kernels.gather import gather_new
-from nearkin.records import U8, U32, U64, Pieces
+from nearkin.records import U8, U32, U64, Pieces, offsets_of
 
 
 @frozen
@@ -37,8 +37,8 @@ def pairs_with(targets: U8, target_offsets: U64, target_lengths: U32, bases: Pie
     _, first, again = np.unique(places, return_index=True, return_inverse=True)
     once = bases.take(first)
     payload = gather_new(once.buffers, once.which, once.offsets, once.lengths)
-    offsets = np.cumsum(once.lengths, dtype=np.uint64) - once.lengths
-    return Pairs(targets, target_offsets, target_lengths, payload, offsets[again], once.lengths[again])
+    offsets = offsets_of(once.lengths)[again]
+    return Pairs(targets, target_offsets, target_lengths, payload, offsets, once.lengths[again])
 
 
 @frozen
@@ -68,8 +68,7 @@ def xdelta3_encoder(level: int) -> Encode:
             level=level,
             limit_bytes=limits,
         )
-        offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
-        return Deltas(payload, offsets, lengths)
+        return Deltas(payload, offsets_of(lengths), lengths)
 
     return encode
 

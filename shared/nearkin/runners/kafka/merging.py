@@ -21,7 +21,7 @@ from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather_new
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.limits import KEY_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import U8, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch
+from nearkin.records import U8, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch, offsets_of
 
 CHUNK_BYTES_SENT = 48
 """What a chunk takes in the largest message besides its bytes and its super-features."""
@@ -191,6 +191,6 @@ def _folded(
     fresh = unknown[first[unknown] == unknown]
     sizes = apart.lengths[fresh]
     offsets = np.zeros(len(apart.lengths), np.uint64)
-    offsets[fresh] = np.cumsum(sizes, dtype=np.uint64) - sizes
+    offsets[fresh] = offsets_of(sizes)
     payload = gather_new(payloads, source[fresh], apart.offsets[fresh], sizes)
     return replace(apart, payload=payload, offsets=offsets), first, fresh
