@@ -66,7 +66,7 @@ class ThreadClocks:
             try:
                 return close(encoder, block)
             finally:
-                self.add("encode", time.thread_time() - started)
+                self.add(threading.current_thread().name.removeprefix("nearkin-"), time.thread_time() - started)
 
         BlockEncoder.close = timed_close  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,15 @@ from nearkin.records import Locations, Pieces
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import settings
 from nearkin_delta import blocks as module
-from nearkin_delta.blocks import SLACK_SHARE, BlockCloser, BlockEncoder, ClosedBlock, OpenBlock, SparePrefixes
+from nearkin_delta.blocks import (
+    SLACK_SHARE,
+    BlockCloser,
+    BlockEncoder,
+    ClosedBlock,
+    OpenBlock,
+    SparePrefixes,
+    encoders_max,
+)
 from nearkin_delta.builder import Prefixes
 
 ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
@@ -257,3 +266,43 @@ def spares_prefix(size_bytes: int) -> BasePrefix:
     prefix = BasePrefix(1 << 20, 10)
     prefix.add(np.arange(1), prefixes([[(1, bytes(size_bytes))]]).checked())
     return prefix
+
+
+def test_blocks_that_are_encoded_side_by_side_come_out_as_alone_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [mutated(text_like(module.HANDED_BYTES // 4, 5), seed, edits=50) for seed in range(24)]
+    in_use: list[BlockEncoder] = []
+    most = 0
+    close = BlockEncoder.close
+
+    def watched(encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
+        nonlocal most
+        assert encoder not in in_use, "its contexts are one thread's at a time"
+        in_use.append(encoder)
+        most = max(most, len(in_use))
+        time.sleep(0.002 * (block.number % 5))  # so that they end in another order
+        closed = close(encoder, block)
+        in_use.remove(encoder)
+        return closed
+
+    monkeypatch.setattr(BlockEncoder, "close", watched)
+    with ThreadPoolExecutor(3) as threads:
+        closer = BlockCloser(BlockSettings(), DeltaSettings(), threads)
+        blocks = [closer.begin(number, layout.RAW, 0, len(content)) for number, content in enumerate(contents)]
+        for block, content in zip(blocks, contents, strict=True):
+            append_alone(block, content)
+        encodings = closer.close(blocks)
+        found = [bytes(encoding.result().block.record) for encoding in encodings]
+    monkeypatch.undo()
+    assert most > 1
+    assert found == [bytes(ENCODER.close(block).block.record) for block in blocks]
+
+
+def append_alone(block: OpenBlock, content: bytes) -> None:
+    """Append one chunk."""
+    payload, length = np.frombuffer(content, np.uint8), np.array([len(content)], np.uint32)
+    block.append((payload, payload), np.zeros(1, np.int32), np.zeros(1, np.uint64), length)
+
+
+def test_where_one_block_tells_how_the_next_is_written_they_are_encoded_one_by_one() -> None:
+    assert encoders_max(BlockSettings()) > 1
+    assert encoders_max(BlockSettings(far_matches=True)) == 1

@@ -12,7 +12,7 @@ from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, decode_block, encode_block
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import U8
-from nearkin.testing.generated import random_bytes, text_like
+from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin_delta import searches as module
 from nearkin_delta.searches import Searches
 
@@ -76,7 +76,7 @@ def test_what_suited_one_stream_is_given_up_when_another_follows() -> None:
 
 @pytest.mark.parametrize(("size_bytes", "far"), [(module.FAR_BYTES_MIN - 1, True), (2 * module.FAR_BYTES_MIN, False)])
 def test_small_blocks_and_those_nobody_asked_for_are_written_as_ever(size_bytes: int, far: bool) -> None:
-    raw = as_array(text_like(size_bytes, 4))
+    raw = as_array(text_like(size_bytes // 8, 4) * 8)
     plain = encode_block(raw, layout.RAW, 0, FrameEncoder(OPTIONS))
     assert Searches(OPTIONS, far).encode(raw, FrameEncoder(OPTIONS)).payload == plain.payload
 
@@ -86,32 +86,46 @@ def test_the_archives_level_searches_deeper_and_others_as_zstd_does() -> None:
     assert module.deeper(3) == module.deeper(12) == {}
 
 
-def test_at_level_3_what_compresses_badly_is_written_at_2_from_the_next_block_on() -> None:
-    options = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
-    encoder, searches = FrameEncoder(options), Searches(options, far=False)
-    noise = np.random.default_rng(1).integers(0, 16, 200_000, np.uint8)  # 4 bits a byte: comes out at a half
-    text = np.frombuffer(b"all the same words " * 10_000, np.uint8)
-    level3 = {name: len(encoder.encode(raw)) for name, raw in (("noise", noise), ("text", text))}
-    level2 = {
-        name: len(encoder.encode(raw, None, {**options, CompressionParameter.compression_level: 2}))
-        for name, raw in (("noise", noise), ("text", text))
-    }
-    assert level2["noise"] != level3["noise"]
+def noise(size_bytes: int) -> U8:
+    """Return 4 bits a byte: comes out at a half."""
+    return np.random.default_rng(1).integers(0, 16, size_bytes, np.uint8)
 
-    def written(raw: np.ndarray) -> int:
-        return len(searches.encode(raw, encoder).payload)
 
-    assert written(noise) == level3["noise"]
-    assert written(noise) == level2["noise"]
-    assert written(text) == level2["text"]
-    assert written(text) == level3["text"]
-    assert written(noise) == level3["noise"]
-    searches.forget()
-    assert written(noise) == level3["noise"]
+def test_at_level_3_what_compresses_badly_is_written_at_2_whatever_came_before() -> None:
+    encoder, searches = FrameEncoder(OPTIONS), Searches(OPTIONS, far=False)
+    hard = noise(module.SAMPLED_BYTES_MIN)
+    easy = as_array(b"".join(mutated(text_like(4096, 6), number, edits=3) for number in range(300)))
+
+    def at(level: int, raw: U8) -> bytes:
+        window = {CompressionParameter.window_log: (len(raw) - 1).bit_length()}
+        return bytes(encoder.encode(raw, None, {**OPTIONS, **window, CompressionParameter.compression_level: level}))
+
+    assert at(2, hard) != at(3, hard)
+    assert at(2, easy) != at(3, easy)
+    for raw, level in ((hard, 2), (easy, 3), (easy, 3), (hard, 2), (hard, 2)):
+        assert bytes(searches.encode(raw, encoder).payload) == at(level, raw)
+
+
+def test_a_block_is_judged_by_all_its_quarters() -> None:
+    encoder, searches = FrameEncoder(OPTIONS), Searches(OPTIONS, far=False)
+    size_bytes = 4 * module.SAMPLED_BYTES_MIN
+    for quarter in range(module.SAMPLES):
+        raw = np.zeros(size_bytes, np.uint8)
+        raw[quarter * size_bytes // 4 :][: size_bytes // 4] = as_array(random_bytes(size_bytes // 4, 7))
+        level = {CompressionParameter.compression_level: 2, CompressionParameter.window_log: 22}
+        assert searches.encode(raw, encoder).payload == encoder.encode(raw, None, {**OPTIONS, **level}), quarter
+
+
+def test_a_small_block_is_written_at_the_level_that_was_asked_for() -> None:
+    encoder, searches = CountingEncoder(OPTIONS), Searches(OPTIONS, far=False)
+    raw = noise(module.SAMPLED_BYTES_MIN - 1)
+    plain = len(FrameEncoder(OPTIONS).encode(raw))
+    assert searches.encode(raw, encoder).stored_bytes == plain
+    assert encoder.frames == 1
 
 
 def test_at_other_levels_every_block_is_written_at_the_level_that_was_asked_for() -> None:
-    options = {CompressionParameter.compression_level: 4, CompressionParameter.content_size_flag: 1}
+    options = {**OPTIONS, CompressionParameter.compression_level: 4}
     encoder, searches = FrameEncoder(options), Searches(options, far=False)
-    noise = np.random.default_rng(1).integers(0, 16, 200_000, np.uint8)
-    assert {len(searches.encode(noise, encoder).payload) for _ in range(3)} == {len(encoder.encode(noise))}
+    raw = noise(module.SAMPLED_BYTES_MIN)
+    assert {len(searches.encode(raw, encoder).payload) for _ in range(3)} == {len(encoder.encode(raw))}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +51,10 @@ SPARE_BYTES_MAX = 16 * MIB
 """Of prefixes, kept for the next blocks, and without a keeper of rooms."""
 FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
+ENCODERS_MAX = 4
+"""Each has contexts, a slab of frames and room to decode into: some 15 MB. A batch fills four blocks of 4 MiB."""
+HANDED_BYTES = MIB
+"""A thread is given so many bytes of blocks at a time: to wake one costs 0.1 ms, a patch block of 256 KiB takes one."""
 WINDOW_LOG_MAX = 27
 """What any zstd decoder takes unasked."""
 
@@ -302,27 +307,34 @@ class BlockEncoder:
         return ClosedBlock(block, len(raw), Locations.empty(), deltas.lengths)
 
 
+def encoders_max(block: BlockSettings) -> int:
+    """Return how many blocks may be encoded side by side: where trials of one tell how the next is written, one."""
+    return 1 if block.far_matches else ENCODERS_MAX
+
+
 class BlockCloser:
-    """Begins blocks and has them encoded, in order; hands what they hold on to the keeper."""
+    """Begins blocks and has them encoded; hands what they hold on to the keeper, in order."""
 
     def __init__(
         self,
         block: BlockSettings,
         delta: DeltaSettings,
-        thread: Executor | None = None,
+        threads: Executor | None = None,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
         last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
-        """`thread` encodes while the caller goes on: one thread, or the frames' contexts get mixed up.
+        """`threads` encode while the caller goes on, `encoders_max` of them at most.
 
         `prefixes`: those that earlier puts left. `last_chunk_bytes`: what may pass a block's limit.
         """
         self._last_chunk_bytes = last_chunk_bytes
         self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
         """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
-        self._encoder = BlockEncoder(block, delta, self.room, keep=keeper is not None)
-        self._thread = thread
+        self._new_encoder = partial(BlockEncoder, block, delta, self.room, keep=keeper is not None)
+        self._encoders: deque[BlockEncoder] = deque()
+        """Those that no thread uses."""
+        self._threads = threads
         self._keeper = keeper
         self._prefixes = prefixes or SparePrefixes()
 
@@ -334,22 +346,31 @@ class BlockCloser:
     @property
     def at_once(self) -> bool:
         """Return whether `close` encodes before it returns."""
-        return self._thread is None
+        return self._threads is None
 
     def close(self, blocks: Sequence[OpenBlock]) -> list[Encoding]:
         """Return what the blocks will be; they must not be changed until that is known, and have no prefix then."""
-        if self._thread is not None:
-            together = self._thread.submit(self._all, blocks)
-        else:
-            together = Future()
-            together.set_result(self._all(blocks))
-        return [Encoding(together, place) for place in range(len(blocks))]
+        encodings: list[Encoding] = []
+        for some in _shared_out(blocks):
+            if self._threads is not None:
+                together = self._threads.submit(self._all, some)
+            else:
+                together = Future()
+                together.set_result(self._all(some))
+            encodings += [Encoding(together, place) for place in range(len(some))]
+        return encodings
 
     def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
-        return [self._encoded(block) for block in blocks]
+        try:
+            encoder = self._encoders.pop()
+        except IndexError:
+            encoder = self._new_encoder()
+        closed = [self._encoded(encoder, block) for block in blocks]
+        self._encoders.append(encoder)
+        return closed
 
-    def _encoded(self, block: OpenBlock) -> ClosedBlock:
-        closed = self._encoder.close(block)
+    def _encoded(self, encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
+        closed = encoder.close(block)
         prefix = block.without_prefix()
         if block.kind == layout.PATCH:  # none of the others' is ever filled
             self._prefixes.give_back(prefix)
@@ -361,3 +382,16 @@ class BlockCloser:
             return closed
         self._keeper.keep_written(container, block.number, closed.decoded)
         return replace(closed, decoded=None)
+
+
+def _shared_out(blocks: Sequence[OpenBlock]) -> list[list[OpenBlock]]:
+    """Return the blocks in order, as many together as one thread is given."""
+    shares: list[list[OpenBlock]] = []
+    given = HANDED_BYTES
+    for block in blocks:
+        if given >= HANDED_BYTES:
+            shares.append([])
+            given = 0
+        shares[-1].append(block)
+        given += block.used
+    return shares

@@ -26,7 +26,7 @@ from nearkin.frozen import frozen
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, Pieces, bounds_of, distinct
-from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, Encoding, OpenBlock
+from nearkin_delta.blocks import HANDED_BYTES, SPAN_BYTES_MAX, BlockCloser, ClosedBlock, Encoding, OpenBlock
 from nearkin_delta.finished import FinishedContainer
 
 CHUNKS_MAX = 1 << 20
@@ -140,7 +140,7 @@ class ContainerBuilder:
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
         self._to_close: list[OpenBlock] = []
-        """Blocks that take no more; handed to the encoder together: a hand-over wakes a thread, 0.1 ms each."""
+        """Blocks that take no more; handed to the encoder some together: a hand-over wakes a thread, 0.1 ms each."""
         self._at_once: list[Encoding] = []
         """Of these, where the encoder has no thread: what they hold is near, and their prefix serves the next one."""
         self._closing: dict[int, _Closing] = {}
@@ -248,6 +248,8 @@ class ContainerBuilder:
         self._to_close.append(self._open.pop(depth))
         if self._closer.at_once:
             self._at_once += self._closer.close(self._to_close[-1:])
+        elif sum(block.used for block in self._to_close) >= HANDED_BYTES:
+            self._hand_over()  # a thread can begin while the rest of the batch is placed
 
     def _hand_over(self) -> None:
         """Let the encoder have the blocks that were closed, and take some that it had if there are too many."""

@@ -1,4 +1,4 @@
-"""Searches. Invariant: which search writes a block is decided by real sizes; it depends on the blocks before it alone.
+"""Searches. Invariant: which search writes a block is decided by real sizes, of its own or of blocks before it.
 
 zstd's tables hold the last few MiB. Its long-distance matcher sees the whole block, but what it finds is taken before
 anything closer is looked for, so that how much it may find decides:
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 from backports.zstd import CompressionParameter
 
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block
 from nearkin.kernels.frames import FrameEncoder
-from nearkin.limits import MIB
+from nearkin.limits import KIB, MIB
 from nearkin.records import U8
 
 FAR_BYTES_MIN = MIB
@@ -49,10 +50,18 @@ dumps already and 0.7 % off a Debian image. A patch block is too small to be wor
 QUICK_FOR = 3
 QUICK: Mapping[int, int] = {CompressionParameter.compression_level: 2}
 """Level 1 with the table of 2 finds 7 bytes where this finds 6: 6 to 9 % faster, and 1 to 3 % more is stored."""
-HARD_SHARE = 5
-"""At level 3, the default, a block behind one that came out at more than 1/5 is written at 2. Of such data level 3
-takes 6 to 7 % more off and is 1.4 times as slow (the first dump: 248 and 178 MB/s, decoded and compared; a Debian
-image: 392 and 279); of botocore's, at 1/10, 14 % for the same speed."""
+SAMPLES = 4
+SAMPLE_BYTES = 16 * KIB
+SAMPLED: Mapping[int, int] = {CompressionParameter.compression_level: 1}
+SAMPLED_BYTES_MIN = MIB
+"""A smaller block is not worth a sample, and goes at the level that was asked for."""
+HARD_SHARE = 4
+"""At level 3, the default, a block whose samples come out at more than 1/4 (itself at more than 1/5) is written at 2.
+Of such data level 3 takes 6 to 7 % more off and is 1.4 times as slow (the first dump: 248 and 178 MB/s, decoded and
+compared; a Debian image: 392 and 279); of botocore's, at 1/10, 14 % for the same speed.
+
+The samples are right of 149 blocks in 150 (a Debian and a generated image, botocore, a dump). The block before was of
+141, and had to be waited for."""
 WINDOW_LOG_MIN = 10
 
 
@@ -74,6 +83,15 @@ def _seeing(block_bytes: int) -> dict[int, int]:
     return {CompressionParameter.window_log: max(WINDOW_LOG_MIN, (block_bytes - 1).bit_length())}
 
 
+def _hard(raw: U8, encoder: FrameEncoder) -> bool:
+    """Return whether a block compresses badly, from samples of it: by the block before, blocks wait for each other."""
+    if len(raw) < SAMPLED_BYTES_MIN:
+        return False
+    starts = [(2 * number + 1) * len(raw) // (2 * SAMPLES) for number in range(SAMPLES)]
+    sample = np.concatenate([raw[start : start + SAMPLE_BYTES] for start in starts])
+    return len(encoder.unchecked(sample, None, SAMPLED)) * HARD_SHARE > len(sample)
+
+
 class Searches:
     """Writes raw blocks by the search that suits the stream."""
 
@@ -83,22 +101,19 @@ class Searches:
         self._options = options
         more = deeper(level) | _wider(level)
         self._ways = ({**options, **LONG, **more}, {**options, **DENSE, **more}) if far else ()
-        self._quick = {**options, **QUICK} if level == QUICK_FOR else options
+        self._quick = {**options, **QUICK} if level == QUICK_FOR else None
         self.forget()
 
     def forget(self) -> None:
         """Go by no block before: what the next ones come to then depends on them alone."""
-        self._hard = False
         self._won = 0
         self._until_trial = 0
 
     def encode(self, raw: U8, encoder: FrameEncoder) -> EncodedBlock:
         """Return a raw block, the smaller one where both searches are tried. Raises Corrupt as `encode_block` does."""
         if not self._ways or len(raw) < FAR_BYTES_MIN:
-            options = self._quick if self._hard else self._options
-            block = encode_block(raw, layout.RAW, 0, encoder, {**options, **_seeing(len(raw))})
-            self._hard = block.stored_bytes * HARD_SHARE > len(raw)
-            return block
+            options = self._options if self._quick is None or not _hard(raw, encoder) else self._quick
+            return encode_block(raw, layout.RAW, 0, encoder, {**options, **_seeing(len(raw))})
         if self._until_trial:
             self._until_trial -= 1
             return encode_block(raw, layout.RAW, 0, encoder, self._ways[self._won])

@@ -99,9 +99,9 @@ class DeltaStage:
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
     ) -> None:
-        """`encoding`: a thread that encodes the blocks of one batch while the next is read and looked up.
+        """`encoding`: threads that encode the blocks of one batch while the next is read and looked up.
 
-        `sets_aside`: a full container is finished a batch later, so that such a thread need not be waited for.
+        `sets_aside`: a full container is finished a batch later, so that such threads need not be waited for.
         `keeper`: keeps the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
         """
         self._settings = settings

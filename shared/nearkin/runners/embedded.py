@@ -3,7 +3,7 @@
     caller's thread                         reduce thread                        commit thread
     read, BLAKE3, cut, name, group   -->   dedup, resemblance, delta  -->  seal and put container, publish, manifest
                              bounded queue      | ^            bounded queue
-                                                v |  encode thread: blocks of a batch, until the next is decided
+                                                v |  encode threads: blocks of a batch, until the next is decided
 
 One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
 and the caller's thread waits for it; with three or more a thread of its own cuts (decision 0005).
@@ -47,7 +47,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
 from nearkin_chunker import BlobRun
 from nearkin_dedup import DedupStage
-from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes
+from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes, encoders_max
 from nearkin_resemblance import ResemblanceStage
 
 CORES_TO_CUT_BESIDE = 3
@@ -130,7 +130,8 @@ class EmbeddedWriter:
         self._resemblance = ResemblanceStage(settings, looks_up=False)
         count = cores()
         alone = count == 1
-        self._encoding = None if alone else ThreadPoolExecutor(1, "nearkin-encode")
+        encoders = min(count, encoders_max(settings.block))
+        self._encoding = None if alone else ThreadPoolExecutor(encoders, "nearkin-encode")
         self._delta = DeltaStage(
             settings,
             fingerprinter.domain,
