@@ -275,7 +275,8 @@ class RunnerSettings:
     __pydantic_config__ = _FORBID
 
     batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 16 * MIB
-    queue_batches: Annotated[int, Between(1, 16)] = 1
+    queue_batches: Annotated[int, Between(0, 16)] = 0
+    """Wait between two threads at most; 0: a batch is handed over when the next thread is free. Each takes memory."""
 
 
 @held

@@ -248,7 +248,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"tenant": "a\ud800"}, ["tenant"]),
     ({"ingest": {"topics": ["t=a\nb"]}}, ["ingest.topics", "tenant: want", "without line ends"]),
     ({"retention": {"policies": [{"tenant": "a\nb", "keep_last": 1}]}}, ["tenant", "without line ends"]),
-    ({"runner": {"queue_batches": 99}}, ['runner.queue_batches "99"', "1 to 16"]),
+    ({"runner": {"queue_batches": 99}}, ['runner.queue_batches "99"', "0 to 16"]),
     ({"block": {"level": 23}}, ['block.level "23"', "1 to 22"]),
     ({"chunker": {"algorthm": "rabin"}}, ['chunker.algorthm "rabin"', "no such setting"]),
     ({"chunkers": {"algorithm": "rabin"}}, ["chunkers", "no such setting"]),

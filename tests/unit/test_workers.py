@@ -51,6 +51,43 @@ def test_a_full_queue_holds_the_caller_back() -> None:
     worker.stop()
 
 
+def test_without_a_queue_an_item_is_handed_over_once_the_one_before_is_done() -> None:
+    gate, started = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def slow(number: int) -> None:
+        started.set()
+        gate.wait(PATIENCE)
+        done.append(number)
+
+    worker = Worker("test", slow, 0)
+    worker.put(0)
+    assert started.wait(PATIENCE)
+    second = threading.Thread(target=worker.put, args=(1,))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive(), "nothing waits in between"
+    gate.set()
+    second.join(PATIENCE)
+    assert not second.is_alive()
+    worker.drain()
+    assert done == [0, 1]
+    worker.stop()
+
+
+def test_without_a_queue_too_a_failure_lets_nobody_wait() -> None:
+    done: list[int] = []
+    worker = Worker("test", failing(1, done), 0)
+    worker.put(0)
+    worker.put(1)
+    with pytest.raises(OSError, match="item 1"):
+        worker.drain()
+    with pytest.raises(OSError, match="item 1"):
+        worker.put(2)
+    worker.stop()
+    assert done == [0]
+
+
 def failing(at: int, done: list[int]) -> Callable[[int], None]:
     def carry_out(number: int) -> None:
         if number == at:

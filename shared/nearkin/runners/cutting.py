@@ -24,7 +24,7 @@ from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 CARRY_BYTES_MAX = 2 * SEGMENT_BYTES_MAX
 """A segment and a chunk at their bounds, and a chunk may be a segment: what a batch may leave for the next one."""
 SPARES_MAX = 3
-"""Arenas that nobody reads: as many as two cores use in turn, one being filled, one waiting and one being reduced."""
+"""Arenas that nobody reads: as many as are used in turn, one being filled, one being cut and one being reduced."""
 
 
 @frozen

@@ -1,12 +1,12 @@
 """Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
 
-    caller's thread                         reduce thread                        commit thread
-    read, BLAKE3, cut, name, group   -->   dedup, resemblance, delta  -->  seal and put container, publish, manifest
-                             bounded queue      | ^            bounded queue
-                                                v |  encode threads: blocks of a batch, until the next is decided
+    caller's thread     cut thread                reduce thread                        commit thread
+    read, BLAKE3  -->  cut, name, group  -->  dedup, resemblance, delta  -->  seal and put container, publish, manifest
+        one batch or a few in between             | ^                  bounded queue
+                                                  v |  encode threads: blocks of a batch, until the next is decided
 
 One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
-and the caller's thread waits for it; with three or more a thread of its own cuts (decision 0005).
+and the caller's thread cuts and waits for it (decision 0005).
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ from nearkin_dedup import DedupStage
 from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes, encoders_max
 from nearkin_resemblance import ResemblanceStage
 
-CORES_TO_CUT_BESIDE = 3
-"""With fewer the caller's thread cuts: fresh data come 4 to 10 % sooner, known data, which need only that, later."""
 VERSION_RACES_MAX = 1000
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
@@ -158,7 +156,7 @@ class EmbeddedWriter:
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
         self._cutter: Direct[Filled | _Commit] | Worker[Filled | _Commit] = (
-            Direct(self._cut) if count < CORES_TO_CUT_BESIDE else Worker("cut", self._cut, 1)
+            Direct(self._cut) if alone else Worker("cut", self._cut, batches)
         )
 
     def __enter__(self) -> Self:

@@ -65,7 +65,10 @@ class _Mark:
 
 
 class Worker(Generic[Item]):
-    """Carries out items in order on a thread of its own; `items_max` wait at most besides the one being done."""
+    """Carries out items in order on a thread of its own; `items_max` wait at most besides the one being done.
+
+    With 0 of them an item is handed over once the one before it is done.
+    """
 
     def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int, *, in_turn: bool = False) -> None:
         """`in_turn`: `put` returns when the item is done: on one core a caller that goes on only gets in the way.
@@ -77,7 +80,8 @@ class Worker(Generic[Item]):
         self._carry_out = carry_out
         self._items: SimpleQueue[Item | _Mark | None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
-        for _ in range(items_max):
+        self._makes_room_first = items_max > 0
+        for _ in range(max(1, items_max)):
             self._room.put(None)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"nearkin-{name}", daemon=True)
@@ -134,7 +138,8 @@ class Worker(Generic[Item]):
             if isinstance(item, _Mark):
                 item.reached.put(None)
                 continue
-            self._room.put(None)
+            if self._makes_room_first:
+                self._room.put(None)
             try:
                 if self._failure is None:
                     self._carry_out(item)
@@ -142,6 +147,8 @@ class Worker(Generic[Item]):
                 self._failure = err
             finally:
                 item = None
+                if not self._makes_room_first:
+                    self._room.put(None)
 
 
 QUEUED: tally.Levels[Worker[Any]] = tally.level(
