@@ -74,6 +74,23 @@ def test_frames_come_in_memory_that_the_caller_gives(kernel: Any) -> None:
         assert np.shares_memory(np.frombuffer(frame, np.uint8), given[-1])
 
 
+@pytest.mark.parametrize("raw", [b"", b"abc" * 5000, bytes(range(256)) * 300])
+def test_how_long_a_frame_would_be_is_told_without_keeping_it(kernel: Any, raw: bytes) -> None:
+    taken: list[int] = []
+
+    def take(size_bytes: int) -> bytearray:
+        taken.append(size_bytes)
+        return bytearray(size_bytes)
+
+    encoder = kernel.FrameEncoder(OPTIONS, take)
+    assert encoder.encoded_bytes(raw) == len(kernel.FrameEncoder(OPTIONS).unchecked(raw))
+    fast = {CompressionParameter.compression_level: 1}
+    assert encoder.encoded_bytes(raw, fast) == len(kernel.FrameEncoder(fast).unchecked(raw))
+    assert not taken
+    with pytest.raises(ValueError, match="parameter"):
+        encoder.encoded_bytes(raw, {CompressionParameter.window_log: 99})
+
+
 @pytest.mark.parametrize("more", [-1, 1])
 def test_memory_of_another_size_is_refused(kernel: Any, more: int) -> None:
     with pytest.raises(MemoryError, match="gave"):

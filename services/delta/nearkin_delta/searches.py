@@ -89,7 +89,7 @@ def _hard(raw: U8, encoder: FrameEncoder) -> bool:
         return False
     starts = [(2 * number + 1) * len(raw) // (2 * SAMPLES) for number in range(SAMPLES)]
     sample = np.concatenate([raw[start : start + SAMPLE_BYTES] for start in starts])
-    return len(encoder.unchecked(sample, None, SAMPLED)) * HARD_SHARE > len(sample)
+    return encoder.encoded_bytes(sample, SAMPLED) * HARD_SHARE > len(sample)
 
 
 class Searches:

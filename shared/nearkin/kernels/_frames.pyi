@@ -35,3 +35,6 @@ class FrameEncoder:
         self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
     ) -> bytes | memoryview:
         """Return `raw` as one frame that nothing has decoded yet; else as `encode`."""
+
+    def encoded_bytes(self, raw: Buffer, options: Mapping[int, int] | None = None) -> int:
+        """Return how many bytes `raw` takes as a frame, without a prefix; nothing is kept of it. Errors as `encode`."""

@@ -198,6 +198,13 @@ cdef class FrameEncoder:
         return frame
 
     def unchecked(self, raw, prefix=None, options=None):
+        return self._kept(self._written(raw, prefix, options))
+
+    def encoded_bytes(self, raw, options=None):
+        return self._written(raw, None, options)
+
+    cdef size_t _written(self, raw, prefix, options) except? 0:
+        """Write a frame into the room; return its bytes."""
         cdef _View source = _View(raw)
         cdef _View before = _View(b"" if prefix is None else prefix)
         cdef size_t source_bytes = <size_t>source.view.len
@@ -215,7 +222,7 @@ cdef class FrameEncoder:
                 result = compress(self.context, self.room, self.room_bytes, source.view.buf, source_bytes)
         if is_error(result):
             raise MemoryError(f"zstd could not encode {source_bytes} bytes: {_said(result)}")
-        return self._kept(result)
+        return result
 
     cdef object _kept(self, size_t frame_bytes):
         """Return the frame that is in the room, out of it."""

@@ -53,14 +53,7 @@ class FrameEncoder:
         self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
     ) -> bytes | memoryview:
         """Return `raw` as one frame that nothing has decoded yet."""
-        chosen = self._options if options is None else dict(options)
-        try:
-            compressor = ZstdCompressor(
-                options=chosen, zstd_dict=dictionary(prefix).as_prefix if prefix_bytes(prefix) else None
-            )
-        except ZstdError as err:
-            raise ValueError(f"zstd parameters {chosen}: {err}") from err
-        frame = compressor.compress(memoryview(raw).cast("B"), ZstdCompressor.FLUSH_FRAME)
+        frame = self._written(raw, prefix, options)
         if self._take is None:
             return frame
         memory = memoryview(self._take(len(frame))).cast("B")
@@ -68,6 +61,20 @@ class FrameEncoder:
             raise MemoryError(f"take({len(frame)}) gave {len(memory)} bytes")
         memory[:] = frame
         return memory
+
+    def encoded_bytes(self, raw: Buffer, options: Mapping[int, int] | None = None) -> int:
+        """Return how many bytes `raw` takes as a frame, without a prefix."""
+        return len(self._written(raw, None, options))
+
+    def _written(self, raw: Buffer, prefix: Buffer | None, options: Mapping[int, int] | None) -> bytes:
+        chosen = self._options if options is None else dict(options)
+        try:
+            compressor = ZstdCompressor(
+                options=chosen, zstd_dict=dictionary(prefix).as_prefix if prefix_bytes(prefix) else None
+            )
+        except ZstdError as err:
+            raise ValueError(f"zstd parameters {chosen}: {err}") from err
+        return compressor.compress(memoryview(raw).cast("B"), ZstdCompressor.FLUSH_FRAME)
 
 
 def prefix_bytes(prefix: Buffer | None) -> int:
