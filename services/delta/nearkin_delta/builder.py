@@ -140,9 +140,11 @@ class ContainerBuilder:
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
         self._to_close: list[OpenBlock] = []
-        """Blocks that take no more; handed to the encoder some together: a hand-over wakes a thread, 0.1 ms each."""
-        self._at_once: list[Encoding] = []
-        """Of these, where the encoder has no thread: what they hold is near, and their prefix serves the next one."""
+        """Blocks that take no more, and are not counted among those that wait yet."""
+        self._handed: list[Encoding] = []
+        """The first of these, which the encoder has already. Where it has no thread that is all: what they hold is
+        near, and their prefix serves the next one. Else some are handed over together: to wake a thread takes 0.1 ms.
+        """
         self._closing: dict[int, _Closing] = {}
         """Blocks being encoded."""
         self._turn = 0
@@ -246,21 +248,24 @@ class ContainerBuilder:
     def _close(self, depth: int) -> None:
         """Have a block encoded: until it is settled it counts as open, so that nothing depends on when that is done."""
         self._to_close.append(self._open.pop(depth))
-        if self._closer.at_once:
-            self._at_once += self._closer.close(self._to_close[-1:])
-        elif sum(block.used for block in self._to_close) >= HANDED_BYTES:
-            self._hand_over()  # a thread can begin while the rest of the batch is placed
+        ready = self._to_close[len(self._handed) :]
+        if self._closer.at_once or sum(block.used for block in ready) >= HANDED_BYTES:
+            self._handed += self._closer.close(ready)  # a thread can begin while the rest of the batch is placed
 
     def _hand_over(self) -> None:
-        """Let the encoder have the blocks that were closed, and take some that it had if there are too many."""
+        """Let the encoder have all blocks that were closed, and take some that it had if there are too many.
+
+        Which are taken depends on what was closed between two calls, never on how much of it the encoder has by then.
+        """
         blocks, self._to_close = self._to_close, []
-        encodings, self._at_once = self._at_once, []
+        encodings, self._handed = self._handed, []
         if not blocks:
             return
         waiting = [*blocks, *(closing.block for closing in self._closing.values())]
         if sum(block.used for block in waiting) > CLOSING_BYTES_MAX:
             self._take(self._turn + 1)
-        for block, encoding in zip(blocks, encodings or self._closer.close(blocks), strict=True):
+        encodings += self._closer.close(blocks[len(encodings) :])
+        for block, encoding in zip(blocks, encodings, strict=True):
             self._closing[block.number] = _Closing(block, encoding, self._turn)
 
     def next_turn(self) -> None:
