@@ -46,7 +46,7 @@ class Row:
 
 
 class ThreadClocks:
-    """Processor seconds of the writer's threads, by name, summed over its puts; the caller's thread reads and cuts."""
+    """Processor seconds of a writer's threads, by name, summed over its puts; on one core the caller's cuts, too."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -71,11 +71,15 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded):
+@pytest.mark.parametrize("far", [False, True])
+def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, far):
     if crowded:  # blocks are handed over in the midst of a batch, and more are closed than may wait
         monkeypatch.setattr("nearkin_delta.builder.HANDED_BYTES", 64 << 10)
         monkeypatch.setattr("nearkin_delta.builder.CLOSING_BYTES_MAX", 1 << 20)
+    if far:  # what one block comes to tells how the next is written
+        monkeypatch.setattr("nearkin_delta.searches.FAR_BYTES_MIN", 1 << 14)
     changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}, "delta": {"max_depth": 2}}
+    changes["block"] = {"far_matches": far}
     base = text_like(1_500_000, 5)
     # Each batch leans on what the one before has filled a container with: how deep that lies is told by when it ends.
     in_itself = b"".join(mutated(base, number, edits=200 * number) for number in range(8))

@@ -53,8 +53,6 @@ FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
 ENCODERS_MAX = 4
 """Each has contexts, a slab of frames and room to decode into: some 15 MB. A batch fills four blocks of 4 MiB."""
-HANDED_BYTES = MIB
-"""A thread is given so many bytes of blocks at a time: to wake one costs 0.1 ms, a patch block of 256 KiB takes one."""
 WINDOW_LOG_MAX = 27
 """What any zstd decoder takes unasked."""
 
@@ -349,16 +347,13 @@ class BlockCloser:
         return self._threads is None
 
     def close(self, blocks: Sequence[OpenBlock]) -> list[Encoding]:
-        """Return what the blocks will be; they must not be changed until that is known, and have no prefix then."""
-        encodings: list[Encoding] = []
-        for some in _shared_out(blocks):
-            if self._threads is not None:
-                together = self._threads.submit(self._all, some)
-            else:
-                together = Future()
-                together.set_result(self._all(some))
-            encodings += [Encoding(together, place) for place in range(len(some))]
-        return encodings
+        """Return what the blocks will be, which one thread encodes; none must change until then, nor has a prefix."""
+        if self._threads is not None:
+            together = self._threads.submit(self._all, blocks)
+        else:
+            together = Future()
+            together.set_result(self._all(blocks))
+        return [Encoding(together, place) for place in range(len(blocks))]
 
     def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
         try:
@@ -382,16 +377,3 @@ class BlockCloser:
             return closed
         self._keeper.keep_written(container, block.number, closed.decoded)
         return replace(closed, decoded=None)
-
-
-def _shared_out(blocks: Sequence[OpenBlock]) -> list[list[OpenBlock]]:
-    """Return the blocks in order, as many together as one thread is given."""
-    shares: list[list[OpenBlock]] = []
-    given = HANDED_BYTES
-    for block in blocks:
-        if given >= HANDED_BYTES:
-            shares.append([])
-            given = 0
-        shares[-1].append(block)
-        given += block.used
-    return shares

@@ -26,7 +26,7 @@ from nearkin.frozen import frozen
 from nearkin.kernels.prefix import BaseRows
 from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Locations, Pieces, bounds_of, distinct
-from nearkin_delta.blocks import HANDED_BYTES, SPAN_BYTES_MAX, BlockCloser, ClosedBlock, Encoding, OpenBlock
+from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, Encoding, OpenBlock
 from nearkin_delta.finished import FinishedContainer
 
 CHUNKS_MAX = 1 << 20
@@ -34,6 +34,8 @@ CHUNKS_MAX = 1 << 20
 BLOCKS_MAX = 1 << 15
 RECIPE_CHUNKS_MAX = 1 << 22
 """Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
+HANDED_BYTES = MIB
+"""A thread is given so many bytes of blocks at a time: to wake one costs 0.1 ms, a patch block of 256 KiB takes one."""
 CLOSING_BYTES_MAX = 32 * MIB
 """Of blocks that are being encoded; who closes more waits. The profile `archive`, whose blocks are 30 MiB, has one."""
 NAMED_MAX = 1 << 15
@@ -143,7 +145,7 @@ class ContainerBuilder:
         """Blocks that take no more, and are not counted among those that wait yet."""
         self._handed: list[Encoding] = []
         """The first of these, which the encoder has already. Where it has no thread that is all: what they hold is
-        near, and their prefix serves the next one. Else some are handed over together: to wake a thread takes 0.1 ms.
+        near, and their prefix serves the next one. Else they are handed over by HANDED_BYTES.
         """
         self._closing: dict[int, _Closing] = {}
         """Blocks being encoded."""
@@ -264,7 +266,8 @@ class ContainerBuilder:
         waiting = [*blocks, *(closing.block for closing in self._closing.values())]
         if sum(block.used for block in waiting) > CLOSING_BYTES_MAX:
             self._take(self._turn + 1)
-        encodings += self._closer.close(blocks[len(encodings) :])
+        if rest := blocks[len(encodings) :]:
+            encodings += self._closer.close(rest)
         for block, encoding in zip(blocks, encodings, strict=True):
             self._closing[block.number] = _Closing(block, encoding, self._turn)
 
