@@ -73,7 +73,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             child.terminate()
             assert child.wait(60) == 0, (folder / "log").read_text()
             child.stdout.close() if child.stdout is not None else None
-    assert token.removeprefix("token ").rpartition("_")[2] not in (folder / "log").read_text()
+    assert token.split("_", 2)[2] not in (folder / "log").read_text()  # a secret may hold "_" itself
 
 
 @pytest.fixture(scope="module")
