@@ -70,3 +70,30 @@ def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
     told: Any = handler._outbox
     assert [event["state"] for event in told.events] == (["failed"] if given_up else [])
     assert list(handler.committable()) == [(0, 1 if given_up else 0, "")]
+
+
+def test_what_was_late_has_its_whole_time_again_once_the_stages_before_have_caught_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stage that took the frame which waited has sent a young segment on, and three more stages have to take that."""
+    monkeypatch.setattr(committing, "Outbox", Kept)
+    unused: Any = None
+    backlog = Waiting(oldest_seconds=60)
+    chosen = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 60}})
+    handler = CommitHandler(chosen, ManifestStore(memory_objects()), unused, "w", backlog)
+    handler.assigned(0, "")
+    for number, blob in enumerate((BLOB, b"another-blob-16b")):
+        end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))
+        handler.handle([Record("placed", 0, number, blob, end, {}, ())])
+    told: Any = handler._outbox
+    handler._open[BLOB].last_seen -= 121
+    backlog.age_seconds = 61.0
+    handler.idle()
+    assert list(handler._open)[-1] == BLOB, "last seen last: room is made at the other end"
+    backlog.age_seconds = 0.0
+    handler._open[BLOB].last_seen -= 119
+    handler.idle()
+    assert told.events == []
+    handler._open[BLOB].last_seen -= 2
+    handler.idle()
+    assert [event["state"] for event in told.events] == ["failed"]

@@ -28,7 +28,7 @@ from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.records import LEDGER_FIELDS, Ledger, Locations
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
+from nearkin.runners.kafka.lag import WAITS, Backlog
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lane, Lanes
@@ -123,13 +123,15 @@ class CommitHandler:
         """Fail blobs whose segments have stopped coming: one of them was put aside on the way.
 
         Not while a stage before is that far behind: a store that is away for longer would fail all that was accepted.
+        The wait begins anew then: the segments that a stage has caught up with still have the other stages before them.
         """
         seconds = self._settings.kafka.upload_idle_seconds
         oldest = time.monotonic() - 2 * seconds
         late = [blob for blob in self._open.values() if blob.last_seen < oldest]
         if late and (self._unread(late) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds):
             for blob in late:
-                blob.last_seen = oldest + BACKLOG_SECONDS
+                blob.last_seen = time.monotonic()
+                self._open.move_to_end(blob.envelope.blob)
             return IDLE_SECONDS
         for blob in late:
             done = self._fail(blob, "some of its segments never came; look among the dead letters", None)
