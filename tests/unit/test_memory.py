@@ -1,0 +1,79 @@
+"""Large memory: which pages it is made of, told by the kernel itself."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearkin.limits import MIB
+from nearkin.memory import AT_HAND_SECONDS_MAX, HUGE_BYTES, SMALL_BYTES, Mapper
+from nearkin.records import U8
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+linux_only = pytest.mark.skipif(sys.platform != "linux" or not THP.exists(), reason="huge pages are Linux's")
+
+
+def flags_of(array: U8) -> set[str]:
+    """Return the kernel's flags of the mapping that holds an array: "hg" wants huge pages, "nh" none."""
+    address = array.ctypes.data
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds is not None:
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"no mapping holds {address:x}")
+
+
+class Ticking:
+    """A clock by which each touch takes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now, self.asked = seconds, 0.0, 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        self.now += self.seconds
+        return self.now
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4096, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 18 * MIB + 5])
+@pytest.mark.parametrize("seconds", [0.0, 2 * AT_HAND_SECONDS_MAX])
+def test_memory_is_zeros_and_may_be_written_to_its_end(size_bytes: int, seconds: float) -> None:
+    array = Mapper(Ticking(seconds)).map(size_bytes)
+    assert array.shape == (size_bytes,)
+    assert not array.any()
+    array[:] = 7
+    assert int(array.sum()) == 7 * size_bytes
+
+
+@linux_only
+def test_huge_pages_are_asked_for_while_they_are_at_hand() -> None:
+    mapper = Mapper(Ticking(AT_HAND_SECONDS_MAX / 2))
+    arrays = [mapper.map(4 * MIB) for _ in range(40)]
+    assert all("hg" in flags_of(array) for array in arrays)
+
+
+@linux_only
+def test_where_a_huge_page_comes_late_the_next_ones_are_small_until_it_is_tried_again() -> None:
+    clock = Ticking(2 * AT_HAND_SECONDS_MAX)
+    mapper = Mapper(clock)
+    arrays = [mapper.map(SMALL_BYTES // 4) for _ in range(10)]
+    assert all("nh" in flags_of(array) for array in arrays)
+    assert clock.asked == 2 * 2, "the first and the sixth are tried, before and after"
+    clock.seconds = 0.0
+    arrays += [mapper.map(SMALL_BYTES // 4) for _ in range(2)]
+    assert "hg" in flags_of(arrays[-1])
+
+
+@linux_only
+def test_less_than_a_huge_page_is_at_hand_at_once() -> None:
+    array = Mapper().map(MIB)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    array[:] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < MIB // 4096 // 4
