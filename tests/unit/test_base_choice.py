@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
+from nearkin.helpers import Helpers
 from nearkin.records import Locations, Pieces
 from nearkin.stage import Contents
 from nearkin.testing.generated import mutated, text_like
-from nearkin_delta.bases import Chosen, Part, Targets, joined, try_shallower
+from nearkin_delta.bases import Chosen, Part, Targets, joined, try_bases, try_shallower
 
 
 def test_each_chunk_finds_the_bases_that_are_less_deep_than_its_own_bound() -> None:
@@ -29,6 +32,23 @@ def test_a_base_that_is_too_deep_takes_no_bytes_from_one_that_is_not() -> None:
     chosen = try_shallower(_targets([target]), _contents([target, content], depths=[2, 1]), np.array([2], np.uint8))
     assert chosen.found.tolist() == [True]
     assert chosen.rows.tolist() == [1]
+
+
+@pytest.mark.parametrize("per_group", [1, 3, 200])
+def test_helpers_find_the_bases_that_one_thread_alone_finds(per_group: int) -> None:
+    count = 400  # of 8 KiB: three parts, and a group of 200 does not end where a part would
+    contents = [text_like(8192, seed) for seed in range(40)]
+    targets = _targets([mutated(contents[i % 40], i, edits=1 + i % 9) for i in range(count)])
+    bases = _contents(
+        [mutated(contents[i % 40], 1000 + i, edits=3) for i in range(count)], depths=[i % 4 for i in range(count)]
+    )
+    bounds = np.append(np.arange(0, count, per_group), count).astype(np.uint32)
+    alone = try_bases(targets, bounds, bases, bounds)
+    assert alone.found.sum() > count // 2
+    with ThreadPoolExecutor(2) as threads:
+        helped = try_bases(targets, bounds, bases, bounds, Helpers(threads, 2))
+    for name in ("found", "bounds", "rows", "depths", "rest", "alone"):
+        assert np.array_equal(getattr(helped, name), getattr(alone, name)), name
 
 
 def test_bases_of_two_policies_come_together() -> None:

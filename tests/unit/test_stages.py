@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
+from nearkin.helpers import Helpers
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.pending import PendingIndex
 from nearkin.records import Locations, Pieces, SegmentBatch
@@ -130,6 +132,17 @@ def test_dedup_asks_for_no_chunk_of_a_known_segment_and_for_no_zeros():
     (asked,) = (reads.names for reads in facts.asked if reads.names is not None)
     assert len(asked) == len(batch.names) - len(inside) - 2
     assert fresh.segment_known.tolist() == [number == 3 for number in range(batch.segments)]
+
+
+@pytest.mark.parametrize("algorithm", ["finesse", "ntransform", "odess", "none"])
+def test_helpers_sketch_what_one_thread_alone_does(algorithm):
+    chosen = settings(CHOSEN, {"features": {"algorithm": algorithm}})
+    batch = run_stage(DedupStage(), segments(random_bytes(5 * 1024 * 1024 + 77, 3)), Scripted())
+    alone = run_stage(ResemblanceStage(chosen, looks_up=False), batch, Scripted())
+    with ThreadPoolExecutor(2) as threads:
+        helped = run_stage(ResemblanceStage(chosen, looks_up=False, helpers=Helpers(threads, 2)), batch, Scripted())
+    assert len(alone.super_features) == len(batch.fresh) > 100
+    assert np.array_equal(helped.super_features, alone.super_features)
 
 
 # ------------------------------------------------------------------ delta

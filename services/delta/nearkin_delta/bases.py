@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.frozen import frozen
+from nearkin.helpers import ALONE, Helpers, parts_of
 from nearkin.kernels.estimate import compressed_bytes_estimate
 from nearkin.kernels.overlap import shared_bytes
 from nearkin.records import U8, U32, U64, Bools, Locations, Pieces, bounds_of
@@ -71,9 +72,11 @@ class Targets:
         return Targets(self.payload, self.offsets[rows], self.lengths[rows])
 
 
-def try_bases(targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32) -> Chosen:
+def try_bases(
+    targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32, helpers: Helpers = ALONE
+) -> Chosen:
     """Return the bases that are worth it, of those in each target's group (`shared_bytes` says what a group is)."""
-    return _chosen(targets, bases, _shared(targets, target_bounds, bases.pieces, base_bounds))
+    return _chosen(targets, bases, _shared(targets, target_bounds, bases.pieces, base_bounds, helpers), helpers)
 
 
 def try_shallower(targets: Targets, bases: Contents, depths_below: U8) -> Chosen:
@@ -90,28 +93,40 @@ def try_shallower(targets: Targets, bases: Contents, depths_below: U8) -> Chosen
     return _chosen(targets, bases, shared)
 
 
-def _shared(targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U32) -> U32:
-    return shared_bytes(
-        targets.payload,
-        targets.offsets,
-        targets.lengths,
-        target_bounds,
-        bases.buffers,
-        bases.which,
-        bases.offsets,
-        bases.lengths,
-        base_bounds,
-    )
+def _shared(targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U32, helpers: Helpers = ALONE) -> U32:
+    """Return what `shared_bytes` does, some groups at a time."""
+    ends = np.append(0, np.cumsum(targets.lengths, dtype=np.int64))
+
+    def shared(groups: slice) -> U32:
+        bounds = slice(groups.start, groups.stop + 1)
+        mine, theirs = target_bounds[bounds], base_bounds[bounds]
+        rows, base_rows = slice(mine[0], mine[-1]), slice(theirs[0], theirs[-1])
+        found = shared_bytes(
+            targets.payload,
+            targets.offsets[rows],
+            targets.lengths[rows],
+            mine - mine[0],
+            bases.buffers,
+            bases.which[base_rows],
+            bases.offsets[base_rows],
+            bases.lengths[base_rows],
+            theirs - theirs[0],
+        )
+        found[:, 0] += mine[0]
+        found[:, 1] += theirs[0]
+        return found
+
+    return np.concatenate(helpers.answers(shared, parts_of(np.diff(ends[target_bounds]))))
 
 
-def _chosen(targets: Targets, bases: Contents, shared: U32) -> Chosen:
+def _chosen(targets: Targets, bases: Contents, shared: U32, helpers: Helpers = ALONE) -> Chosen:
     of = shared[:, 0].astype(np.intp)
     count = len(targets)
     covered: NDArray[np.float64] = np.bincount(of, shared[:, 2], count).astype(np.float64)
     written = np.bincount(of, shared[:, 3], count) * MATCH_BYTES
     lengths = targets.lengths.astype(np.float64)
     clear = written <= PRICE_MIN * (GAIN * lengths - (lengths - covered))
-    alone = _alone(targets, clear, covered)
+    alone = _alone(targets, clear, covered, helpers)
     saving = shared[:, 2] * (alone / np.maximum(lengths, 1))[of] - shared[:, 3].astype(np.float64) * MATCH_BYTES
     depths = bases.depths[shared[:, 1].astype(np.intp)].astype(np.int64)
     kept = _best(of, saving, count)
@@ -127,14 +142,19 @@ def _chosen(targets: Targets, bases: Contents, shared: U32) -> Chosen:
     return Chosen(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest, alone=alone)
 
 
-def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64]) -> NDArray[np.float64]:
+def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64], helpers: Helpers) -> NDArray[np.float64]:
     """Return what each chunk takes without a base, bytes; about, where it is clear that bases are worth it."""
     lengths = targets.lengths.astype(np.float64)
     tried = ~clear & (covered >= SAVING_BYTES_MIN)
     sample = np.flatnonzero(clear)[::PRICE_TRIED]
     tried[sample] = True
     rows = np.flatnonzero(tried)
-    estimated = compressed_bytes_estimate(targets.payload, targets.offsets[rows], targets.lengths[rows]) * RAW_CONTEXT
+    mine = targets.take(rows)
+
+    def estimates(part: slice) -> U32:
+        return compressed_bytes_estimate(mine.payload, mine.offsets[part], mine.lengths[part])
+
+    estimated = np.concatenate(helpers.answers(estimates, parts_of(mine.lengths))) * RAW_CONTEXT
     exact = np.zeros(len(targets))
     exact[rows] = estimated
     price = exact[sample].sum() / lengths[sample].sum() if len(sample) else PRICE

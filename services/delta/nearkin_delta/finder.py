@@ -15,6 +15,7 @@ import numpy as np
 
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
+from nearkin.helpers import ALONE, Helpers
 from nearkin.records import Bools, FreshBatch, Locations, PairedBatch, bounds_of
 from nearkin.stage import Contents, Facts, Reads
 from nearkin_delta import bases as choice
@@ -48,10 +49,11 @@ class _WorkedOut:
 class BaseFinder:
     """Asks for candidates round after round, tries them, and chooses; learns from each blob which are worth trying."""
 
-    def __init__(self, settings: Settings, kind: int, asks_bases: AsksBases) -> None:
-        """`kind`: of the blocks that are written with bases."""
+    def __init__(self, settings: Settings, kind: int, asks_bases: AsksBases, helpers: Helpers = ALONE) -> None:
+        """`kind`: of the blocks that are written with bases. `helpers` try bases beside the caller."""
         delta, policy = settings.delta, settings.base.policy
         self._asks_bases = asks_bases
+        self._helpers = helpers
         self._max_depth = delta.max_depth
         self._local = policy != "first-fit" and delta.codec != "none"
         self._similar = policy != "locality" and delta.codec != "none"
@@ -149,7 +151,8 @@ class BaseFinder:
             of.parts = self._parts_of(self.with_bases(batch, facts), facts, stream)
             of.crowded = crowded(of.parts, self._max_depth)
         elif of.crowded is not None and facts.lower is not None:
-            of.parts, of.crowded = relieved(of.parts, of.crowded, _targets(batch), facts.lower)
+            lower = facts.lower
+            of.parts, of.crowded = relieved(of.parts, of.crowded, _targets(batch), lower, self._helpers)
         return None if of.crowded is None else Reads(lower=of.crowded.asked, depth_below=of.crowded.depth_below)
 
     def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
@@ -161,7 +164,7 @@ class BaseFinder:
             bounds = bounds_of(fresh)
             tried = len(facts.contents.pieces) == len(facts.neighbours.chunks)
             their_bounds = facts.neighbours.bounds if tried else np.zeros(len(bounds), np.uint32)
-            self._batch.near = try_bases(_targets(batch), bounds, facts.contents, their_bounds)
+            self._batch.near = try_bases(_targets(batch), bounds, facts.contents, their_bounds, self._helpers)
             if tried:
                 had_some = int(fresh[np.diff(their_bounds) > 0].sum())
                 self._trials.heard(had_some, int(np.count_nonzero(self._batch.near.found)))
@@ -194,7 +197,7 @@ class BaseFinder:
             asked = np.flatnonzero(self._asked(batch, facts, stream))
             if self._tries:
                 each = np.arange(len(asked) + 1, dtype=np.uint32)
-                similar = try_bases(_targets(batch).take(asked), each, facts.similar, each)
+                similar = try_bases(_targets(batch).take(asked), each, facts.similar, each, self._helpers)
             else:
                 similar = choice.untried(facts.similar, self._max_depth)
             self._rank_trials.heard(batch.base_rank[asked], similar.found)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
+from nearkin.helpers import ALONE, Helpers
 from nearkin.records import U8, U32, Bools, Locations, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.bases import Part, Targets, dropped, try_bases
@@ -81,14 +82,14 @@ def crowded(parts: Sequence[Part], max_depth: int) -> Crowded | None:
 
 
 def relieved(
-    parts: Sequence[Part], asked: Crowded, targets: Targets, bases: Contents
+    parts: Sequence[Part], asked: Crowded, targets: Targets, bases: Contents, helpers: Helpers = ALONE
 ) -> tuple[list[Part], Crowded | None]:
     """Return `parts` with shallower `bases` for those of the `asked` chunks that leave little enough over with them.
 
     And the others, for the level above.
     """
     each = np.arange(len(asked.chunks) + 1, dtype=np.uint32)
-    chosen = try_bases(targets.take(asked.chunks), each, bases, asked.bounds)
+    chosen = try_bases(targets.take(asked.chunks), each, bases, asked.bounds, helpers)
     fits = chosen.found & (chosen.rest <= FULL_REST * GROWTH**asked.level * chosen.alone)
     above = asked.above(~fits)
     if not fits.any():

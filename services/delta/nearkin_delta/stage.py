@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
 from nearkin.frozen import frozen
+from nearkin.helpers import ALONE, Helpers
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.limits import MIB
 from nearkin.records import (
@@ -98,17 +99,19 @@ class DeltaStage:
         sets_aside: bool = False,
         keeper: Keeper | None = None,
         prefixes: SparePrefixes | None = None,
+        helpers: Helpers = ALONE,
     ) -> None:
         """`encoding`: threads that encode the blocks of one batch while the next is read and looked up.
 
         `sets_aside`: a full container is finished a batch later, so that such threads need not be waited for.
         `keeper`: keeps the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
+        `helpers` try bases beside the caller.
         """
         self._settings = settings
         self._domain = domain
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
-        self._finder = BaseFinder(settings, self._kind, asks_bases)
+        self._finder = BaseFinder(settings, self._kind, asks_bases, helpers)
         self.stream: Hashable = None
         """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
         chunk_bytes = int(settings.chunker.max_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin.config import Settings
+from nearkin.helpers import ALONE, Helpers, parts_of
 from nearkin.records import U64, FreshBatch, Locations, PairedBatch
 from nearkin.stage import Facts, Reads
 from nearkin_resemblance.algorithms import sketcher
@@ -15,10 +16,14 @@ class ResemblanceStage:
 
     name = "resemblance"
 
-    def __init__(self, settings: Settings, *, looks_up: bool = True) -> None:
-        """Not `looks_up`: the delta stage asks, for the chunks alone that still need a base then."""
+    def __init__(self, settings: Settings, *, looks_up: bool = True, helpers: Helpers = ALONE) -> None:
+        """Not `looks_up`: the delta stage asks, for the chunks alone that still need a base then.
+
+        `helpers` sketch beside the caller.
+        """
         self.sketch = sketcher(settings.features)
         self._looks_up = looks_up
+        self._helpers = helpers
 
     def reads(self, batch: FreshBatch, facts: Facts) -> Reads | None:
         """Sketch the fresh chunks and ask for the first holder of each super-feature."""
@@ -28,7 +33,12 @@ class ResemblanceStage:
 
     def _super_features(self, batch: FreshBatch) -> U64:
         rows, segments = batch.fresh, batch.batch
-        return self.sketch.super_features(segments.payload, segments.offsets[rows], segments.lengths[rows])
+        offsets, lengths = segments.offsets[rows], segments.lengths[rows]
+
+        def sketched(part: slice) -> U64:
+            return self.sketch.super_features(segments.payload, offsets[part], lengths[part])
+
+        return np.concatenate(self._helpers.answers(sketched, parts_of(lengths)))
 
     def decide(self, batch: FreshBatch, facts: Facts) -> PairedBatch:
         """Pair each fresh chunk with its candidate."""

@@ -32,6 +32,7 @@ from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.frozen import frozen
+from nearkin.helpers import Helpers
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
@@ -125,11 +126,12 @@ class EmbeddedWriter:
         self._facts = EmbeddedFacts(self._pending, self._in_flight)
         self._same_turn = SameTurn(self._facts)
         self._dedup = DedupStage()
-        self._resemblance = ResemblanceStage(settings, looks_up=False)
         count = cores()
         alone = count == 1
         encoders = min(count, encoders_max(settings.block))
         self._encoding = None if alone else ThreadPoolExecutor(encoders, "nearkin-encode")
+        helpers = Helpers(self._encoding, encoders)
+        self._resemblance = ResemblanceStage(settings, looks_up=False, helpers=helpers)
         self._delta = DeltaStage(
             settings,
             fingerprinter.domain,
@@ -139,6 +141,7 @@ class EmbeddedWriter:
             sets_aside=True,
             keeper=self._in_flight,
             prefixes=spares.prefixes,
+            helpers=helpers,
         )
         self._arenas = spares.arenas
         self._arena = self._arenas.take()

@@ -1,0 +1,73 @@
+"""Parts of one question, answered side by side. Invariant: the answers are those that one thread alone would give.
+
+    parts -> the caller's thread and those of an executor that are free take one after another -> answers, in order
+
+For kernels without the GIL: how the parts are shared out follows from who is free, what comes out from the parts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.limits import MIB
+from nearkin.records import U32
+
+Part = TypeVar("Part")
+Answer = TypeVar("Answer")
+
+PART_BYTES = MIB
+"""So much a part has: half a millisecond of work and more, for 30 us that it takes to hand it over."""
+
+
+class Helpers:
+    """Threads that take parts beside the caller's, whichever of them are free. Safe between threads."""
+
+    def __init__(self, threads: Executor | None = None, count: int = 1) -> None:
+        """Of `threads` `count` are asked; without any the caller does all."""
+        self._threads = threads
+        self._count = count
+
+    def answers(self, work: Callable[[Part], Answer], parts: Sequence[Part]) -> list[Answer]:
+        """Return work(part) for each part. Raises what one of them raised; no further part is begun then."""
+        if self._threads is None or len(parts) < 2:
+            return [work(part) for part in parts]
+        found: dict[int, Answer] = {}
+        left = iter(range(len(parts)))  # a step of it is one of C's: nobody else gets the same number
+
+        def take() -> None:
+            try:
+                while (number := next(left, None)) is not None:
+                    found[number] = work(parts[number])
+            except BaseException:
+                for _ in left:  # the others find none
+                    pass
+                raise
+
+        helping = [self._threads.submit(take) for _ in range(min(self._count, len(parts) - 1))]
+        try:
+            take()
+        finally:
+            failures = [one.exception() for one in helping if not one.cancel()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return [found[number] for number in range(len(parts))]
+
+
+ALONE = Helpers()
+"""Nobody helps."""
+
+
+def parts_of(lengths: U32 | NDArray[np.int64], part_bytes: int = PART_BYTES) -> list[slice]:
+    """Return slices of rows that have `part_bytes` together, or a row more; one at least, empty where no row is."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total_bytes = int(ends[-1]) if len(ends) else 0
+    cuts = np.searchsorted(ends, np.arange(part_bytes, total_bytes, part_bytes)) + 1
+    bounds = np.unique(np.concatenate([[0], cuts, [len(lengths)]])).tolist()
+    return [slice(first, last) for first, last in pairwise(bounds)] or [slice(0, 0)]

@@ -1,0 +1,81 @@
+"""Parts answered side by side: by whoever is free, and never other answers for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearkin.helpers import ALONE, Helpers, parts_of
+
+WAIT_SECONDS = 20
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+def test_answers_come_in_the_order_of_the_parts(threads: ThreadPoolExecutor) -> None:
+    parts = list(range(200))
+    for helpers in (ALONE, Helpers(threads)):
+        assert helpers.answers(lambda part: part * part, parts) == [part * part for part in parts]
+        assert helpers.answers(str, []) == []
+
+
+def test_a_free_thread_takes_part(threads: ThreadPoolExecutor) -> None:
+    """Each of two parts waits for the other: one thread alone would never get past the first."""
+    both = threading.Barrier(2)
+    names = Helpers(threads).answers(lambda _: both.wait(WAIT_SECONDS), [0, 1])
+    assert sorted(names) == [0, 1]
+
+
+def test_nobody_waits_for_a_thread_that_is_busy(threads: ThreadPoolExecutor) -> None:
+    done = threading.Event()
+    busy = threads.submit(done.wait, WAIT_SECONDS)
+    me = threading.get_ident()
+    assert Helpers(threads, 3).answers(lambda _: threading.get_ident(), [1, 2, 3]) == [me] * 3
+    done.set()
+    assert busy.result()
+
+
+@pytest.mark.parametrize("fails_at_helper", [False, True])
+def test_what_a_part_raises_is_raised_and_no_further_part_is_begun(
+    threads: ThreadPoolExecutor, *, fails_at_helper: bool
+) -> None:
+    me, both, begun = threading.get_ident(), threading.Barrier(2), []
+
+    def work(part: int) -> int:
+        begun.append(part)
+        if part < 2:
+            both.wait(WAIT_SECONDS)
+        if (threading.get_ident() != me) == fails_at_helper:
+            raise ValueError(f"part {part}")
+        failed.wait(WAIT_SECONDS)
+        return part
+
+    failed = threading.Event()
+    threading.Timer(0.5, failed.set).start()  # the other one goes on when the failure has long been seen
+    with pytest.raises(ValueError, match=r"part [01]"):
+        Helpers(threads).answers(work, list(range(100)))
+    assert sorted(begun) == [0, 1]
+    assert Helpers(threads).answers(str, [1, 2]) == ["1", "2"], "the threads are as good as before"
+
+
+@given(st.lists(st.integers(0, 300), max_size=50), st.integers(1, 400))
+def test_parts_cover_all_rows_once_and_have_about_what_they_should(lengths: list[int], part_bytes: int) -> None:
+    rows = np.array(lengths, np.uint32)
+    parts = parts_of(rows, part_bytes)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(lengths)))
+    assert all(before.stop == after.start for before, after in pairwise(parts))
+    assert len(parts) == 1 or all(part.start < part.stop for part in parts)
+    assert len(parts) <= 1 + sum(lengths) // part_bytes
+    for part in parts:
+        assert rows[part.start : part.stop - 1].sum() < part_bytes + max(lengths, default=0)
