@@ -23,7 +23,8 @@ from typing import Any
 from gc_days import counted, stretches
 
 from nearkin import open_store
-from nearkin.config import GC_MODES, MARK_SWEEP, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import GC_MODES, MARK_SWEEP
 from nearkin.config_layers import with_changes
 from nearkin.testing.clock import DAY
 from nearkin.testing.generated import random_bytes, records_like, text_like

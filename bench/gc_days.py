@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nearkin import open_store
-from nearkin.config import GC_MODES, MARK_SWEEP, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import GC_MODES, MARK_SWEEP
 from nearkin.config_layers import with_changes
 from nearkin.testing.clock import DAY
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like

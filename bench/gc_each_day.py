@@ -27,7 +27,8 @@ from gc_cost import system_bytes
 from gc_days import small, stretches
 
 from nearkin import Store, open_store
-from nearkin.config import GC_MODES, MARK_SWEEP, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import GC_MODES, MARK_SWEEP
 from nearkin.config_layers import with_changes
 from nearkin.formats import layout
 from nearkin.testing.clock import DAY

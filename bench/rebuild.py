@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.index.redis import RedisIndex
 from nearkin.local_index import super_features_of
 from nearkin.records import RebuildReport

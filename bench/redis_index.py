@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
 from nearkin.claims import ContainerClaims
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.redis import RedisIndex

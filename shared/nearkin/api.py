@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from nearkin.config import RetentionPolicy, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 
+FORBID_OTHERS = {"extra": "forbid"}
+"""A section's `__pydantic_config__`: a setting that it does not have is refused."""
 PARITY_SHARDS_MAX = 32
 """Of data and parity together: the library takes no more."""
 

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from nearkin.config import MARK_SWEEP, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import MARK_SWEEP
 from nearkin.errors import Corrupt, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Protocol
 
-from nearkin.config import RetentionPolicy, RetentionSettings
+from nearkin.config_keeping import RetentionPolicy, RetentionSettings
 from nearkin.errors import NotFound, Retained
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
 from nearkin.frozen import frozen

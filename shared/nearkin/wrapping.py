@@ -18,7 +18,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from nearkin.config import StorageSettings
+from nearkin.config_keeping import StorageSettings
 from nearkin.errors import BadInput, ConfigError, Corrupt
 from nearkin.formats.sealed import aes_gcm
 

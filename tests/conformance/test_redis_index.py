@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import redis
 
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.index.redis import RedisIndex, catalog
 from nearkin.records import ContainerId
 from nearkin.testing import samples

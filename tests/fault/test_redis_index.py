@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from nearkin.claims import ContainerClaims
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.errors import ConfigError, Corrupt, FormatTooNew, Retryable, StoreUnavailable
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.scripts import BUCKET_ENTRIES_MAX

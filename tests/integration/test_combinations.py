@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from nearkin import open_store
-from nearkin.config import CHUNKERS, DELTA_CODECS, FEATURES
+from nearkin.config_reduction import CHUNKERS, DELTA_CODECS, FEATURES
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 from nearkin.testing.stores import SMALL, settings
 

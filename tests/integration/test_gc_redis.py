@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.config import GcSettings
+from nearkin.config_keeping import GcSettings
 from nearkin.errors import Retryable
 from nearkin.index.redis import lease as lease_module
 from nearkin.index.redis.lease import Lease, LeaseOver

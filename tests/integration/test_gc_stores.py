@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.config import GcSettings
+from nearkin.config_keeping import GcSettings
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.local_mending import super_features_of

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import redis
 
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.errors import ConfigError
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.rebuild import Rebuilder
@@ -221,7 +221,7 @@ def test_a_unix_socket_will_do(tmp_path: Path) -> None:
 
 PUBLISH = """
 import json, random, sys
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.index.redis import RedisIndex
 from nearkin.records import ContainerId
 from nearkin.testing import samples

@@ -18,7 +18,7 @@ import redis
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.protocols import Index
@@ -191,7 +191,7 @@ def test_who_looked_before_another_was_done_does_not_rebuild_again(
 
 REBUILD_AND_HANG = """
 import sys, time
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.rebuild import Rebuilder
 def hang(target):

@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 
 from nearkin import open_store
-from nearkin.config import CHUNKERS
+from nearkin.config_reduction import CHUNKERS
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, settings
 

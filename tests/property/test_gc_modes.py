@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.config import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
+from nearkin.config_keeping import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
 from nearkin.config_layers import with_changes
 from nearkin.errors import ConfigError, Corrupt, StoreUnavailable
 from nearkin.formats.container import decode_container

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.config import HYBRID
+from nearkin.config_keeping import HYBRID
 from nearkin.errors import Corrupt
 from nearkin.testing.clock import DAY
 from nearkin.testing.generated import mutated, random_bytes

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.config import BASE_POLICIES, CHUNKERS, FEATURES, RetentionPolicy
+from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import with_changes
+from nearkin.config_reduction import BASE_POLICIES, CHUNKERS, FEATURES
 from nearkin.errors import BadInput, NotFound, StoreLocked
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings, stored_bytes

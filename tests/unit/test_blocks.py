@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nearkin.config import PROFILES, BlockSettings, DeltaSettings
+from nearkin.config import PROFILES
+from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nearkin.claims import SealedContainer
-from nearkin.config import BlockSettings, DeltaSettings
+from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block
 from nearkin.limits import MIB

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nearkin
-from nearkin import config
+from nearkin import config, config_reduction
 from nearkin.config import PROFILES, Settings
 from nearkin.config_layers import load, with_changes
 from nearkin.errors import ConfigError
@@ -182,13 +182,13 @@ def test_the_paper_s_set_up_is_a_profile() -> None:
 
 
 def test_the_names_in_the_settings_are_those_of_the_services() -> None:
-    assert set(config.CHUNKERS) == set(chunkers.NAMES)
-    assert set(config.FEATURES) == set(sketches.NAMES)
-    assert set(config.DELTA_CODECS) == set(codecs.NAMES)
+    assert set(config_reduction.CHUNKERS) == set(chunkers.NAMES)
+    assert set(config_reduction.FEATURES) == set(sketches.NAMES)
+    assert set(config_reduction.DELTA_CODECS) == set(codecs.NAMES)
     assert set(config.PROFILE_NAMES) == set(PROFILES)
 
 
-@pytest.mark.parametrize("algorithm", config.CHUNKERS)
+@pytest.mark.parametrize("algorithm", config_reduction.CHUNKERS)
 def test_every_chunker_cuts_within_the_bounds_that_settings_allow(algorithm: str) -> None:
     least = 256 if algorithm in ("rabin", "inck") else 64
     data = noise(100_000, "chunks")
@@ -201,7 +201,7 @@ def test_every_chunker_cuts_within_the_bounds_that_settings_allow(algorithm: str
         assert int(lengths.sum()) == len(data)
 
 
-@pytest.mark.parametrize("algorithm", config.FEATURES)
+@pytest.mark.parametrize("algorithm", config_reduction.FEATURES)
 def test_every_sketch_takes_the_extremes_that_settings_allow(algorithm: str) -> None:
     data, offsets, lengths = noise(70_000, "sketch"), np.array([0, 5], np.uint64), np.array([100, 65_000], np.uint32)
     for count, groups, window, bits in ((1, 1, 48, 0), (64, 16, 64, 16), (64, 1, 64, 0), (12, 3, 48, 16)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nearkin.config import DeltaSettings
+from nearkin.config_reduction import DeltaSettings
 from nearkin.frozen import frozen, held
 
 

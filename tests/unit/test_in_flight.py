@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nearkin.config import BlockSettings, DeltaSettings
+from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt, NotFound, Retryable
 from nearkin.formats import layout
 from nearkin.formats.container import EncodedContainer

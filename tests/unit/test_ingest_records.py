@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nearkin.config import STORE_FOLDERS, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import STORE_FOLDERS
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, ConfigError
 from nearkin_gateway.ingest_records import Intake, UserRecord, intake_of, origin_of, tenants_of

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from nearkin import metrics
-from nearkin.config import MonitorSettings
 from nearkin.config_layers import load
+from nearkin.config_services import MonitorSettings
 from nearkin.errors import ConfigError, StoreUnavailable
 from nearkin.runners import monitor as monitoring
 from nearkin.runners.monitor import Monitor

@@ -10,7 +10,7 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 
 from nearkin.cli.forgetting import parse_duration
-from nearkin.config import RetentionPolicy, RetentionSettings
+from nearkin.config_keeping import RetentionPolicy, RetentionSettings
 from nearkin.errors import BadInput, ConfigError, Retained
 from nearkin.records import VersionInfo
 from nearkin.retention import check_age, decide, min_age_seconds, policy_of

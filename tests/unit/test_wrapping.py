@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.config import Settings, StorageSettings
+from nearkin.config import Settings
+from nearkin.config_keeping import StorageSettings
 from nearkin.config_layers import with_changes
 from nearkin.errors import ConfigError, Corrupt
 from nearkin.testing.keys import KEY_ENCRYPTION_KEYS, encoded

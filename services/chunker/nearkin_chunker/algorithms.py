@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nearkin.config import ChunkerSettings
+from nearkin.config_reduction import ChunkerSettings
 from nearkin.errors import choose
 from nearkin.kernels import chunking
 from nearkin.records import U8, U32

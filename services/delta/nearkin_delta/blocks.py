@@ -18,7 +18,7 @@ from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
 from nearkin.buffers import Buffers, Slabs
-from nearkin.config import BlockSettings, DeltaSettings
+from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin.formats.columns import PREFIX_BYTES_MIN

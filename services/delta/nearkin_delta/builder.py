@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.config import BlockSettings, DeltaSettings
+from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.frozen import frozen

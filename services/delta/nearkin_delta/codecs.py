@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.config import DeltaSettings
+from nearkin.config_reduction import DeltaSettings
 from nearkin.errors import Corrupt, choose
 from nearkin.formats.layout import PATCH, XDELTA3
 from nearkin.frozen import frozen

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from nearkin.config import GatewaySettings
+from nearkin.config_services import GatewaySettings
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin_gateway.problems import Problem
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from blake3 import blake3
 
-from nearkin.config import STORE_FOLDERS, Settings
+from nearkin.config import Settings
+from nearkin.config_keeping import STORE_FOLDERS
 from nearkin.errors import BadInput
 from nearkin.formats.message import BLOB_BYTES
 from nearkin.frozen import frozen

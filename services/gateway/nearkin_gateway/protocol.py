@@ -11,7 +11,7 @@ from asyncio.events import TimerHandle
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from nearkin.config import GatewaySettings
+from nearkin.config_services import GatewaySettings
 from nearkin_gateway.problems import MEDIA_TYPE, Problem, problem_body
 
 DISCARD_BYTES_MAX = 16 * 1024 * 1024

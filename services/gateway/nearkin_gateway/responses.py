@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nearkin import metrics
-from nearkin.config import GatewaySettings
+from nearkin.config_services import GatewaySettings
 from nearkin.errors import Corrupt, NearkinError
 
 SLICE_BYTES = 256 * 1024

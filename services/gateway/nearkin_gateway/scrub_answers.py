@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from nearkin.config import ScrubSettings
+from nearkin.config_keeping import ScrubSettings
 from nearkin.formats.condemned import Condemned
 from nearkin.records import ContainerId
 from nearkin.store.containers import object_name

@@ -12,7 +12,8 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nearkin.config import GatewaySettings, Settings
+from nearkin.config import Settings
+from nearkin.config_services import GatewaySettings
 from nearkin.errors import ConfigError
 from nearkin.runners import tracing
 from nearkin.runners.monitor import Check, Monitor

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from nearkin.config import GatewaySettings, Settings
+from nearkin.config import Settings
+from nearkin.config_services import GatewaySettings
 from nearkin.errors import NearkinError
 from nearkin.store.deletion import Deletions
 from nearkin.store.pauses import Pauses

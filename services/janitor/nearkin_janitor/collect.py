@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from nearkin.config import MARK_SWEEP, GcSettings
+from nearkin.config_keeping import MARK_SWEEP, GcSettings
 from nearkin.errors import ConfigError, Corrupt, Erased, NoRoom, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned, fitting

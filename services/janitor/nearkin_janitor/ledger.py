@@ -27,7 +27,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from nearkin.config import EXPIRY, HYBRID, REFCOUNT
+from nearkin.config_keeping import EXPIRY, HYBRID, REFCOUNT
 from nearkin.errors import Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.directory import Directory

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from nearkin.config import ScrubSettings
+from nearkin.config_keeping import ScrubSettings
 from nearkin.errors import NearkinError, NotFound, Permanent, Retryable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.key import FOLDER as KEYS

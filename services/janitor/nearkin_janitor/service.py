@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from nearkin import metrics
-from nearkin.config import GcSettings
+from nearkin.config_keeping import GcSettings
 from nearkin.errors import NearkinError, Paused, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.answers import gc_json

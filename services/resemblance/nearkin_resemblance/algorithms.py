@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nearkin.config import FeatureSettings
+from nearkin.config_reduction import FeatureSettings
 from nearkin.errors import Corrupt, choose
 from nearkin.frozen import frozen
 from nearkin.kernels import features

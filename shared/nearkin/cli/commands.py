@@ -239,7 +239,7 @@ def forget(
     nearkin forget                                 # what retention.policies say
     """
     from nearkin.cli.forgetting import forget_versions, parse_duration
-    from nearkin.config import RetentionPolicy
+    from nearkin.config_keeping import RetentionPolicy
 
     policy = RetentionPolicy(
         keep_last=keep_last,

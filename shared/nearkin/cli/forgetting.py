@@ -12,7 +12,7 @@ from nearkin.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
     from nearkin.cli.session import Session
-    from nearkin.config import RetentionPolicy
+    from nearkin.config_keeping import RetentionPolicy
     from nearkin.records import Damage
     from nearkin.retention import Decision
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nearkin.config import MonitorSettings
+from nearkin.config_services import MonitorSettings
 from nearkin.errors import ConfigError, NearkinError
 
 _log = logging.getLogger("nearkin.monitor")

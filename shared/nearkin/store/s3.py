@@ -25,7 +25,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store
 
-from nearkin.config import ObjectStoreSettings
+from nearkin.config_keeping import ObjectStoreSettings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.store.objects import REFUSALS, AlreadyExists, ObstoreObjects, Payload, whole
 

@@ -39,7 +39,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def _section(section: type[Any], prefix: str) -> dict[str, Any]:
-    hints = get_type_hints(section, vars(config), include_extras=True)
+    hints = get_type_hints(section, include_extras=True)
     found = {}
     for field in fields(section):
         name = f"{prefix}{field.name}"

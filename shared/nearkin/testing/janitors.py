@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from nearkin import failpoints
-from nearkin.config import GcSettings, RedisSettings
+from nearkin.config_keeping import GcSettings
+from nearkin.config_services import RedisSettings
 from nearkin.errors import NearkinError
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.redis import RedisIndex

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nearkin.config import ObjectStoreSettings
+from nearkin.config_keeping import ObjectStoreSettings
 from nearkin.errors import choose
 from nearkin.testing import programs
 from nearkin.testing.corpora import MissingTool

@@ -135,7 +135,7 @@ def perform(store: Store, call: Call) -> None:
         case Undelete(key, version):
             store.undelete(key, version, who="crash")
         case Forget(keep):
-            from nearkin.config import RetentionPolicy
+            from nearkin.config_keeping import RetentionPolicy
 
             store.forget("", RetentionPolicy(keep_last=keep))
         case Gc():

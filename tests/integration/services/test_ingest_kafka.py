@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from nearkin.config import KafkaSettings, Settings
+from nearkin.config import Settings
+from nearkin.config_services import KafkaSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.runners.kafka.clients import create_topics
 from nearkin_gateway.ingest_kafka import KafkaIngest

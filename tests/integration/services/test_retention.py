@@ -15,7 +15,7 @@ import pytest
 
 import nearkin
 from nearkin.api import Store, open_store
-from nearkin.config import RetentionPolicy
+from nearkin.config_keeping import RetentionPolicy
 from nearkin.errors import BadInput, Retained
 from nearkin.retention import decisions, forget
 from nearkin.testing.clock import DAY, Clock

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nearkin.claims import ContainerClaims
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise

@@ -23,7 +23,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from nearkin.config import RedisSettings
+from nearkin.config_services import RedisSettings
 from nearkin.errors import ConfigError, Corrupt, NearkinError, StoreUnavailable
 from nearkin.index.redis.scripts import DAMAGED, SOURCES
 
