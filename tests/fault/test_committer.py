@@ -198,7 +198,7 @@ def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(l
     assert start == 1
     log.begin()
     log.read(start)
-    later(log, 3)
+    later(log, 1 + committing.LATE_TIMES)
     log.handler.idle()
     assert log.states() == {"k1": "committed", "k2": "failed"}
     assert log.manifests.versions("t", "k1") == [1]

@@ -314,6 +314,22 @@ def test_a_password_is_wanted_and_never_shown(tmp_path: Path) -> None:
         index.close()
 
 
+def test_a_password_that_changes_under_a_worker_is_a_server_that_is_away(tmp_path: Path) -> None:
+    """A worker would put aside, as wrong, every message that it was given meanwhile."""
+    with RedisServer(tmp_path, "--requirepass", "old") as server:
+        index = RedisIndex(RedisSettings(url=server.url, password="old", retries=0), samples.DOMAIN)
+        index.publish(first_claims())
+        with redis.Redis.from_url(server.url, password="old") as client:
+            client.config_set("requirepass", "new")
+        with redis.Redis.from_url(server.url, password="new") as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(StoreUnavailable, match=r"redis\.password"):
+                index.locate_chunks(chunk_names("a"))
+            client.config_set("requirepass", "old")
+        assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+        index.close()
+
+
 # --- tampered with --------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from nearkin.runners.kafka.loop import Record
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import memory_objects
 
-SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
+SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 60}})
 BLOB = b"0123456789abcdef"
 
 
@@ -52,48 +52,90 @@ class Kept:
         pass
 
 
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+class Stages(Backlog):
+    """Stages of which one is away from `since` to `until`, seconds of a clock since it was made."""
+
+    def __init__(self, clock: Clock, since: float, until: float) -> None:
+        self._clock, self._made, self._since, self._until = clock, clock.now, since, until
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        return False
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        now = self._clock.now - self._made
+        return max(0.0, now - self._since) if now < self._until else 0.0
+
+
+def waiting_for_a_segment(
+    monkeypatch: pytest.MonkeyPatch, backlog: Backlog, clock: Clock, blobs: tuple[bytes, ...] = (BLOB,)
+) -> CommitHandler:
+    monkeypatch.setattr(committing, "Outbox", Kept)
+    monkeypatch.setattr(committing, "time", clock)
+    unused: Any = None
+    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog)
+    handler.assigned(0, "")
+    for number, blob in enumerate(blobs):
+        end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))
+        handler.handle([Record("placed", 0, number, blob, end, {}, ())])
+        handler._open[blob].last_seen = clock.now
+    return handler
+
+
+def seconds_until_given_up(handler: CommitHandler, clock: Clock, seconds_max: int) -> int | None:
+    told: Any = handler._outbox
+    for seconds in range(seconds_max):
+        handler.idle()
+        if told.events:
+            assert [event["state"] for event in told.events] == ["failed"]
+            return seconds
+        clock.now += 1
+    return None
+
+
 @pytest.mark.parametrize(
-    ("backlog", "given_up"), [(Waiting(), True), (Waiting(oldest_seconds=60), False), (Waiting(end=2), False)]
+    ("backlog", "given_up"), [(Waiting(), True), (Waiting(oldest_seconds=700), False), (Waiting(end=2), False)]
 )
 def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
     monkeypatch: pytest.MonkeyPatch, backlog: Waiting, given_up: bool
 ) -> None:
     """A store that is away for minutes, or a pause, holds segments up in the topics before: all of them come later."""
-    monkeypatch.setattr(committing, "Outbox", Kept)
-    unused: Any = None
-    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog)
-    handler.assigned(0, "")
-    end = encode(End(Envelope(BLOB, "t", "key", 5), 1, BLOB, 5, b"b" * 32, segments=1))
-    handler.handle([Record("placed", 0, 0, BLOB, end, {}, ())])
-    handler._open[BLOB].last_seen -= 3
-    handler.idle()
-    told: Any = handler._outbox
-    assert [event["state"] for event in told.events] == (["failed"] if given_up else [])
+    clock = Clock()
+    handler = waiting_for_a_segment(monkeypatch, backlog, clock)
+    assert (seconds_until_given_up(handler, clock, 1000) is not None) == given_up
     assert list(handler.committable()) == [(0, 1 if given_up else 0, "")]
 
 
-def test_what_was_late_has_its_whole_time_again_once_the_stages_before_have_caught_up(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("since", "until"), [(5, 100), (5, 290), (5, 299), (5, 595), (50, 590), (5, 3000)])
+def test_what_a_stage_held_up_has_its_whole_time_again_once_that_stage_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch, since: int, until: int
 ) -> None:
-    """A stage that took the frame which waited has sent a young segment on, and three more stages have to take that."""
-    monkeypatch.setattr(committing, "Outbox", Kept)
-    unused: Any = None
-    backlog = Waiting(oldest_seconds=60)
-    chosen = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 60}})
-    handler = CommitHandler(chosen, ManifestStore(memory_objects()), unused, "w", backlog)
-    handler.assigned(0, "")
-    for number, blob in enumerate((BLOB, b"another-blob-16b")):
-        end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))
-        handler.handle([Record("placed", 0, number, blob, end, {}, ())])
-    told: Any = handler._outbox
-    handler._open[BLOB].last_seen -= 121
-    backlog.age_seconds = 61.0
+    """It has sent a young segment on, and up to three more stages have to take that."""
+    clock = Clock()
+    handler = waiting_for_a_segment(monkeypatch, Stages(clock, since, until), clock)
+    idle_seconds = SETTINGS.kafka.upload_idle_seconds
+    seen_behind = until - since > idle_seconds
+    given_up = seconds_until_given_up(handler, clock, until + 10 * idle_seconds)
+    assert given_up is not None
+    assert given_up > (until if seen_behind else 0) + (committing.LATE_TIMES - 1) * idle_seconds
+    assert given_up < until + (committing.LATE_TIMES + 1) * idle_seconds
+
+
+def test_those_that_wait_anew_are_the_last_for_whom_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, other = Clock(), b"another-blob-16b"
+    handler = waiting_for_a_segment(monkeypatch, Waiting(oldest_seconds=61), clock, (BLOB, other))
+    handler._open[BLOB].last_seen -= 61
     handler.idle()
-    assert list(handler._open)[-1] == BLOB, "last seen last: room is made at the other end"
-    backlog.age_seconds = 0.0
-    handler._open[BLOB].last_seen -= 119
-    handler.idle()
-    assert told.events == []
-    handler._open[BLOB].last_seen -= 2
-    handler.idle()
-    assert [event["state"] for event in told.events] == ["failed"]
+    assert list(handler._open) == [other, BLOB], "last seen last"

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from nearkin.config import Settings
-from nearkin.errors import Retryable, StoreUnavailable
+from nearkin.config_layers import with_changes
+from nearkin.errors import ConfigError, Corrupt, Retryable, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import message as fmt
 from nearkin.formats.message import End, Envelope, Fresh, Message, Opened, Paired, Segments, decode, encode
@@ -386,3 +387,53 @@ def test_a_container_is_too_old_by_whichever_clock_says_so(
     else:
         with pytest.raises(Retryable, match="60 s old"):
             placing._in_time(lane, container, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "linger_ms", "refused"), [(0, 1000, True), (2, 1000, True), (3, 1000, False)]
+)
+def test_a_grace_by_which_no_container_is_young_enough_is_refused_at_the_start(
+    tenants: Lanes, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, linger_ms: int, refused: bool
+) -> None:
+    monkeypatch.setattr(placing, "Outbox", lambda *_: Scripted())
+    chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}, "kafka": {"linger_ms": linger_ms}})
+    if refused:
+        with pytest.raises(ConfigError, match=r'gc\.grace_seconds "\d".*want >= 3'):
+            PlaceHandler(chosen, lambda: chosen, tenants, "w")
+    else:
+        PlaceHandler(chosen, lambda: chosen, tenants, "w").close()
+
+
+def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_next(
+    tenants: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outboxes: list[Scripted] = []
+
+    def outbox_of(*_: object) -> Scripted:
+        outboxes.append(Scripted())
+        return outboxes[-1]
+
+    def refuse(*_: object) -> None:
+        raise Corrupt("redis: a key holds something else than was written")
+
+    monkeypatch.setattr(placing, "Outbox", outbox_of)
+    chosen = with_changes(Settings(), {"container": {"target_bytes": "1 MiB"}})
+
+    def paired(seed: int, blob: bytes) -> list[bytes]:
+        sent = [encode(message) for message in messages(random_bytes(2 * MIB, seed), blob=blob)]
+        fresh = handled(dedup_work(chosen, tenants), sent).values
+        return handled(resemblance_work(tenants, lambda: chosen), fresh).values
+
+    first, second = paired(7, b"a" * 16), paired(8, b"b" * 16)
+    worker = PlaceHandler(chosen, lambda: chosen, tenants, "w")
+    worker.assigned(0, "")
+    monkeypatch.setattr(LmdbIndex, "publish", refuse)
+    worker.handle(records(first))
+    with pytest.raises(Retryable, match="something else than was written: starting over"):
+        worker._committer.drain()
+    for step in (lambda: worker.handle(records(second)[:1]), worker.idle):
+        with pytest.raises(Retryable, match="starting over"):
+            step()
+    worker.close()
+    assert [one for outbox in outboxes for one in outbox.dead + outbox.values] == []
+    assert list(worker.committable()) == [(0, 0, "")]

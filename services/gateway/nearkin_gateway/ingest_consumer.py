@@ -327,10 +327,18 @@ class IngestConsumer:
         return str(self._admin.list_topics(timeout=ADMIN_SECONDS_MAX).cluster_id or "")
 
     def _topic_id(self, topic: str) -> str:
-        """Return what tells a topic from a later one of its name; empty where the brokers know no such thing."""
+        """Return what tells a topic from a later one of its name; empty where the brokers know no such thing.
+
+        Raises KafkaException, StoreUnavailable.
+        """
         if topic not in self._topic_ids:
             found = self._admin.describe_topics(TopicCollection([topic]), request_timeout=ADMIN_SECONDS_MAX)[topic]
-            self._topic_ids[topic] = str(found.result(ADMIN_SECONDS_MAX).topic_id or "")
+            try:
+                self._topic_ids[topic] = str(found.result(ADMIN_SECONDS_MAX).topic_id or "")
+            except TimeoutError as err:  # no fault of the record for which it was asked
+                raise StoreUnavailable(
+                    f"topic {topic}: kafka did not describe it in {ADMIN_SECONDS_MAX:.0f} s"
+                ) from err
         return self._topic_ids[topic]
 
 

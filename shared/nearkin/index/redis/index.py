@@ -54,6 +54,7 @@ class RedisIndex:
         self.prefix = settings.prefix
         self._domain = domain
         self.epochs = Epochs(self.server, settings.prefix, settings.partitions)
+        self.server.begin_use()
 
     def for_domain(self, domain: bytes) -> RedisIndex:
         """Return the same index seen from another domain (tenant); it shares connections: close only one."""

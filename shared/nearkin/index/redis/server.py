@@ -63,6 +63,7 @@ class Server:
 
     def __init__(self, settings: RedisSettings) -> None:
         """Connect and check. Raises StoreUnavailable, or ConfigError for wrong settings or a policy that evicts."""
+        self._in_use = False
         parts = urlsplit(settings.url)
         self.name = f"redis {parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
         """For messages: never with credentials."""
@@ -90,6 +91,13 @@ class Server:
             self._check_policy()
         except (RedisError, OSError, ValueError) as err:
             raise self._translated(err) from err
+
+    def begin_use(self) -> None:
+        """Take all settings for right: rights that are missing from now on were taken away, and may be given again.
+
+        What is asked for then is not at fault: a worker would put aside every message that it has.
+        """
+        self._in_use = True
 
     def _check_policy(self) -> None:
         """Refuse a server that may evict: an index that forgets at random answers wrong only by luck."""
@@ -126,7 +134,8 @@ class Server:
     def run(self, commands: Sequence[Command]) -> list[Any]:
         """Return a reply for each command, in one round trip, or several for more than PIPELINE_BYTES or _COMMANDS.
 
-        Raises StoreUnavailable, Corrupt where a key is not what was written, ConfigError for missing rights.
+        Raises StoreUnavailable, Corrupt where a key is not what was written, ConfigError for rights that were missing
+        from the start.
         """
         replies: list[Any] = []
         for part in _portions(commands):
@@ -175,6 +184,8 @@ class Server:
     def _translated(self, err: Exception) -> NearkinError:
         text = " ".join(str(err).split()) or type(err).__name__
         kind, remedy = _kind(err, text)
+        if kind is ConfigError and self._in_use:
+            kind = StoreUnavailable
         return kind(f"{self.name}: {text}: {remedy}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.records import LEDGER_FIELDS, Ledger, Locations
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
-from nearkin.runners.kafka.lag import WAITS, Backlog
+from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
 from nearkin.runners.kafka.offsets import PartitionOffsets
 from nearkin.runners.kafka.tenants import Lane, Lanes
@@ -48,6 +49,11 @@ RECORDS_MAX = 1 << 20
 """Records of all blobs that are gathering: 1.2 KiB each where a run has 14 segments of 128 KiB, as most have."""
 STAGES_BEFORE = frozenset(WAITS) - {"committer"}
 """What waits for one of these may be what a blob lacks. The committers' own offset is held back by that blob."""
+LATE_TIMES = 1 + len(STAGES_BEFORE)
+"""A blob is given up after so many times kafka.upload_idle_seconds: a stage that is behind by less is not seen as such,
+and its segments may meet all of them."""
+LOOKS = 10
+"""How often it is looked in each such time whether a stage is behind: one may have been, and have caught up since."""
 CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 """A version older than its blob's beginning by more is not its own."""
 
@@ -103,6 +109,7 @@ class CommitHandler:
         self._open: OrderedDict[bytes, _Open] = OrderedDict()
         """Last seen last."""
         self._records = 0
+        self._looked = -math.inf
         self._finished: OrderedDict[bytes, None] = OrderedDict()
         for state in ("committed", "failed"):
             metrics.BLOBS.labels(state)
@@ -125,18 +132,21 @@ class CommitHandler:
         Not while a stage before is that far behind: a store that is away for longer would fail all that was accepted.
         The wait begins anew then: the segments that a stage has caught up with still have the other stages before them.
         """
-        seconds = self._settings.kafka.upload_idle_seconds
-        oldest = time.monotonic() - 2 * seconds
-        late = [blob for blob in self._open.values() if blob.last_seen < oldest]
-        if late and (self._unread(late) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds):
-            for blob in late:
-                blob.last_seen = time.monotonic()
+        seconds, now = self._settings.kafka.upload_idle_seconds, time.monotonic()
+        waiting = [blob for blob in self._open.values() if now - blob.last_seen > seconds]
+        if not waiting or now - self._looked < max(BACKLOG_SECONDS, seconds / LOOKS):
+            return IDLE_SECONDS
+        self._looked = now
+        if self._unread(waiting) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds:
+            for blob in waiting:
+                blob.last_seen = now
                 self._open.move_to_end(blob.envelope.blob)
             return IDLE_SECONDS
-        for blob in late:
-            done = self._fail(blob, "some of its segments never came; look among the dead letters", None)
-            self._outbox.flush()
-            self._done(done)
+        for blob in waiting:
+            if now - blob.last_seen > LATE_TIMES * seconds:
+                done = self._fail(blob, "some of its segments never came; look among the dead letters", None)
+                self._outbox.flush()
+                self._done(done)
         return IDLE_SECONDS
 
     def _unread(self, blobs: Iterable[_Open]) -> bool:

@@ -8,6 +8,7 @@ container; seal it when due                                                     
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from nearkin.claims import ContainerClaims, SealedContainer
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, Erased, KeysLost, Permanent, Retryable
+from nearkin.errors import ConfigError, Corrupt, Erased, KeysLost, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin.frozen import frozen
@@ -41,6 +42,8 @@ _log = logging.getLogger("nearkin.delta")
 
 SETTLE_SECONDS = 0.02
 """After the end of a blob a container is sealed once nothing has come for so long: who waits for a 201 waits for it."""
+SEAL_SECONDS = 0.5
+"""To seal a container, put it and publish it takes no more where all is well."""
 JOBS_MAX = 2
 JOIN_BYTES_MAX = 16 * 1024 * 1024
 """Payload that is encoded at once, as the embedded runner's batches: what one brings is no base for the same one."""
@@ -106,10 +109,23 @@ class _Run:
         self.payload_bytes += len(segments_of(message).payload)
 
 
+def check_grace(settings: Settings) -> None:
+    """Refuse a grace by which a container would be too old as soon as it is written (`_in_time`)."""
+    held_seconds = settings.kafka.linger_ms / 1000 + SEAL_SECONDS
+    if settings.gc.grace_seconds < 2 * held_seconds:
+        raise ConfigError(
+            f'gc.grace_seconds "{settings.gc.grace_seconds}": services hold a container for up to {held_seconds:.1f} s '
+            "(kafka.linger_ms), and publish none older than half the grace: want "
+            f">= {math.ceil(2 * held_seconds)}, and in earnest hours, as long as a blob may be on its way"
+        )
+
+
 class PlaceHandler:
     """Encodes and stores."""
 
     def __init__(self, settings: Settings, current: Callable[[], Settings], lanes: Lanes, worker: str) -> None:
+        """Raises ConfigError where no container would be young enough to be published."""
+        check_grace(settings)
         self._settings = settings
         self._current = current
         self._lanes = lanes
@@ -127,6 +143,7 @@ class PlaceHandler:
 
     def handle(self, records: list[Record]) -> None:
         """Place what came."""
+        self._committer.check()  # what failed there is no fault of these records
         self._busy = True
         aside, run = False, _Run()
         for record, message in zip(records, self._guard.decoded_many(records), strict=True):
@@ -334,7 +351,10 @@ class PlaceHandler:
         sealed = None if job.container is None else _sealed(job.container)
         told = {"nearkin.bytes": 0 if sealed is None else sealed.size_bytes, "nearkin.messages": len(job.held)}
         with tracing.linked("container", (trace_of(one.record) for one in job.held), told):
-            self._commit_job(job, sealed)
+            try:
+                self._commit_job(job, sealed)
+            except Permanent as err:  # no fault of any one record, least of all of that which hears of it
+                raise Retryable(f"{err}: starting over") from err
 
     def _commit_job(self, job: _Job, container: SealedContainer | None) -> None:
         """1 put  2 publish  3 tell  4 flush: dying in between leaves dead space, or tells the same twice."""

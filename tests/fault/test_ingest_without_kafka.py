@@ -1,0 +1,35 @@
+"""The ingest's consumer where Kafka accepts connections and says nothing: no record is at fault."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka import KafkaException
+
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import StoreUnavailable
+from nearkin_gateway import ingest_consumer
+from nearkin_gateway.ingest_consumer import IngestConsumer
+from nearkin_gateway.ingest_records import UserRecord
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_a_record_waits_for_a_kafka_that_does_not_describe_its_topic(
+    silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest_consumer, "ADMIN_SECONDS_MAX", 1.0)
+    changes = {"kafka": {"bootstrap_servers": f"127.0.0.1:{silent_port}"}, "ingest": {"topics": ["t"]}}
+    worker = IngestConsumer(with_changes(Settings(), changes), None, "w")
+    worker._mine = {("t", 0)}
+    with pytest.raises((StoreUnavailable, KafkaException)):
+        worker._one(UserRecord("t", 0, 7, b"k", b"value"))
+    assert worker._done == {}
+    assert worker._outbox.acknowledged_messages == 0
