@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from io import BytesIO
@@ -72,9 +73,11 @@ def feed(
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:
         file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)
+        name = str(source) if isinstance(source, Path) else "source"
+        began_bytes = os.fstat(file.fileno()).st_size if isinstance(source, Path) else 0
         while True:
             window = writer.window()
-            count = _read_into(file, window, str(source) if isinstance(source, Path) else "source")
+            count = _read_into(file, window, name)
             if not count:
                 break
             if check is not None:
@@ -82,6 +85,12 @@ def feed(
             writer.advance(blob, count)
             if progress is not None:
                 progress(count)
+        # The size of some files of the system's own is not that of their content, but it does not change.
+        if blob.size_bytes < began_bytes and os.fstat(file.fileno()).st_size != began_bytes:
+            raise SourceFailed(
+                f"{name}: ended after {blob.size_bytes} bytes of {began_bytes}: it changed while it was read; nothing "
+                "was stored of it: put it again"
+            )
     if check is not None and check.digest() != sha256:
         raise BadInput(f"key {key!r}: its SHA-256 is {check.hexdigest()}, not the one announced; nothing was stored")
     writer.end(blob)

@@ -59,7 +59,11 @@ def test_a_file_that_goes_while_its_folder_is_walked_is_told_and_left_out(tmp_pa
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(b"x")
     left_out: list[tuple[str, str]] = []
-    files = walk(tmp_path, "", None, lambda path, why: left_out.append((path, why)))
+
+    def never(path: str, why: str) -> None:
+        raise AssertionError(f"{path}: {why}")
+
+    files = walk(tmp_path, "", None, lambda path, why: left_out.append((path, why)), never)
     assert next(files).key == "a"
     (tmp_path / "b").unlink()
     assert [file.key for file in files] == ["c"]

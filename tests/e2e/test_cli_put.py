@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+import nearkin
+from nearkin.limits import MIB
 from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused
 
 LEDGER = {
@@ -103,6 +108,78 @@ def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: P
         "sub/naïve [b].bin": {"host": "db1"},
     }
     assert call("get", "sub/naïve [b].bin", env={"NEARKIN_STORE": str(tmp_path / "store")}).stdout == FIRST
+
+
+def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tree: Path) -> None:
+    (tree / "secret").write_bytes(b"not for everybody")
+    (tree / "sub/closed").mkdir()
+    (tree / "sub/closed/b").write_bytes(b"bbbb")
+    for path in (tree / "secret", tree / "sub/closed"):
+        path.chmod(0)
+    command = [
+        sys.executable,
+        "-m",
+        "nearkin.cli",
+        "--store",
+        str(tmp_path / "store"),
+        "--json",
+        "put",
+        "-r",
+        str(tree),
+    ]
+    try:
+        done = subprocess.run([*as_anybody(), *command], capture_output=True, timeout=60, check=False)
+        told = subprocess.run(
+            [*as_anybody(), *(part for part in command if part != "--json")],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        (tree / "sub/closed").chmod(0o700)
+    put = json.loads(done.stdout)
+    assert done.returncode == told.returncode == 1
+    assert [blob["key"] for blob in put["blobs"]] == ["a.txt", "sub/naïve [b].bin"]
+    assert put["unread"] == [
+        {"path": str(tree / "secret"), "why": "permission denied"},
+        {"path": str(tree / "sub/closed"), "why": "permission denied"},
+    ]
+    notices = told.stderr.decode().splitlines()
+    assert f"nearkin: cannot be read, permission denied: {tree / 'secret'}" in notices
+    assert len([notice for notice in notices if "cannot be read" in notice]) == 2, "each is told once"
+    assert notices[-1] == "nearkin: 2 could not be read and are not stored: run this again as somebody who may"
+
+
+def as_anybody() -> list[str]:
+    """Return how a command is begun that may read no more than anybody; root else reads all."""
+    if os.geteuid():
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root reads all, and setpriv is not there")
+    gone = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--bounding-set={gone}", f"--inh-caps={gone}"]
+
+
+@pytest.mark.parametrize("arguments", [("put", "-r", ""), ("put", "home", "", "-r"), ("put", "k", "")])
+def test_no_name_is_not_the_current_folder(tmp_path: Path, call: InProcess, arguments: tuple[str, ...]) -> None:
+    assert_refused(call(*arguments, "--store", tmp_path / "store"), 2, 'source ""')
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_not_stored(tmp_path: Path) -> None:
+    """What was read of it before and what is left were never its content together."""
+    path = tmp_path / "log"
+    path.write_bytes(FIRST * (1 + 40 * MIB // len(FIRST)))
+
+    def shrink(_: int) -> None:
+        os.truncate(path, 1000)
+
+    with nearkin.open_store(tmp_path / "store") as store:
+        with pytest.raises(nearkin.SourceFailed, match="changed while it was read"):
+            store.put("k", path, progress=shrink)
+        assert store.versions("k") == []
+        path.write_bytes(FIRST)
+        assert store.put("k", path).info.size_bytes == len(FIRST)
 
 
 def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: Path, call: InProcess) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +152,27 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
         answered = store.info("k").version
         assert [info.version for info in store.versions()] == [answered]
         assert store.stats().versions == answered
+
+
+@pytest.mark.parametrize("room_kib", [0, 4, 8, 16, 32, 40, 64, 128])
+@pytest.mark.parametrize("command", [["ls"], ["stats"], ["put", "tiny", "/etc/hostname"], ["rebuild-index"]])
+def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk, room_kib, command):
+    """LMDB maps a file of holes: to write where the device has no room for them is SIGBUS."""
+    root = disk / "store"
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("earlier", EARLIER)
+    shutil.rmtree(root / "index")
+    ballast = fill(disk, room_kib * 1024)
+    run = [sys.executable, "-m", "nearkin.cli", "--store", str(root), *command]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 1), (done.returncode, done.stderr)
+    if done.returncode:
+        assert "make room" in done.stderr, done.stderr
+    ballast.unlink()
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.get("earlier").read() == EARLIER
 
 
 def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_as_a_whole(disk):

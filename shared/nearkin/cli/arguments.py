@@ -5,6 +5,7 @@ Bytes of the command line that are not UTF-8 arrive as lone surrogates; a key or
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -169,18 +170,32 @@ class TreeFile(NamedTuple):
     size_bytes: int
 
 
-def walk(folder: Path, prefix: str, store: str | None, notice: Callable[[str, str], None]) -> Iterator[TreeFile]:
+Told = Callable[[str, str], None]
+"""Hears of a path that is left out, and why."""
+
+
+def walk(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
     """Yield the regular files below `folder`, sorted by name: the same tree is read in the same order each time.
 
     Symbolic links, special files and `store`, the real path of a local store that the files go to (it would be read
-    while it grows), are left out and told to `notice(path, why)`. Raises BadInput for a name that is
-    not UTF-8, a key that is too long and a folder that cannot be listed: an error is never taken for an empty folder.
+    while it grows), are left out and told to `notice(path, why)`; what this process may not read, to `unread(path,
+    why)`. Raises BadInput for a name that is not UTF-8, a key that is too long, and where `folder` itself cannot be
+    listed: an error is never taken for an empty folder.
     """
+    try:
+        os.scandir(folder).close()
+    except (OSError, ValueError) as err:
+        raise BadInput(f'folder "{folder}": {_reason(err)}') from err
+    yield from _below(folder, prefix, store, notice, unread)
+
+
+def _below(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
     try:
         with os.scandir(folder) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
-    except (OSError, ValueError) as err:
-        raise BadInput(f'folder "{folder}": {_reason(err)}') from err
+    except OSError as err:
+        unread(str(folder), _reason(err))
+        return
     for entry in entries:
         if not _is_utf8(entry.name):
             raise BadInput(f"name {entry.path!r}: not valid UTF-8, so it cannot be a key")
@@ -191,9 +206,8 @@ def walk(folder: Path, prefix: str, store: str | None, notice: Callable[[str, st
             if os.path.realpath(entry.path) == store:
                 notice(entry.path, "the store itself")
                 continue
-            yield from walk(
-                Path(entry.path), f"{check_key(key)}/", store, notice
-            )  # bounds the recursion: 512 folders deep
+            below = f"{check_key(key)}/"  # bounds the recursion: 512 folders deep
+            yield from _below(Path(entry.path), below, store, notice, unread)
         elif entry.is_file(follow_symlinks=False):
             try:
                 size_bytes = entry.stat(follow_symlinks=False).st_size
@@ -201,7 +215,11 @@ def walk(folder: Path, prefix: str, store: str | None, notice: Callable[[str, st
                 notice(entry.path, "gone since it was listed")
                 continue
             except OSError as err:
-                raise BadInput(f'source "{entry.path}": {_reason(err)}') from err
+                unread(entry.path, _reason(err))
+                continue
+            if not os.access(entry.path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+                unread(entry.path, os.strerror(errno.EACCES).lower())
+                continue
             yield TreeFile(check_key(key), Path(entry.path), size_bytes)
         else:
             notice(entry.path, "neither file nor folder")

@@ -49,7 +49,8 @@ def nearkin() -> None:
     The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
-    Exit codes: 0 done, 1 the store says no (not found, damaged, locked), 2 wrong usage, 130 interrupted.
+    Exit codes: 0 done, 1 the store says no (not found, damaged, locked), 2 wrong usage, 130 interrupted,
+    143 terminated.
     """
 
 
@@ -60,7 +61,7 @@ def nearkin() -> None:
 @click.option("--meta", metavar="NAME=VALUE", multiple=True, help="Metadata kept with the version; repeatable.")
 @click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
 @shared_options
-def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sha256: str | None) -> None:
+def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sha256: str | None) -> int:
     """Store a file as a new version of KEY ("-" reads stdin).
 
     nearkin put db/dump dump.rdb --meta host=db1
@@ -68,7 +69,8 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
     nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
-    With -r, symbolic links and special files are skipped with a notice.
+    With -r, symbolic links and special files are skipped with a notice. What cannot be read is named, all else is
+    stored, and the exit code is 1.
     """
     from nearkin.cli.arguments import parse_metadata, parse_sha256
     from nearkin.cli.putting import put_one, put_tree
@@ -79,11 +81,11 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
         if digest is not None:
             raise BadInput("--sha256 names one content: not with --recursive")
         prefix, folder = ("", key) if source is None else (key, source)
-        put_tree(current_session(), prefix, folder, metadata)
-    elif source is None:
+        return put_tree(current_session(), prefix, folder, metadata)
+    if source is None:
         raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
-    else:
-        put_one(current_session(), key, source, metadata, digest)
+    put_one(current_session(), key, source, metadata, digest)
+    return 0
 
 
 @nearkin.command()

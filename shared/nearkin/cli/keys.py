@@ -142,7 +142,7 @@ def erase(tenant: str, yes: bool) -> None:
     There is no way back, and the store takes nothing from that tenant any more. Services let go of its keys within a
     minute; `nearkin gc` frees the bytes. Copies of the store's folder keys/ made before still hold the wrapped keys.
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import notice, print_json, say
 
     session = current_session()
     if not yes:
@@ -167,6 +167,8 @@ def erase(tenant: str, yes: bool) -> None:
         print_json({"tenant": tenant, "keys": count})
     else:
         say(f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed")
+    if not count:
+        notice(f"tenant {tenant} had none: is that the name? The store takes nothing from it from now on")
 
 
 @contextmanager

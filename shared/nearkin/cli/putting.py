@@ -65,6 +65,8 @@ def _open_source(source: str) -> tuple[Path | BinaryIO, int | None]:
         if sys.stdin is None:
             raise BadInput('source "-": stdin is closed')
         return sys.stdin.buffer, None
+    if not source:
+        raise BadInput('source "": must not be empty; "-" is stdin')
     path = Path(source)
     status = check_source(path)
     if stat.S_ISREG(status.st_mode):
@@ -72,8 +74,12 @@ def _open_source(source: str) -> tuple[Path | BinaryIO, int | None]:
     return path.open("rb", buffering=0), None  # a named pipe or device: read once, as it comes
 
 
-def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> None:
-    """Put every file below `folder` under `prefix/` and print what they cost together. Raises BadInput."""
+def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> int:
+    """Put every file below `folder` under `prefix/` and print what they cost together; return the exit code.
+
+    That is 1 where something could not be read: all else is stored then. Raises BadInput.
+    """
+    from nearkin.cli import EXIT_OK, EXIT_STORE
     from nearkin.cli.ledger import counted
     from nearkin.cli.output import notice, print_json, print_ledger
     from nearkin.cli.progress import bytes_bar
@@ -81,10 +87,10 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     from nearkin.printing import printable
     from nearkin.records import Ledger
 
-    skipped: list[dict[str, str]] = []
     store_folder = session.folder()
     store_path = None if store_folder is None else os.path.realpath(store_folder)
-    root, under, plan = _plan_tree(session, prefix, folder, store_path, skipped)
+    left_out = _LeftOut(session.as_json)
+    root, under, plan = _plan_tree(session, prefix, folder, store_path, left_out)
     blobs: list[dict[str, object]] = []
     total, files = Ledger(), 0
     started = time.perf_counter()
@@ -92,35 +98,66 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
         session.open(create=True, read_only=False) as store,
         bytes_bar("put", plan.total_bytes, shown=not session.as_json) as progress,
     ):
-        for result in _put_files(store, root, under, store_path, metadata, progress):
+        for result in _put_files(store, root, under, store_path, metadata, left_out, progress):
             total, files = total + result.ledger, files + 1
             if session.as_json:
                 blobs.append(put_json(result))
     seconds = time.perf_counter() - started
+    code = EXIT_STORE if left_out.unread else EXIT_OK
     if session.as_json:
-        print_json({"blobs": blobs, "files": files, "skipped": skipped, **ledger_json(total, seconds)})
-        return
+        told = {"skipped": left_out.skipped, "unread": left_out.unread}
+        print_json({"blobs": blobs, "files": files, **told, **ledger_json(total, seconds)})
+        return code
     if not files:
         notice(f"no files below {printable(folder)}")
     print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
+    if left_out.unread:
+        notice(f"{len(left_out.unread)} could not be read and are not stored: run this again as somebody who may")
+    return code
+
+
+class _LeftOut:
+    """What is not put, told once however often the tree is walked."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._paths: set[str] = set()
+        self.skipped: list[dict[str, str]] = []
+        """Only with JSON."""
+        self.unread: list[dict[str, str]] = []
+
+    def skip(self, path: str, why: str) -> None:
+        """Leave out what is not meant to be stored."""
+        self._tell(path, why, "skipped", self.skipped if self._as_json else [])
+
+    def cannot_read(self, path: str, why: str) -> None:
+        """Leave out what should be stored."""
+        self._tell(path, why, "cannot be read", self.unread)
+
+    def _tell(self, path: str, why: str, what: str, kept: list[dict[str, str]]) -> None:
+        from nearkin.cli.output import notice
+        from nearkin.printing import printable
+
+        if path in self._paths:
+            return
+        if len(self._paths) < JSON_BLOBS_MAX:
+            self._paths.add(path)
+        if len(kept) < JSON_BLOBS_MAX:
+            kept.append({"path": printable(path), "why": why})
+        if not self._as_json:
+            notice(f"{what}, {why}: {printable(path)}")
 
 
 def _plan_tree(
-    session: Session, prefix: str, folder: str, store_path: str | None, skipped: list[dict[str, str]]
+    session: Session, prefix: str, folder: str, store_path: str | None, left_out: _LeftOut
 ) -> tuple[Path, str, _Plan]:
     """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
     from nearkin.cli.arguments import check_key, walk
-    from nearkin.cli.output import notice
-    from nearkin.printing import printable
-
-    def skip(path: str, why: str) -> None:
-        if not session.as_json:
-            notice(f"skipped, {why}: {printable(path)}")
-        elif len(skipped) < JSON_BLOBS_MAX:
-            skipped.append({"path": printable(path), "why": why})
 
     if folder == "-":
         raise BadInput("--recursive takes a folder, not stdin")
+    if not folder:
+        raise BadInput('source "": want a folder; "." is the current one')
     root = Path(folder)
     if os.path.realpath(root) == store_path:
         raise BadInput(f'source "{folder}": is the store itself')
@@ -128,7 +165,7 @@ def _plan_tree(
         raise BadInput(f'source "{folder}": not a folder; leave out --recursive to put one file')
     under = f"{check_key(prefix).rstrip('/')}/" if prefix else ""
     files = total_bytes = 0
-    for file in walk(root, under, store_path, skip):
+    for file in walk(root, under, store_path, left_out.skip, left_out.cannot_read):
         files, total_bytes = files + 1, total_bytes + file.size_bytes
     if session.as_json and files > JSON_BLOBS_MAX:
         raise BadInput(f'folder "{folder}": {files:,} files, at most {JSON_BLOBS_MAX:,} with --json')
@@ -141,11 +178,12 @@ def _put_files(
     under: str,
     store_path: str | None,
     metadata: dict[str, str],
+    left_out: _LeftOut,
     progress: Callable[[int], None] | None,
 ) -> Iterator[PutResult]:
     from nearkin.cli.arguments import walk
 
-    files = walk(root, under, store_path, lambda _path, _why: None)  # told once, by the plan
+    files = walk(root, under, store_path, left_out.skip, left_out.cannot_read)
     if not metadata:
         yield from store.put_many(((file.key, file.path) for file in files), progress=progress)
         return

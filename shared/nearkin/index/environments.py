@@ -16,9 +16,11 @@ from typing import Any
 import lmdb
 
 from nearkin import tally
-from nearkin.errors import IndexUnfinished, StoreUnavailable
+from nearkin.errors import IndexUnfinished, NoRoom, StoreUnavailable
 
 READERS_MAX = 512
+LOCK_BYTES = 64 * READERS_MAX + 4096
+"""LMDB's table of readers has a line of 64 bytes for each, and a head."""
 
 _LOCK = threading.Lock()
 _OPEN: dict[tuple[int, int], Environment] = {}
@@ -95,9 +97,16 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
     except lmdb.NotFoundError as err:
         raise IndexUnfinished(f"index {folder}: its maker did not finish it; run rebuild-index") from err
     except (lmdb.Error, OSError) as err:
-        raise StoreUnavailable(
-            f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
-        ) from err
+        raise _refused(folder, err) from err
+
+
+def _refused(folder: Path, err: Exception) -> StoreUnavailable:
+    """Return why an index could not be opened, and what helps. LMDB gives the system's reasons as text alone."""
+    if any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT)):
+        return NoRoom(f"index {folder}: no room left on the device: make room and run the same again")
+    if any(os.strerror(number) in str(err) for number in (errno.EACCES, errno.EPERM)):
+        return StoreUnavailable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
+    return StoreUnavailable(f"index {folder}: {err}; if it persists delete that folder and run rebuild-index")
 
 
 def release(shared: Environment) -> None:
@@ -120,10 +129,14 @@ def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> E
         "max_readers": READERS_MAX,
         "sync": durable,
     }
+    _reserve_lock(folder)
+    new = _file(folder) is None
     try:
         env, can_write = lmdb.open(str(folder), create=writable, **options), True
     except lmdb.Error:
         if writable:
+            if new:  # half a head, on a full device, is no index and would be taken for a damaged one
+                (folder / "data.mdb").unlink(missing_ok=True)
             raise
         env, can_write = lmdb.open(str(folder), readonly=True, **options), False
     try:
@@ -135,6 +148,23 @@ def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> E
     made = Environment(env, {}, can_write, (status.st_dev, status.st_ino))
     INDEX_BYTES.watch(made, "lmdb")
     return made
+
+
+def _reserve_lock(folder: Path) -> None:
+    """Let the device have room for the table of readers: LMDB maps a file of holes, and on a full one that is SIGBUS.
+
+    Raises OSError where there is none. A file that is there was reserved by who made it.
+    """
+    path = folder / "lock.mdb"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    except OSError:  # LMDB says why, or does without
+        return
+    try:
+        if not os.fstat(descriptor).st_size:  # never larger than what another process has mapped
+            os.posix_fallocate(descriptor, 0, LOCK_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def _fill_up(env: Any, folder: Path) -> None:
