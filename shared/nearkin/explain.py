@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 
-from nearkin.formats.layout import PATCH
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import finder_name
 from nearkin.records import (
@@ -90,11 +89,11 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
 
 
 def _shares(plan: Plan, source: ContainerSource) -> list[int]:
-    """Return each row's encoding in bytes; of a patch block's chunk, its share of the block as stored."""
+    """Return each row's share of its block as stored, bytes, by its encoding's part of what the block decodes to."""
     shares = plan.encoded.astype(np.int64)
-    patched = np.flatnonzero(plan.kinds == PATCH)
-    for container, rows in grouped(plan.locations.containers[patched]):
-        mine, blocks = patched[rows], source.directory(ContainerId(container)).blocks
+    stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
+    for container, rows in grouped(plan.locations.containers[stored]):
+        mine, blocks = stored[rows], source.directory(ContainerId(container)).blocks
         numbers = plan.blocks[mine]
         shares[mine] = shares[mine] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)
     told: list[int] = shares.tolist()

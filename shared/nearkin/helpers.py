@@ -8,7 +8,8 @@ For kernels without the GIL: how the parts are shared out follows from who is fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from itertools import pairwise
 from typing import TypeVar
 
@@ -49,8 +50,11 @@ class Helpers:
                     pass
                 raise
 
-        helping = [self._threads.submit(take) for _ in range(min(self._count, len(parts) - 1))]
+        helping: list[Future[None]] = []
         try:
+            with suppress(RuntimeError):  # no thread is to be had: those that are there do it all
+                for _ in range(min(self._count, len(parts) - 1)):
+                    helping.append(self._threads.submit(take))
             take()
         finally:
             failures = [one.exception() for one in helping if not one.cancel()]

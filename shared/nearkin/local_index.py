@@ -42,6 +42,8 @@ _log = logging.getLogger("nearkin")
 BESIDE_SECONDS = 10.0
 """So long a turn waits at least for what else writes here: it is no put, which is asked for before, and short."""
 FORGETTING = "forgetting what is broken"
+SKIPPED_NAMED = 5
+"""So many objects that an index made anew lacks are named, where nobody asked for it."""
 READ_TRIES_MAX = 8
 """Each but the first means that another index was put in its place in the milliseconds since it was asked for."""
 YIELD_SECONDS = 0.02
@@ -432,8 +434,12 @@ class LocalIndex:
         _log.warning(
             "index of %s is missing or unfinished: rebuilding it from containers and manifests", self._folder.parent
         )
-        self.rebuild()
+        report = self.rebuild()
         _log.warning("index rebuilt in %.1f s", time.perf_counter() - started)
+        for name in report.skipped[:SKIPPED_NAMED]:
+            _log.warning("not in the index, and in no listing, since it cannot be read: %s: run `nearkin verify`", name)
+        if len(report.skipped) > SKIPPED_NAMED:
+            _log.warning("and %d more: `nearkin rebuild-index` names them all", len(report.skipped) - SKIPPED_NAMED)
         return self._open(read_only=False)
 
     def _open(self, *, read_only: bool) -> LmdbIndex:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nearkin.cli.collecting import freed
+
 
 @pytest.fixture
 def run(tmp_path: Path):
@@ -30,6 +32,11 @@ def run(tmp_path: Path):
         )
 
     return command
+
+
+def test_no_round_frees_less_than_nothing():
+    assert freed("freed", 1234) == "freed 1,234 bytes"
+    assert freed("would free", -207) == "would free nothing yet, and its record takes 207 bytes"
 
 
 def test_rounds_free_what_was_told(run, tmp_path):

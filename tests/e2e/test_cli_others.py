@@ -88,6 +88,27 @@ def test_a_lost_index_is_rebuilt_from_what_is_stored(copied: Path, call: InProce
     assert call.answer("--store", copied, "stats")["versions"] == 3
 
 
+def test_an_index_made_anew_by_itself_names_what_it_lacks(
+    copied: Path, call: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(copied / "index")
+    manifest = max((copied / "manifests").rglob("*.nkm"))
+    damaged = bytearray(manifest.read_bytes())
+    damaged[50] ^= 1
+    manifest.write_bytes(damaged)
+    assert call("--store", copied, "ls").returncode == 0
+    lacks = f"in no listing, since it cannot be read: {manifest.relative_to(copied)}: run `nearkin verify`"
+    assert lacks in caplog.text
+
+
+def test_explain_tells_what_is_stored_of_raw_chunks(store: Path, call: InProcess) -> None:
+    """They were told as they are before compression, deltas after it."""
+    first = call.answer("--store", store, "explain", "db/dump", "--version", "1")["kinds"]["raw"]
+    stats = call.answer("--store", store, "stats")
+    assert 0 < first["stored_estimate_bytes"] <= stats["stored_bytes"]
+    assert first["stored_estimate_bytes"] < first["bytes"]
+
+
 def test_explain_accounts_for_every_byte(store: Path, call: InProcess) -> None:
     whole = answer("--store", store, "explain", "db/dump", "--segments")
     assert sum(segment["length_bytes"] for segment in whole["segments"]) == len(SECOND)

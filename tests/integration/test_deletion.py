@@ -384,7 +384,7 @@ def test_a_broken_deletion_still_hides_and_a_broken_undeletion_is_corrupt() -> N
     name = mark_name("default", "k", 1, 1)
     whole = objects.get(name)
     objects.delete(name)
-    objects.put_new(name, whole[:-1] + b"\0")
+    objects.put_new(name, whole[:-1] + bytes([whole[-1] ^ 1]))
     assert seen(manifests) == []
     with pytest.raises(Corrupt, match=name):
         deletions.undelete("default", "k")

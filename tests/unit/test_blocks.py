@@ -307,3 +307,5 @@ def append_alone(block: OpenBlock, content: bytes) -> None:
 def test_where_one_block_tells_how_the_next_is_written_they_are_encoded_one_by_one() -> None:
     assert encoders_max(BlockSettings()) > 1
     assert encoders_max(BlockSettings(far_matches=True)) == 1
+    assert encoders_max(BlockSettings(level=15)) == 1, "each would take 50 MB and more"
+    assert encoders_max(BlockSettings(raw_bytes=30 << 20)) == 1

@@ -371,9 +371,9 @@ def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while
     objects = LocalObjects(tmp_path / "s")
     names = {name: objects.get(name) for name, _ in objects.names("manifests")}
     manifest = object_name("default", "b", 1)
-    objects.replace(manifest, names[manifest][:-1] + b"?")
+    objects.replace(manifest, names[manifest][:-1] + bytes([names[manifest][-1] ^ 1]))
     (mark,) = (name for name in names if name.startswith(object_name("default", "d", 1)[:-4]) and ".nkt" in name)
-    objects.replace(mark, names[mark][:-1] + b"?")
+    objects.replace(mark, names[mark][:-1] + bytes([names[mark][-1] ^ 1]))
 
     class Unfinished:
         def check(self) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,21 @@ def test_nobody_waits_for_a_thread_that_is_busy(threads: ThreadPoolExecutor) -> 
     assert Helpers(threads, 3).answers(lambda _: threading.get_ident(), [1, 2, 3]) == [me] * 3
     done.set()
     assert busy.result()
+
+
+class Crowded(ThreadPoolExecutor):
+    """Has one thread, and cannot start another."""
+
+    def submit(self, *arguments: Any, **named: Any) -> Any:
+        if self._threads:
+            raise RuntimeError("can't start new thread")
+        return super().submit(*arguments, **named)
+
+
+def test_where_no_thread_is_to_be_had_those_that_are_there_do_it_all() -> None:
+    with Crowded(4) as threads:
+        for _ in range(3):
+            assert Helpers(threads, 4).answers(str, list(range(50))) == [str(part) for part in range(50)]
 
 
 @pytest.mark.parametrize("fails_at_helper", [False, True])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 
 import pytest
 
+from nearkin import open_store
 from nearkin.interrupts import interrupts_wait
+from nearkin.runners import embedded
+from nearkin.runners.workers import Worker
 from nearkin.testing.generated import text_like
 from nearkin.testing.stores import process
 
@@ -42,6 +47,36 @@ def test_a_signal_waits_for_the_end_of_the_block_and_is_handled_as_before():
         block()
     assert reached
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("in_the_source", [False, True])
+def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path, monkeypatch, *, in_the_source):
+    """At the end of a put; or a second one, where the first one fell into reading the source."""
+    stop, pressed = Worker.stop, []
+
+    def interrupted(worker):
+        if worker._name == "cut" and not pressed:
+            pressed.append(True)
+            worker._items.put(None)
+            raise KeyboardInterrupt
+        stop(worker)
+
+    class Source:
+        def read(self, size_bytes):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(embedded, "cores", lambda: 2)
+    monkeypatch.setattr(Worker, "stop", interrupted)
+    with open_store(tmp_path / "store") as store:
+        with pytest.raises(KeyboardInterrupt):
+            store.put("k", Source() if in_the_source else text_like(100_000, 1))
+        assert pressed
+        deadline = time.monotonic() + 20
+        while left := [one.name for one in threading.enumerate() if one.name.startswith("nearkin-")]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+        assert store.put("k", text_like(200_000, 2)).info.size_bytes == 200_000
+        assert store.verify().damage == ()
 
 
 @pytest.mark.parametrize("module", ["nearkin.runners.embedded", "nearkin_delta.stage", "nearkin.index.lmdb"])

@@ -53,6 +53,9 @@ FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
 ENCODERS_MAX = 4
 """Each has contexts, a slab of frames and room to decode into: some 15 MB. A batch fills four blocks of 4 MiB."""
+SMALL_LEVEL_MAX = 9
+SMALL_RAW_BYTES_MAX = 8 * MIB
+"""Above either an encoder takes 50 to 390 MB: there is one."""
 WINDOW_LOG_MAX = 27
 """What any zstd decoder takes unasked."""
 
@@ -306,8 +309,12 @@ class BlockEncoder:
 
 
 def encoders_max(block: BlockSettings) -> int:
-    """Return how many blocks may be encoded side by side: where trials of one tell how the next is written, one."""
-    return 1 if block.far_matches else ENCODERS_MAX
+    """Return how many blocks may be encoded side by side: one, where trials of one tell how the next is written.
+
+    And where an encoder takes much memory.
+    """
+    small = block.level <= SMALL_LEVEL_MAX and block.raw_bytes <= SMALL_RAW_BYTES_MAX
+    return ENCODERS_MAX if small and not block.far_matches else 1
 
 
 class BlockCloser:

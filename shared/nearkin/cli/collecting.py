@@ -97,7 +97,7 @@ def change(action: str) -> None:
         return
     paused, last = state["paused"], state.get("last")
     by = None if paused is None else printable(paused["by"]) or "nobody known"
-    say("running" if paused is None else f"paused       since {paused['since']} by {by}")
+    say("not paused" if paused is None else f"paused       since {paused['since']} by {by}")
     if state.get("condemned_containers"):
         say(f"condemned    {state['condemned_containers']:,} containers, to go from {state['due']} on")
     if last is not None:
@@ -118,12 +118,19 @@ def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
             f"{last['containers_rewritten']:,} rewritten",
         )
     )
-    yield f"freed {last['freed_bytes']:,} bytes: {gone}"
+    yield f"{freed('freed', last['freed_bytes'])}: {gone}"
     if last["due"]:
         condemned = counted(last["condemned_containers"], "container")
         yield f"condemned    {condemned}: {last['freed_later_bytes']:,} bytes more from {last['due']} on"
     if last["forgotten"]:
         yield f"deleted      {counted(last['forgotten'], 'version')} that retention.policies do not keep"
+
+
+def freed(frees: str, size_bytes: int) -> str:
+    """Return how many bytes a round frees: its own record may take more than went."""
+    if size_bytes >= 0:
+        return f"{frees} {size_bytes:,} bytes"
+    return f"{frees} nothing yet, and its record takes {-size_bytes:,} bytes"
 
 
 def gc_lines(report: GcReport) -> Iterator[str]:
@@ -138,7 +145,7 @@ def gc_lines(report: GcReport) -> Iterator[str]:
             f"{report.containers_rewritten:,} rewritten",
         )
     )
-    yield f"{frees} {report.freed_bytes:,} bytes: {gone}"
+    yield f"{freed(frees, report.freed_bytes)}: {gone}"
     if report.due is not None:
         condemned = counted(report.condemned_containers, "container")
         yield (

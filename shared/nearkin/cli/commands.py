@@ -367,7 +367,9 @@ def repair(files: tuple[Path, ...]) -> int:
 @click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
 @click.option("--pause", is_flag=True, help="Begin no rounds, and end one that is at work before its next step.")
 @click.option("--resume", is_flag=True, help="Let rounds be done again.")
-@click.option("--status", is_flag=True, help="Tell whether collection is paused, and of the last round.")
+@click.option(
+    "--status", is_flag=True, help="Tell whether it is paused, and what is condemned; of a server, the last round too."
+)
 @shared_options
 def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool) -> None:
     """Free what no version needs: one round.

@@ -154,7 +154,8 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
         yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
     if report.forgotten is not None:
         yield (
-            "put the same data again and what is broken is stored anew: the index names it no more"
+            "put the same data again and what is broken of blocks is stored anew, for older versions too; a container "
+            "that is gone, or whose directory is broken, needs parity or a copy (`nearkin repair --from`)"
             if report.forgotten
             else "the index still names what is broken, since a put is running: run verify again when it has ended"
         )

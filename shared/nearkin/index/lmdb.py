@@ -437,7 +437,7 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
         return StoreUnavailable(f"index: {err}: it is damaged; run rebuild-index, which makes a new one")
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
-    return StoreUnavailable(f"index: {err}; nothing was changed: make room and run the same again")
+    return StoreUnavailable(f"index: {err}; all before is as it was: make room and run the same again")
 
 
 def _kept(entry: CatalogEntry) -> dict[str, Any]:

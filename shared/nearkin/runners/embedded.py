@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -219,25 +219,28 @@ class EmbeddedWriter:
         except BaseException:
             self.abort()
             raise
-        self._cutter.stop()
-        self._reducer.stop()
-        self._committer.stop()
-        if self._encoding is not None:
-            self._encoding.shutdown()
-        self._in_flight.end()
-        self._arenas.give_back(self._arena)
+        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
+            steps.callback(self._arenas.give_back, self._arena)
+            steps.callback(self._in_flight.end)
+            if self._encoding is not None:
+                steps.callback(self._encoding.shutdown)
+            for worker in (self._committer, self._reducer, self._cutter):
+                steps.callback(worker.stop)
 
     def abort(self) -> None:
         """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
-        self._cutter.cancel()  # each may wait for room with the next, so they end in this order
-        self._reducer.cancel()
-        self._committer.cancel()
-        if self._encoding is not None:
-            self._encoding.shutdown()
+        with ExitStack() as steps:
+            steps.callback(self._in_flight.end)
+            steps.callback(self._in_flight.abandon)
+            steps.callback(self._publish_if_possible)
+            if self._encoding is not None:
+                steps.callback(self._encoding.shutdown)
+            for worker in (self._committer, self._reducer, self._cutter):
+                steps.callback(worker.cancel)  # each may wait for room with the next: the cutter's ends first
+
+    def _publish_if_possible(self) -> None:
         with suppress(NearkinError):  # else whoever writes next finds that the index is behind, and does it
             self._publish()
-        self._in_flight.abandon()
-        self._in_flight.end()
 
     def _fill(self) -> None:
         """Hand the arena on and start the next."""

@@ -386,5 +386,5 @@ def sync_folder(folder: Path) -> None:
 
 def _unavailable(name: str, err: Exception) -> StoreUnavailable:
     if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoRoom(f"{name}: no room left on the device; nothing was changed: make room and run the same again")
+        return NoRoom(f"{name}: no room left on the device; all before is as it was: make room and run the same again")
     return StoreUnavailable(f"{name}: {str(err).splitlines()[0]}")
