@@ -17,9 +17,11 @@ from nearkin.config import Settings
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError, NotFound, Permanent, StoreUnavailable
 from nearkin.runners.kafka import dead_replay
-from nearkin.runners.kafka.clients import Outbox, create_topics
+from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, group, topic
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.dead_replay import REPLAYED_HEADER, list_letters, read_letter, replay
+from nearkin.runners.kafka.lag import Backlog, LagReader
+from nearkin.runners.kafka.loop import Record
 from nearkin_gateway.ingest_records import UserRecord
 
 
@@ -271,3 +273,42 @@ def test_a_kafka_that_is_not_there_is_told_in_one_line(
     out, err = capfd.readouterr()
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("nearkin: kafka 127.0.0.1:9: ")
+
+
+def test_what_a_replay_leaves_behind_its_records_is_no_record_that_waits(world: World) -> None:
+    """Its marker takes an offset: an upload that stopped there was never ended, and lag grew for ever."""
+    settings, full = world.settings, topic(world.settings, "segments")
+    outbox = Outbox(settings, "test")
+    outbox.send("segments", b"k" * 16, b"value", {})
+    outbox.flush()
+    (partition,) = (part for part in range(settings.kafka.partitions) if _end(settings, full, part))
+    send_dead_letter(
+        settings, outbox, Record(full, partition, 0, b"k" * 16, b"value", {}, ()), "dedup", ValueError("x")
+    )
+    outbox.flush()
+    assert len(replay(settings, [letter.place for letter in list_letters(settings)])) == 1
+    assert _end(settings, full, partition) == 3, "two records and a marker"
+    backlog, reader = Backlog(settings), LagReader(settings, ages=True)
+    worker = consumer(settings, group(settings, "dedup"), "test")
+    try:
+        for taken, waiting in ((0, 3), (1, 2), (2, 0)):
+            worker.commit(offsets=[TopicPartition(full, partition, taken)], asynchronous=False)
+            (lag,) = (found for found in reader.read() if found.group == group(settings, "dedup"))
+            assert backlog.unread("segments", partition, taken) == (waiting > 0)
+            assert lag.behind[full, partition] == waiting
+            assert (lag.oldest_seconds > 0) == (waiting > 0)
+        outbox.send("segments", b"k" * 16, b"another", {})
+        outbox.flush()
+        assert backlog.unread("segments", partition, 2)
+        assert backlog.unread("segments", partition, 3), "one record, and no marker"
+    finally:
+        for one in (worker, backlog, reader, outbox):
+            one.close()
+
+
+def _end(settings: Settings, full: str, partition: int) -> int:
+    asking = consumer(settings, "nobody", "test")
+    try:
+        return asking.get_watermark_offsets(TopicPartition(full, partition), timeout=20)[1]
+    finally:
+        asking.close()

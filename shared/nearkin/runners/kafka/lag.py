@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from nearkin import metrics
 from nearkin.config import Settings
@@ -30,6 +30,7 @@ SIZED_WAIT_SECONDS = 2.0
 READ_BYTES_MAX = 2 * 1024 * 1024
 BACKLOG_SECONDS = 5.0
 """How long an answer of `Backlog` counts, and how long Kafka may take for one."""
+TELLS_END: Mapping[str, bool] = {"enable.partition.eof": True}
 Place = tuple[str, int]
 """Topic and partition."""
 WAITS: Mapping[str, str] = {
@@ -78,7 +79,8 @@ class LagReader:
         self._ages = ages
         bounds = {"fetch.max.bytes": READ_BYTES_MAX // 2, "queued.max.messages.kbytes": READ_BYTES_MAX // 1024}
         self._watched = [
-            (name, topics, consumer(settings, name, "nearkin-lag", **bounds)) for name, topics in watched(settings)
+            (name, topics, consumer(settings, name, "nearkin-lag", **bounds, **TELLS_END))
+            for name, topics in watched(settings)
         ]
         self._means: dict[str, tuple[float, float]] = {}
         """When each group's records were weighed, and their mean bytes."""
@@ -106,7 +108,7 @@ class LagReader:
         before_ms = time.time_ns() // 1_000_000 - self._old_ms
         times = [TopicPartition(part.topic, part.partition, before_ms) for part in parts]
         young = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
-        behind, begins, old, taken = {}, {}, 0, 0
+        behind, begins, old, taken = dict[Place, int](), dict[Place, int](), dict[Place, int](), 0
         for part in parts:
             place = part.topic, part.partition
             begin, end = asking.get_watermark_offsets(part, timeout=ADMIN_SECONDS_MAX)
@@ -116,14 +118,18 @@ class LagReader:
             begins[place] = following
             taken += following
             # A negative offset: nothing younger is there.
-            old += max(0, (young[place] if young[place] >= 0 else end) - following)
+            old[place] = max(0, (young[place] if young[place] >= 0 else end) - following)
+        for place in _without_record(
+            asking, [TopicPartition(*place, begins[place]) for place in behind if behind[place] == 1]
+        ):
+            behind[place] = old[place] = 0
         waiting = [TopicPartition(*place, begins[place]) for place, records in behind.items() if records]
         if not self._ages:
-            return GroupLag(name, behind, old, taken)
+            return GroupLag(name, behind, sum(old.values()), taken)
         longest = max(waiting, key=lambda part: behind[part.topic, part.partition], default=None)
         mean_bytes = self._mean_bytes(name, asking, longest)
         bytes_behind = round(mean_bytes * sum(behind.values()))
-        return GroupLag(name, behind, old, taken, self._oldest_seconds(asking, waiting), bytes_behind)
+        return GroupLag(name, behind, sum(old.values()), taken, self._oldest_seconds(asking, waiting), bytes_behind)
 
     def _mean_bytes(self, name: str, asking: Consumer, begin: TopicPartition | None) -> float:
         """Return the mean bytes of the records at an offset, keys and values; known for SIZED_SECONDS."""
@@ -170,10 +176,12 @@ class Backlog:
     def unread(self, name: str, partition: int, offset: int) -> bool:
         """Return whether a topic has records from `offset` on."""
         if self._asking is None:
-            self._asking = consumer(self._settings, group(self._settings, "nobody"), "nearkin-backlog")
+            self._asking = consumer(self._settings, group(self._settings, "nobody"), "nearkin-backlog", **TELLS_END)
         part = TopicPartition(topic(self._settings, name), partition)
         try:
             _, end = self._asking.get_watermark_offsets(part, timeout=BACKLOG_SECONDS)
+            if end - offset == 1:
+                return not _without_record(self._asking, [TopicPartition(part.topic, partition, offset)])
         except KafkaException as err:
             _log.warning("%s: its end is not known: %s", part.topic, err)
             return True
@@ -242,6 +250,30 @@ class LagWatch:
             metrics.LAG_BYTES.labels(found.group).set(found.bytes_behind)
         if not self._stop.is_set():
             metrics.LAG_SEEN.set(time.time())
+
+
+def _without_record(asking: Consumer, parts: Sequence[TopicPartition]) -> list[Place]:
+    """Return those of the partitions that have no record at their offset, which is their last.
+
+    A transaction, such as that of `nearkin dlq replay`, ends with a marker, which takes an offset and which no consumer
+    is given: until another record came, all that was sent seemed to be one more than all that was taken.
+    """
+    if not parts:
+        return []
+    ended: dict[Place, bool] = {}
+    asking.assign(list(parts))  # no member of the group: nothing is committed, and nobody's partitions move
+    try:
+        deadline = time.monotonic() + BACKLOG_SECONDS
+        while len(ended) < len(parts):
+            message = asking.poll(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                break
+            problem, name, partition = message.error(), message.topic(), message.partition()
+            if name is not None and partition is not None:  # the first answer counts: a record's is followed by the end
+                ended.setdefault((name, partition), problem is not None and problem.code() == KafkaError._PARTITION_EOF)
+    finally:
+        asking.unassign()
+    return [place for place, empty in ended.items() if empty]
 
 
 def _offsets(parts: Sequence[TopicPartition]) -> dict[Place, int]:
