@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
@@ -37,6 +38,28 @@ class Waiting(Backlog):
         assert "delta" in services
         assert "committer" not in services, "what a late blob itself holds back would hold it for good"
         return self.age_seconds
+
+
+class Away:
+    """A consumer whose Kafka is away."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def get_watermark_offsets(self, part: TopicPartition, timeout: float) -> tuple[int, int]:
+        self.asked += 1
+        raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+
+def test_a_kafka_that_is_away_is_not_asked_for_each_partition() -> None:
+    """Each question takes as long as it waits for an answer: of 60 partitions, longer than a worker may stand still."""
+    backlog, away = Backlog(SETTINGS), Away()
+    backlog._asking = away  # type: ignore[assignment]
+    assert all(backlog.unread("frames", partition, 7) for partition in range(60)), "what is not known may be there"
+    assert away.asked == 1
+    backlog._away_since -= 6
+    assert backlog.unread("frames", 0, 7)
+    assert away.asked == 2
 
 
 class Kept:

@@ -155,6 +155,8 @@ def _reserve_lock(folder: Path) -> None:
 
     Raises OSError where there is none. A file that is there was reserved by who made it.
     """
+    if not hasattr(os, "posix_fallocate"):
+        return
     path = folder / "lock.mdb"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
@@ -163,6 +165,10 @@ def _reserve_lock(folder: Path) -> None:
     try:
         if not os.fstat(descriptor).st_size:  # never larger than what another process has mapped
             os.posix_fallocate(descriptor, 0, LOCK_BYTES)
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            os.ftruncate(descriptor, 0)  # a part would be taken for all of it
+            raise
     finally:
         os.close(descriptor)
 

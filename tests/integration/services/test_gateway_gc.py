@@ -179,7 +179,7 @@ def test_the_command_does_the_same_behind_a_gateway_as_with_a_folder(gateway: Ru
     assert refused.returncode != 0
     assert b"paused" in refused.stderr
     assert json.loads(command(gateway, "gc", "--status", "--json").stdout)["paused"]["by"]
-    assert command(gateway, "gc", "--resume").stdout.startswith(b"running")
+    assert command(gateway, "gc", "--resume").stdout.startswith(b"not paused")
 
 
 def test_a_round_that_is_due_and_paused_is_looked_for_now_and_then_and_puts_go_on_whatever_lies_there(

@@ -172,9 +172,13 @@ class Backlog:
         self._reader: LagReader | None = None
         self._told: tuple[float, float] = (-math.inf, 0.0)
         """When the age was asked for, and what it was."""
+        self._away_since = -math.inf
+        """When Kafka was last asked in vain: it is not asked of each partition, which would take as long each time."""
 
     def unread(self, name: str, partition: int, offset: int) -> bool:
         """Return whether a topic has records from `offset` on."""
+        if time.monotonic() - self._away_since < BACKLOG_SECONDS:
+            return True
         if self._asking is None:
             self._asking = consumer(self._settings, group(self._settings, "nobody"), "nearkin-backlog", **TELLS_END)
         part = TopicPartition(topic(self._settings, name), partition)
@@ -184,6 +188,7 @@ class Backlog:
                 return not _without_record(self._asking, [TopicPartition(part.topic, partition, offset)])
         except KafkaException as err:
             _log.warning("%s: its end is not known: %s", part.topic, err)
+            self._away_since = time.monotonic()
             return True
         return end > offset
 
