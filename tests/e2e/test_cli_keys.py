@@ -77,6 +77,18 @@ def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run)
     assert run("verify")["erased_objects"] == 0
 
 
+def test_a_tenant_that_had_no_keys_is_said_to_have_had_none(filled: Path, run) -> None:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-m", "nearkin.cli", "keys", "erase", "defautl", "--yes"],
+        capture_output=True, env={**os.environ, "PYTHONPATH": path}, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"tenant defautl had none: is that the name?" in done.stderr
+    run("get", "db/dump", "-o", filled / "restored")
+    assert (filled / "restored").read_bytes() == (filled / "content").read_bytes()
+
+
 def test_no_command_shows_a_key(filled: Path, run) -> None:
     secret = (filled / "store.key").read_text().split()[0]
     for arguments in (("config",), ("keys", "list"), ("stats",), ("verify",)):

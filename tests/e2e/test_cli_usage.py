@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from nearkin import cli
 from nearkin.testing.commands import InProcess, assert_refused, environment, run
 
 COMMANDS = (
@@ -146,3 +150,23 @@ def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path, call: 
     for name in (["ls"], ["stats"], ["get", "key"], ["info", "key"], ["explain", "key"], ["verify"], ["rebuild-index"]):
         assert_refused(call("--store", tmp_path / "none", *name), 1, "none")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "1"), ("4", "4")])
+def test_the_command_starts_no_threads_that_it_never_uses(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, threads: str
+) -> None:
+    """Those of numpy's linear algebra: they spin on the core that a short put could have had. Who sets it is heard."""
+
+    def ended(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "main", lambda: 7)
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(gc, "set_threshold", lambda _: None)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")  # what was there before comes back afterwards
+    if given is None:
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    with pytest.raises(SystemExit, match="7"):
+        cli.run()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == threads
