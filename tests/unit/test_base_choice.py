@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from nearkin.helpers import Helpers
+from nearkin.parallel import Helpers
 from nearkin.records import Locations, Pieces
 from nearkin.stage import Contents
 from nearkin.testing.generated import mutated, text_like

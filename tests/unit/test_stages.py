@@ -10,9 +10,9 @@ import pytest
 
 from nearkin.errors import StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
-from nearkin.helpers import Helpers
 from nearkin.index.lmdb import LmdbIndex
 from nearkin.index.pending import PendingIndex
+from nearkin.parallel import Helpers
 from nearkin.records import Locations, Pieces, SegmentBatch
 from nearkin.runners.embedded import EmbeddedWriter
 from nearkin.runners.facts import EmbeddedFacts

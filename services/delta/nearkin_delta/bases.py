@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.frozen import frozen
-from nearkin.helpers import ALONE, Helpers, parts_of
 from nearkin.kernels.estimate import compressed_bytes_estimate
 from nearkin.kernels.overlap import shared_bytes
+from nearkin.parallel import ALONE, Helpers, parts_of
 from nearkin.records import U8, U32, U64, Bools, Locations, Pieces, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.arbiter import RAW_CONTEXT

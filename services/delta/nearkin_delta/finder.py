@@ -15,7 +15,7 @@ import numpy as np
 
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
-from nearkin.helpers import ALONE, Helpers
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import Bools, FreshBatch, Locations, PairedBatch, bounds_of
 from nearkin.stage import Contents, Facts, Reads
 from nearkin_delta import bases as choice

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
-from nearkin.helpers import ALONE, Helpers
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U8, U32, Bools, Locations, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.bases import Part, Targets, dropped, try_bases

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
 from nearkin.frozen import frozen
-from nearkin.helpers import ALONE, Helpers
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.limits import MIB
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import (
     NAME_BYTES,
     SEGMENT_ID_BYTES,

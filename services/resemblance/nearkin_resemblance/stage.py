@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin.config import Settings
-from nearkin.helpers import ALONE, Helpers, parts_of
+from nearkin.parallel import ALONE, Helpers, parts_of
 from nearkin.records import U64, FreshBatch, Locations, PairedBatch
 from nearkin.stage import Facts, Reads
 from nearkin_resemblance.algorithms import sketcher

@@ -32,11 +32,11 @@ from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.frozen import frozen
-from nearkin.helpers import Helpers
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system
+from nearkin.parallel import Helpers
 from nearkin.records import Bools, FreshBatch, Ledger, Locations, PutResult, SegmentBatch
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled

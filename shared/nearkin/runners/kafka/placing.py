@@ -43,7 +43,8 @@ _log = logging.getLogger("nearkin.delta")
 SETTLE_SECONDS = 0.02
 """After the end of a blob a container is sealed once nothing has come for so long: who waits for a 201 waits for it."""
 SEAL_SECONDS = 0.5
-"""To seal a container, put it and publish it takes no more where all is well."""
+"""Allowed, beside kafka.linger_ms, for sealing a container, putting it and publishing it: what a grace must leave room
+for at the least."""
 JOBS_MAX = 2
 JOIN_BYTES_MAX = 16 * 1024 * 1024
 """Payload that is encoded at once, as the embedded runner's batches: what one brings is no base for the same one."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin.helpers import ALONE, Helpers, parts_of
+from nearkin.parallel import ALONE, Helpers, parts_of
 
 WAIT_SECONDS = 20
 
