@@ -92,3 +92,14 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
     assert two[2] >= 3, "containers are filled before the last batch"
     assert kept_on(1) == two
     assert kept_on(3) == two
+
+
+def test_a_version_that_differs_little_lies_in_one_container_however_many_batches_it_has(tmp_path):
+    """Each batch of patches was counted at half its bytes, was a full container, and cost a sync of its own."""
+    changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}}
+    with open_store(tmp_path / "s", settings=settings(changes)) as store:
+        store.put("k", FIRST)
+        before = store.stats().containers
+        info = store.put("k", mutated(FIRST, 1, edits=100)).info
+        assert store.stats().containers == before + 1
+        assert store.get("k", version=info.version).read() == mutated(FIRST, 1, edits=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block
 from nearkin.limits import MIB
-from nearkin.records import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations
+from nearkin.records import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations, Pieces
 from nearkin.testing import samples
 from nearkin_delta import builder as module
 from nearkin_delta.blocks import BlockCloser
-from nearkin_delta.builder import ContainerBuilder, Encodings, new_container_id
+from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 
 CONTAINER = ContainerId(99 << 20)
 SMALL = BlockSettings(raw_bytes=64 * 1024, delta_bytes=4 * 1024, level=3)
@@ -192,6 +193,20 @@ def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
     again.next_turn()
     again.next_turn()
     assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
+
+
+def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_others_as_was_learned() -> None:
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), layout.PATCH)
+    batch = fresh([1000, 2000], [1, 1])
+    batch = replace(batch, which=np.zeros(2, np.int32), offsets=np.array([0, 1000], np.uint64), encoded=batch.lengths)
+    pieces = Pieces.of(samples.noise(5000, "base"), np.array([0, 0], np.uint64), np.array([5000, 5000], np.uint32))
+    prefixes = Prefixes(np.array([0, 1, 2], np.uint32), batch.bases, pieces)
+    made.add(replace(batch, prefixes=prefixes, rest=np.array([70, 30], np.uint32)))
+    assert made.stored_bytes_estimate == 100 + 2 * 30
+    made.add(fresh([10_000], label="raw"))
+    assert made.stored_bytes_estimate == 100 + 10_000 // 2 + 3 * 30, "nothing is known yet: half"
+    made.learn((1, 10))
+    assert made.stored_bytes_estimate == 100 + 10_000 // 10 + 3 * 30
 
 
 class Waiting(Executor):

@@ -118,6 +118,8 @@ class OpenBlock:
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
+        self.rest_bytes = 0
+        """What its chunks are estimated at with their bases, where they have some."""
         self._take = Buffers(0).take if take is None else take
         self.room = self._take(limit_bytes + min(last_chunk_bytes, limit_bytes // SLACK_SHARE))
         self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix

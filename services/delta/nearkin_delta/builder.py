@@ -88,7 +88,8 @@ class Encodings:
     """Fresh chunks ready to be written, in stream order: row i's bytes are `length` or `encoded` bytes of a source.
 
     `sources` holds two buffers, payload and deltas; `which` int32 0 or 1 says whose `offsets` these are. Chunks for
-    patch blocks come as they are, with their `prefixes`; all others have none.
+    patch blocks come as they are, with their `prefixes`, and with `rest` uint32[n], the estimate of what each takes
+    with them; all others have neither.
     """
 
     names: U8
@@ -101,6 +102,7 @@ class Encodings:
     bases: Locations
     ranks: U8
     prefixes: Prefixes | None = None
+    rest: U32 | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -131,7 +133,7 @@ class ContainerBuilder:
     ) -> None:
         """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper.
 
-        `ratio`: bytes stored of bytes put in, as it came out before this container.
+        `ratio`: bytes stored of bytes put in, as far as it is known how the containers before came out.
         """
         self.container = container
         self._domain = domain
@@ -173,17 +175,28 @@ class ContainerBuilder:
 
     @property
     def stored_bytes_estimate(self) -> int:
-        """Return closed blocks as they are, and growing ones as if they came out at the ratio of the closed ones."""
+        """Return closed blocks as they are, and growing ones as if they came out as is known of their like.
+
+        Patches at what their chunks are estimated at with their bases, others at the ratio of the closed ones.
+        """
         stored = sum(closed.block.stored_bytes for closed in self._closed.values())
-        waiting = sum(block.used for block in self._growing())
+        growing = self._growing()
+        waiting = sum(block.used for block in growing if block.kind != layout.PATCH)
+        patches = sum(block.rest_bytes for block in growing if block.kind == layout.PATCH)
         came_to, of = self.ratio
-        return stored + waiting * came_to // of + self.chunks * 30
+        return stored + patches + waiting * came_to // of + self.chunks * 30
 
     @property
     def ratio(self) -> tuple[int, int]:
-        """Return (bytes stored, bytes put in) of closed blocks; of those before this container while there are none."""
-        raw = sum(closed.chunk_bytes for closed in self._closed.values())
-        return (sum(closed.block.stored_bytes for closed in self._closed.values()), raw) if raw else self._ratio
+        """Return (bytes stored, bytes put in) of closed blocks but patches; what was last `learned` while none is."""
+        closed = [closed for closed in self._closed.values() if closed.block.kind != layout.PATCH]
+        if not closed:
+            return self._ratio
+        return sum(each.block.stored_bytes for each in closed), sum(each.chunk_bytes for each in closed)
+
+    def learn(self, ratio: tuple[int, int]) -> None:
+        """Hear how the container before this one came out, now that all its blocks are encoded."""
+        self._ratio = ratio
 
     @property
     def full(self) -> bool:
@@ -207,7 +220,7 @@ class ContainerBuilder:
         self._hand_over()
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
-        self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None))
+        self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None, rest=None))
         self._block_numbers.append(numbers)
         self._named.update(distinct(fresh.bases.containers).tolist())
         if fresh.prefixes is not None:
@@ -234,6 +247,8 @@ class ContainerBuilder:
             if len(part):
                 block.append(fresh.sources, fresh.which[part], fresh.offsets[part], fresh.encoded[part])
                 block.took(fresh.bases.take(part))
+                if fresh.rest is not None:
+                    block.rest_bytes += int(fresh.rest[part].sum(dtype=np.int64))
                 numbers[part] = block.number
                 taken += len(part)
             if block.full or not len(part):

@@ -258,7 +258,11 @@ class DeltaStage:
 
     def _full_finished(self) -> tuple[FinishedContainer, ...]:
         full, self._full = self._full, None
-        return () if full is None else (full.finish(),)
+        if full is None:
+            return ()
+        finished = full.finish()
+        self.builder.learn(full.ratio)
+        return (finished,)
 
     def flush(self) -> tuple[FinishedContainer, ...]:
         """Finish what is open, if anything is."""
@@ -286,6 +290,7 @@ class DeltaStage:
             best,
             ranks,
             Prefixes(chosen.bounds, bases.locations.take(used), bases.pieces.take(used)),
+            chosen.rest,
         )
 
     def _deltas(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
