@@ -195,7 +195,7 @@ def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
     assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
 
 
-def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_others_as_was_learned() -> None:
+def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_others_as_half() -> None:
     made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), layout.PATCH)
     batch = fresh([1000, 2000], [1, 1])
     batch = replace(batch, which=np.zeros(2, np.int32), offsets=np.array([0, 1000], np.uint64), encoded=batch.lengths)
@@ -205,8 +205,6 @@ def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_ot
     assert made.stored_bytes_estimate == 100 + 2 * 30
     made.add(fresh([10_000], label="raw"))
     assert made.stored_bytes_estimate == 100 + 10_000 // 2 + 3 * 30, "nothing is known yet: half"
-    made.learn((1, 10))
-    assert made.stored_bytes_estimate == 100 + 10_000 // 10 + 3 * 30
 
 
 class Waiting(Executor):

@@ -133,7 +133,7 @@ class ContainerBuilder:
     ) -> None:
         """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper.
 
-        `ratio`: bytes stored of bytes put in, as far as it is known how the containers before came out.
+        `ratio`: bytes stored of bytes put in, as it came out before this container.
         """
         self.container = container
         self._domain = domain
@@ -188,15 +188,11 @@ class ContainerBuilder:
 
     @property
     def ratio(self) -> tuple[int, int]:
-        """Return (bytes stored, bytes put in) of closed blocks but patches; what was last `learned` while none is."""
+        """Return (bytes stored, bytes put in) of closed blocks but patches; of those before this container at first."""
         closed = [closed for closed in self._closed.values() if closed.block.kind != layout.PATCH]
         if not closed:
             return self._ratio
         return sum(each.block.stored_bytes for each in closed), sum(each.chunk_bytes for each in closed)
-
-    def learn(self, ratio: tuple[int, int]) -> None:
-        """Hear how the container before this one came out, now that all its blocks are encoded."""
-        self._ratio = ratio
 
     @property
     def full(self) -> bool:

@@ -258,11 +258,7 @@ class DeltaStage:
 
     def _full_finished(self) -> tuple[FinishedContainer, ...]:
         full, self._full = self._full, None
-        if full is None:
-            return ()
-        finished = full.finish()
-        self.builder.learn(full.ratio)
-        return (finished,)
+        return () if full is None else (full.finish(),)
 
     def flush(self) -> tuple[FinishedContainer, ...]:
         """Finish what is open, if anything is."""
