@@ -536,17 +536,20 @@ class Store:
         with self._index.crossing.beside():
             return self._repairs().attend(step.damaged, self._verified)
 
-    def repair(self, files: Sequence[str | Path] = ()) -> RepairReport:
+    def repair(
+        self, files: Sequence[str | Path] = (), progress: Callable[[int, int], None] | None = None
+    ) -> RepairReport:
         """Verify all, and put right what can be put right; what is left stays in quarantine.
 
         From parity; from `files`, which may be copies of objects or hold content that was put once; from chunks of the
         same name anywhere in the store. Nothing is put meanwhile: a put heals too, once it is committed, and
-        both would make the same next generation. Raises BadInput, StoreLocked, StoreUnavailable.
+        both would make the same next generation. `progress` hears how far the verification is. Raises BadInput,
+        StoreLocked, StoreUnavailable.
         """
         if self._putting and self._put_by == threading.get_ident():
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
         with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
-            return self._repairs().run([Path(file) for file in files])
+            return self._repairs(progress).run([Path(file) for file in files])
 
     def _heal(self) -> None:
         """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
@@ -556,7 +559,7 @@ class Store:
         except NearkinError as err:
             _log.warning("what is quarantined was not healed, `nearkin repair` does it: %s", err)
 
-    def _repairs(self) -> LocalRepair:
+    def _repairs(self, progress: Callable[[int, int], None] | None = None) -> LocalRepair:
         from nearkin.local_repair import LocalRepair
 
         return LocalRepair(
@@ -567,7 +570,7 @@ class Store:
             self._index,
             self._quarantine,
             self._fingerprinters,
-            self.verify,
+            partial(self.verify, None, progress),
         )
 
     def gc(
@@ -577,6 +580,7 @@ class Store:
         deleted_too: bool = False,
         wait_seconds: float = 0.0,
         go_on: Callable[[], None] = lambda: None,
+        steps: Callable[[int, int, str], None] | None = None,
     ) -> GcReport:
         """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
 
@@ -585,6 +589,7 @@ class Store:
         Puts, deletions and restores go on meanwhile, in this process and others: each effect of the round is a turn of
         0.1 s or so, for which puts wait. It waits for a put at work, at its beginning `wait_seconds`, and for a turn 60
         s or as long. `go_on` is asked before each container is written or removed, and ends the round by raising.
+        `steps` hears how many are done, of how many, and of what.
 
         What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
         time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
@@ -608,10 +613,10 @@ class Store:
         if deleted_too and not dry_run:
             raise BadInput("deleted_too: only a dry run goes by what has not happened")
         if dry_run:
-            return collection.preview(deleted_too=deleted_too)
+            return collection.preview(steps, deleted_too=deleted_too)
         if self._putting and not wait_seconds:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        return collection.run(wait_seconds, go_on)
+        return collection.run(wait_seconds, go_on, steps)
 
     def erase_tenant(self, tenant: str) -> int:
         """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there were.

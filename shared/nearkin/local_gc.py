@@ -31,7 +31,7 @@ from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.lock import ROUNDS, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.pauses import Pauses
-from nearkin_janitor import Collector, Ledger, Rewriter, Tenants
+from nearkin_janitor import Collector, Ledger, Rewriter, Steps, Tenants
 from nearkin_janitor.erased import sweep_erased
 
 TURN_SECONDS_MAX = 60.0
@@ -57,7 +57,7 @@ class LocalGc:
     clock: Callable[[], float]
     pauses: Pauses
 
-    def run(self, wait_seconds: float, go_on: Callable[[], None]) -> GcReport:
+    def run(self, wait_seconds: float, go_on: Callable[[], None], steps: Steps | None) -> GcReport:
         """Do a round; at its beginning wait so long for a put. `go_on` ends it, before a step, by raising.
 
         Raises Corrupt, Paused, StoreLocked, StoreUnavailable.
@@ -73,25 +73,25 @@ class LocalGc:
             apart = self.containers.apart(self.condemned.objects)
             turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
             with self._ledger() as ledger:
-                report = self._collector(apart, ledger, go_on).run_in_turns(turns)
+                report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
             report = replace(report, freed_bytes=report.freed_bytes + erased_bytes)
             return self._with_retention(report, dry_run=False)
         finally:
             rounds.release()
             self.containers.forget_read()  # no later put may lean on what has gone
 
-    def preview(self, *, deleted_too: bool) -> GcReport:
+    def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
         """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""
-        report, objects = self._previewed(deleted_too), self.condemned.objects
+        report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjects):
             report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased()))
         return self._with_retention(report, dry_run=True)
 
-    def _previewed(self, deleted_too: bool) -> GcReport:
+    def _previewed(self, steps: Steps | None, deleted_too: bool) -> GcReport:
         for _ in range(PREVIEW_TRIES_MAX):
             before = self._listed()
             try:
-                return self._collector(self.containers).preview(deleted_too=deleted_too)
+                return self._collector(self.containers, steps).preview(deleted_too=deleted_too)
             except Corrupt as err:
                 if before <= self._listed():
                     raise
@@ -121,7 +121,11 @@ class LocalGc:
             ledger.close()
 
     def _collector(
-        self, containers: ContainerStore, ledger: Ledger | None = None, go_on: Callable[[], None] = lambda: None
+        self,
+        containers: ContainerStore,
+        steps: Steps | None,
+        ledger: Ledger | None = None,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Collector:
         def check() -> None:
             go_on()
@@ -141,6 +145,7 @@ class LocalGc:
             clock=clock,
             ledger=ledger,
             go_on=check,
+            steps=steps,
         )
 
     def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:

@@ -23,12 +23,14 @@ def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(("options", "drawn"), [([], True), (["--json"], False)])
+@pytest.mark.parametrize("words", [("put", "key", "-"), ("verify",), ("repair",), ("gc",), ("gc", "--dry-run")])
 def test_a_terminal_gets_a_progress_bar_unless_json_is_asked_for(
-    tmp_path: Path, options: list[str], drawn: bool
+    tmp_path: Path, words: tuple[str, ...], options: list[str], drawn: bool
 ) -> None:
+    run("put", "key", "-", "--store", tmp_path, stdin=FIRST)
     ours, theirs = pty.openpty()
     done = subprocess.run(
-        command("put", "key", "-", "--store", tmp_path, *options),
+        command(*words, "--store", tmp_path, *options),
         input=FIRST, stdout=subprocess.PIPE, stderr=theirs, env=environment({"TERM": "xterm"}), timeout=60, check=True,
     )  # fmt: skip
     os.close(theirs)
@@ -38,7 +40,7 @@ def test_a_terminal_gets_a_progress_bar_unless_json_is_asked_for(
         seen = b""
     os.close(ours)
     assert done.stdout
-    assert (b"put" in seen) is drawn
+    assert (words[0].encode() in seen) is drawn
 
 
 @pytest.mark.parametrize("env", [{"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}])

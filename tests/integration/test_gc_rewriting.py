@@ -57,6 +57,26 @@ def test_what_rebasing_frees_is_told_over_all_rounds(opened, clock):
     assert middle - stored_bytes(store.root) == told.freed_later_bytes > 0
 
 
+def test_a_round_tells_how_far_it_is_with_what_it_reads_writes_and_removes(opened, clock):
+    store = opened()
+    kept = chain(store, clock, versions=14, keep=3)
+    store.gc()
+    clock.now += DAY
+    heard: list[tuple[int, int, str]] = []
+    report = store.gc(steps=lambda done, total, text: heard.append((done, total, text)))
+    by_text: dict[str, list[tuple[int, int]]] = {}
+    for done, total, text in heard:
+        by_text.setdefault(text, []).append((done, total))
+    assert len(by_text["what versions need"]) >= len(kept)
+    assert len(by_text["containers written anew"]) + len(by_text["containers that go, or parts of them"]) >= (
+        report.containers_deleted + report.containers_rewritten
+    )
+    assert report.containers_rewritten > 1
+    assert all(
+        [done for done, _ in told] == list(range(len(told))) and told[0][1] >= len(told) for told in by_text.values()
+    )
+
+
 def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)

@@ -1,7 +1,7 @@
 """The janitor: rebuilds the index and verifies the store; works on containers and manifests, the truth."""
 
 from nearkin_janitor.choosing import Choice
-from nearkin_janitor.collect import Collector
+from nearkin_janitor.collect import Collector, Steps
 from nearkin_janitor.heal import Healer
 from nearkin_janitor.ledger import Ledger
 from nearkin_janitor.rebuild import claims_of, rebuild_index
@@ -21,6 +21,7 @@ __all__ = [
     "Rewriter",
     "Scrubber",
     "Soundness",
+    "Steps",
     "Tenants",
     "Unsound",
     "Verifier",

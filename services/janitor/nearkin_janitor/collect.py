@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from nearkin.config_keeping import MARK_SWEEP, GcSettings
 from nearkin.errors import ConfigError, Corrupt, Erased, NoRoom, NotFound, Permanent, Retryable
@@ -56,6 +57,10 @@ class Refused(Permanent):
 
 _log = logging.getLogger("nearkin")
 
+Steps = Callable[[int, int, str], None]
+"""Told how many are done, of how many, and what is being done."""
+Item = TypeVar("Item")
+
 LATER_ROUNDS_MAX = 8
 """A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
 _UNBOUNDED = 1 << 62
@@ -90,16 +95,19 @@ class Collector:
         online: bool = False,
         ledger: Ledger | None = None,
         go_on: Callable[[], None] = lambda: None,
+        steps: Steps | None = None,
     ) -> None:
         """`online`: services write meanwhile, as docs/decisions/0015 says that several writers must.
 
         `ledger`: what says when marking has something to look at; without, a round always marks. `go_on` is asked
-        before each container is written or removed, and ends the round by raising. Raises ConfigError.
+        before each container is written or removed, and ends the round by raising; `steps` hears how far that is, and
+        how many manifests are read. Raises ConfigError.
         """
         if online:
             require_marking(settings)
         self._ledger = ledger
         self._go_on = go_on
+        self._steps = steps
         self._containers = containers.of(None)
         self._rewriter = rewriter
         self._compact_below = settings.compact_below
@@ -161,7 +169,8 @@ class Collector:
         young = self._young(generations)
         summaries = None if self._ledger is None else self._ledger.summaries(self._now_us())
         named = [version.manifest for version in roots.kept]
-        reach = Reach(self._containers, self._manifests, named, young, summaries, generations)
+        names_read = self._counted(named, "what versions need")
+        reach = Reach(self._containers, self._manifests, names_read, young, summaries, generations)
         if reach.by_services is not None and not (self._services_ended or self._online):
             raise Refused(
                 f"{reach.by_services} came through services: nothing was changed. Their janitor collects beside them; "
@@ -243,6 +252,13 @@ class Collector:
         since_ms = (self._now_us() - YOUNG_GRACES * self._grace_us) // 1000
         return [container for container in containers if container >> 20 >= since_ms] if self._online else []
 
+    def _counted(self, items: Sequence[Item], text: str) -> Iterator[Item]:
+        """Yield the items, and tell before each how many are done."""
+        for done, item in enumerate(items):
+            if self._steps is not None:
+                self._steps(done, len(items), text)
+            yield item
+
     def _now_us(self) -> int:
         return int(self._clock() * 1e6)
 
@@ -309,7 +325,8 @@ class Collector:
             index.forget(chunks, segments, (), looked_up)
             failpoint("rebase.forgot")
         left = dict(beside)
-        for container in leaning_last(sorted(rebased.containers), self._leans_on):
+        containers = leaning_last(sorted(rebased.containers), self._leans_on)
+        for container in self._counted(list(containers), "containers written anew"):
             self._go_on()
             try:
                 if not self._anew(ContainerId(container), left, ids, since, sums, rebasing):
@@ -343,7 +360,8 @@ class Collector:
         left = dict(plan.drops)
         gone, later = {}, []
         # What leans goes before what it leans on: whatever is there after a crash can be decoded.
-        for container in reversed(list(leaning_last(sorted(plan.drops), self._leans_on))):
+        containers = reversed(list(leaning_last(sorted(plan.drops), self._leans_on)))
+        for container in self._counted(list(containers), "containers that go, or parts of them"):
             self._go_on()
             effect = self._remove if left[container].everything else self._anew
             try:

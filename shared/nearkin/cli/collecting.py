@@ -30,6 +30,7 @@ POLL_SECONDS = 0.5
 def collect(*, dry_run: bool, deleted_too: bool) -> None:
     """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for."""
     from nearkin.cli.output import print_json, say
+    from nearkin.cli.progress import steps_bar
     from nearkin.formats.answers import gc_json
 
     session = current_session()
@@ -43,8 +44,8 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
             for line in told_lines(last):
                 say(line)
         return
-    with session.open_local(read_only=dry_run) as store:
-        report = store.gc(dry_run=dry_run, deleted_too=deleted_too)
+    with session.open_local(read_only=dry_run) as store, steps_bar("gc", shown=not session.as_json) as steps:
+        report = store.gc(dry_run=dry_run, deleted_too=deleted_too, steps=steps)
     if session.as_json:
         print_json(gc_json(report))
     else:

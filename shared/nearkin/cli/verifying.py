@@ -42,8 +42,8 @@ def verify(sample_text: str | None, seed: int | None, since_text: str | None) ->
 def repair(files: Sequence[Path]) -> int:
     """Repair the store, print what was done and what is left, return the exit code."""
     session = current_session()
-    with session.open_local(read_only=False) as store:
-        report = store.repair(files)
+    with session.open_local(read_only=False) as store, count_bar("repair", shown=not session.as_json) as progress:
+        report = store.repair(files, progress)
     if session.as_json:
         print_json(repair_json(report))
     else:
