@@ -104,3 +104,8 @@ def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
     assert b"put the same data again" in told.stdout
     assert call.answer("--store", copied, "put", "db/dump", "-", stdin=FIRST)["duplicate_chunks"] == 0
     assert call("--store", copied, "get", "db/dump").stdout == FIRST
+
+
+def test_a_full_disk_names_the_file_that_did_not_fit(store: Path) -> None:
+    done = run("--store", store, "get", "db/dump", "-o", "/dev/full")
+    assert (done.returncode, done.stderr) == (1, b"nearkin: [Errno 28] No space left on device: '/dev/full'\n")

@@ -46,6 +46,21 @@ class Restored:
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
+        """Put the file in its place, or remove what was begun. What the system says of it then names it."""
+        try:
+            self._end(kind)
+        except OSError as ended:
+            self._name(ended)
+            raise
+        if isinstance(err, OSError):
+            self._name(err)
+
+    def _name(self, err: OSError) -> None:
+        """Say of which file it is that there was, say, no room for it."""
+        if err.errno is not None and err.filename is None and self._target is not None:
+            err.filename = str(self._target)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
         try:
             if self._file is not None:
                 with suppress(OSError) if kind is not None else nullcontext():  # the first failure is the one to tell
