@@ -30,6 +30,7 @@ from nearkin.store.deletion import Deletions
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.lock import ROUNDS, WriterLock
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Rewriter, Steps, Tenants
 from nearkin_janitor.erased import sweep_erased
@@ -69,6 +70,7 @@ class LocalGc:
             with self.index.turn(wait_seconds) as index:
                 failpoint("gc.begun")
                 erased_bytes = sweep_erased(self.condemned.objects, index)
+            self._check_no_manifest_is_lost()
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
             apart = self.containers.apart(self.condemned.objects)
             turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
@@ -82,6 +84,7 @@ class LocalGc:
 
     def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
         """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""
+        self._check_no_manifest_is_lost()
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjects):
             report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased()))
@@ -101,6 +104,30 @@ class LocalGc:
             f"store {self.root}: a round of garbage collection is at work, and removes what this one reads; try again "
             "when it is done"
         ) from last
+
+    def _check_no_manifest_is_lost(self) -> None:
+        """Raise Corrupt where a version that the index lists has no manifest: what it needs is not known.
+
+        Whoever ends a version takes it out of the index before its manifest goes, and who commits one adds it after.
+        """
+        lost = self._lost_manifests()
+        still = self._lost_manifests() if lost else {}  # a round, or an erasure, may have come in between
+        name = min(lost.keys() & still.keys(), default=None)
+        if name is not None:
+            key, version = lost[name]
+            raise Corrupt(
+                f"{name}: missing, and the index lists {key!r} version {version}: what that needs is not known, so "
+                "nothing is freed; put it back from a copy (`nearkin repair --from`), or give that version up with "
+                "`nearkin rebuild-index`"
+            )
+
+    def _lost_manifests(self) -> dict[str, tuple[str, int]]:
+        known = {
+            manifest_name(tenant, entry.key, entry.version): (entry.key, entry.version)
+            for tenant, entry in self.index.remembered()
+        }
+        there = {name for name, _ in self.manifests.names()}
+        return {name: version for name, version in known.items() if name not in there}
 
     def _listed(self) -> set[str]:
         """Return the names of all manifests, and of all containers with their generations."""

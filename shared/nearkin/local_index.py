@@ -279,6 +279,14 @@ class LocalIndex:
 
     def remembered(self) -> list[tuple[str, CatalogEntry]]:
         """Return (tenant, version) of all where there is a sound index: `verify` can do without, and makes none."""
+        return self._of_sound(lambda index: list(index.catalogs()))
+
+    def numbers(self, tenant: str, key: str) -> list[int]:
+        """Return the versions of a key, ascending, where there is a sound index; none is made."""
+        return self._of_sound(lambda index: index.versions_of(tenant, key))
+
+    def _of_sound(self, ask: Callable[[LmdbIndex], list[Answer]]) -> list[Answer]:
+        """Return what the index answers, nothing where there is no sound one that may be read."""
         try:
             if self._at_hand() is None:
                 if not (self._folder / "data.mdb").is_file():
@@ -288,7 +296,7 @@ class LocalIndex:
                     index.close()
                     return []
                 self._kept(index)
-            return self.read(lambda index: list(index.catalogs()))
+            return self.read(ask)
         except (StoreUnavailable, StoreLocked, FormatTooNew):
             return []
 
@@ -437,7 +445,11 @@ class LocalIndex:
         report = self.rebuild()
         _log.warning("index rebuilt in %.1f s", time.perf_counter() - started)
         for name in report.skipped[:SKIPPED_NAMED]:
-            _log.warning("not in the index, and in no listing, since it cannot be read: %s: run `nearkin verify`", name)
+            _log.warning(
+                "not in the index, and listed beside other versions of its key alone, since it cannot be read: %s: run "
+                "`nearkin verify`",
+                name,
+            )
         if len(report.skipped) > SKIPPED_NAMED:
             _log.warning("and %d more: `nearkin rebuild-index` names them all", len(report.skipped) - SKIPPED_NAMED)
         return self._open(read_only=False)

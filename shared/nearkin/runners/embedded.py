@@ -367,7 +367,9 @@ class EmbeddedWriter:
         """Commit under the next free number; who loses a race for a number takes the one after it (I2)."""
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
-        version = max(self._manifests.versions(tenant, blob.key), default=0)
+        # What the index lists is taken too: a manifest that is lost may come back from a copy.
+        taken = (*self._manifests.versions(tenant, blob.key), *self._index.versions_of(tenant, blob.key))
+        version = max(taken, default=0)
         for _ in range(VERSION_RACES_MAX):
             version += 1
             manifest = Manifest(

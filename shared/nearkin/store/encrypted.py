@@ -38,6 +38,11 @@ class EncryptedObjects(ParityObjects):
         """Return the objects in clear as they lie there, whatever parity would make of them."""
         return self._bare
 
+    @property
+    def stored(self) -> ParityObjects:
+        """Return the objects sealed, as parity knows them."""
+        return self._stored
+
     def check_tenant(self, tenant: str) -> None:
         """Raise Erased where a tenant was."""
         self.keyring.check_tenant(tenant)
@@ -123,7 +128,7 @@ class EncryptedObjects(ParityObjects):
     def encryption_bytes(self) -> int:
         """Return what encryption adds to what is stored: heads, tags and keys. One listing of all."""
         added = sum(size_bytes for _, size_bytes in self.keyring.names())
-        for folder in ("containers", "manifests", "gc", "quarantine", "scrub"):
+        for folder in ("containers", "manifests", "gc", "pause", "quarantine", "scrub"):
             stored = dict(self.inner.names(folder))
             added += sum(stored.get(name, size_bytes) - size_bytes for name, size_bytes in self.names(folder))
         return added
@@ -170,7 +175,7 @@ def check_keys(objects: ObjectStore, tenant: str, catalog: Callable[[str], Itera
 def overlaid(objects: ObjectStore) -> Iterator[ObjectStore]:
     """Return a store as it would be: what is written stays apart, and sealed where the store is encrypted."""
     if isinstance(objects, EncryptedObjects):
-        with Overlay(objects.inner) as below:
+        with Overlay(objects.stored) as below:
             yield objects.above(below)
     else:
         with Overlay(objects) as overlay:

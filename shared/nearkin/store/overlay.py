@@ -15,6 +15,7 @@ from types import TracebackType
 
 from nearkin.errors import NotFound
 from nearkin.store.objects import AlreadyExists, ObjectStore, Payload, whole
+from nearkin.store.parity import SupportsMending
 
 
 class Overlay:
@@ -55,6 +56,12 @@ class Overlay:
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound or StoreUnavailable."""
         return self._path(name).read_bytes() if self._here(name) else self._below.get(name)
+
+    def mended(self, name: str) -> bytes | None:
+        """Return an object of the store below as it was written, where that knows; what lies here is whole."""
+        if name in self._written or not isinstance(self._below, SupportsMending):
+            return None
+        return self._below.mended(name)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
-from nearkin.errors import Corrupt, FormatTooNew, NotFound, StoreUnavailable
+from nearkin.errors import Corrupt, FormatTooNew, NotFound, Permanent, StoreUnavailable
 from nearkin.fingerprints import domain_of
 from nearkin.formats import key as keys
 from nearkin.formats import sealed as fmt
@@ -26,6 +26,7 @@ from nearkin.store import descriptor
 from nearkin.store.keyring import Keyring
 from nearkin.store.objects import ObjectStore, Payload, SupportsReplace, whole
 from nearkin.store.parity import FOLDER as PARITY
+from nearkin.store.parity import SupportsMending
 
 HEADS_MAX = 4096
 """Of objects that were read: 600 bytes each, and two questions less for the next range."""
@@ -207,6 +208,14 @@ class SealedObjects:
             raise Corrupt(f"{name}: no sealed object has {stored_bytes} bytes: cut short or filled up")
         self.sealing.note_size(name, found)
         return found
+
+    def mended(self, name: str) -> bytes | None:
+        """Return an object in clear as it was written, where the store below knows what that was sealed."""
+        stored = self.below.mended(name) if isinstance(self.below, SupportsMending) else None
+        try:
+            return None if stored is None else self.sealing.open(name, stored)
+        except Permanent:
+            return None
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (name, size in clear) below `prefix`; what belongs to an erased tenant is not there any more.

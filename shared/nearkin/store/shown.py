@@ -1,11 +1,13 @@
 """What a listing shows. Invariant: the marks beside the manifests decide, whatever an index says or still says.
 
 index: (key, versions) -> newest not hidden? -> its manifest       lost or broken -> Damage       hidden -> nothing
+folder of the key: what an index made anew could not name
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 from nearkin.errors import NotFound, Permanent
@@ -14,6 +16,18 @@ from nearkin.store.manifests import ManifestStore, object_name
 
 Unit = tuple[str, tuple[int, ...]]
 """A key and versions of it, ascending: one line of a listing is made of it, or none."""
+
+
+def with_unnamed(manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Yield the (key, version) of an index, and those that lie in the same keys' folders and it does not name.
+
+    An index that was made anew leaves out what cannot be read. Raises StoreUnavailable.
+    """
+    for key, same in groupby(names, key=lambda entry: entry[0]):
+        versions = {version for _, version in same}
+        with suppress(Permanent):  # a stray file in the key's folder: told where the folder decides
+            versions |= {number for number, history in manifests.histories(tenant, key).items() if history.committed}
+        yield from ((key, version) for version in sorted(versions))
 
 
 def units(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[Unit]:

@@ -1,0 +1,128 @@
+"""A manifest that is lost: its number stays taken and its data stay, so that a copy of it brings the version back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.errors import Corrupt, NotFound
+from nearkin.records import Damage
+from nearkin.retention import RetentionPolicy
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import ENCRYPTED, SMALL, containers, flip, manifests, settings, stored_bytes
+
+CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
+
+
+@pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
+@pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
+def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_back(tmp_path: Path, more, mode) -> None:
+    chosen, content = settings(CHOSEN, more, {"gc": {"mode": mode}}), random_bytes(300_000, 1)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        store.put("a", content)
+    (lost,) = manifests(tmp_path / "s")
+    copy = tmp_path / lost.parent.name / lost.name
+    copy.parent.mkdir()
+    lost.rename(copy)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        for dry_run in (True, False, False):
+            with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 1"):
+                store.gc(dry_run=dry_run)
+        assert store.repair([copy]).damage == ()
+        assert store.get("a").read() == content
+        store.gc()
+
+
+def test_the_number_of_a_version_whose_manifest_is_lost_is_not_given_again(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("a", b"one")
+        store.put("a", b"two")
+    lost = sorted(manifests(tmp_path / "s"))[-1]
+    data = lost.read_bytes()
+    lost.unlink()
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        assert store.put("a", b"three").info.version == 3
+        assert [damage.versions for damage in store.verify().damage] == [(("a", 2),)]
+        lost.write_bytes(data)
+        assert [store.get("a", version).read() for version in (1, 2, 3)] == [b"one", b"two", b"three"]
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
+@pytest.mark.parametrize("listed", [containers, manifests])
+def test_a_preview_goes_on_over_what_parity_mends_as_the_round_does(tmp_path: Path, more, listed) -> None:
+    chosen = settings(CHOSEN, more, {"storage": {"parity": "rs-4-2"}})
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        store.put("a", random_bytes(100_000, 1))
+        store.put("b", random_bytes(100_000, 2))
+        store.delete("b")
+    for path in listed(tmp_path / "s"):
+        flip(path, path.stat().st_size - 5)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        for _ in range(2):
+            told = store.gc(dry_run=True)
+            assert told.freed_bytes == store.gc().freed_bytes != 0
+
+
+def test_stats_of_a_sealed_store_count_a_pause_as_it_lies_there(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED)) as store:
+        store.put("a", b"one")
+        store.pauses.pause("test")
+        assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
+
+
+def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_lost(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("a", b"one")
+        store.put("a", b"two")
+    lost = sorted(manifests(tmp_path / "s"))[-1]
+    data = lost.read_bytes()
+    lost.unlink()
+    with open_store(tmp_path / "s", settings=CHOSEN, read_only=True) as store:
+        for ask in (store.get, store.info, store.explain):
+            with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
+                ask("a")
+        assert store.get("a", 1).read() == b"one"
+        lost.write_bytes(data)
+        assert store.get("a").read() == b"two"
+        lost.unlink()
+    shutil.rmtree(tmp_path / "s" / "index")  # who has no index does not know
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        assert store.get("a").read() == b"one"
+
+
+def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("a", b"one")
+        store.put("a", b"two")
+        store.delete("a", 2)
+        assert store.get("a").read() == b"one"
+        store.delete("a")
+        with pytest.raises(NotFound, match="the store has none"):
+            store.get("a")
+        store.gc()
+        store.gc()
+        with pytest.raises(NotFound, match="the store has none"):
+            store.get("a")
+
+
+def test_a_manifest_that_cannot_be_read_is_named_and_keeps_its_key_from_forget_once_the_index_was_made_anew(
+    tmp_path: Path,
+) -> None:
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("a", b"one")
+        store.put("a", b"two")
+        store.put("b", b"one")
+    broken = next(path for path in manifests(tmp_path / "s") if path.name.startswith(f"{2:016x}"))
+    broken.write_bytes(b"")
+    shutil.rmtree(tmp_path / "s" / "index")
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("a", b"three")
+        damage: list[Damage] = []
+        kept = {info.version for info in store.versions(all_versions=True, broken=damage.append) if info.key == "a"}
+        assert (kept, [one.versions for one in damage]) == ({1, 3}, [(("a", 2),)])
+        decided = store.forget("", RetentionPolicy(keep_last=1), dry_run=True)
+        assert [(one.info.version, one.kept) for one in decided if one.info.key == "a"] == [(1, True), (3, True)]
