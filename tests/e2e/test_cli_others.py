@@ -97,7 +97,7 @@ def test_an_index_made_anew_by_itself_names_what_it_lacks(
     damaged[50] ^= 1
     manifest.write_bytes(damaged)
     assert call("--store", copied, "ls").returncode == 0
-    lacks = f"listed beside other versions of its key alone, since it cannot be read: {manifest.relative_to(copied)}: run `nearkin verify`"
+    lacks = f"since it cannot be read: {manifest.relative_to(copied)}: run `nearkin verify`"
     assert lacks in caplog.text
 
 

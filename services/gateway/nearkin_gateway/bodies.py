@@ -26,14 +26,15 @@ def check_declared(request: Request, bytes_max: int) -> None:
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("identity", ""):
-        raise Problem(
-            415,
-            "encoded-body",
-            f"Content-Encoding {coding:.40}: send the bytes as they are to be stored",
-            headers={"Accept-Encoding": "identity"},
-        )
+    for name, plain in ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked"):
+        coding = ", ".join(request.headers.getlist(name)).strip().lower()
+        if coding not in (plain, ""):
+            raise Problem(
+                415,
+                "encoded-body",
+                f"{name} {coding:.40}: send the bytes as they are to be stored",
+                headers={"Accept-Encoding": "identity"},
+            )
     if "content-range" in request.headers:
         raise Problem(400, "partial-put", "Content-Range: a put stores a whole; /v1/uploads takes parts (tus)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from nearkin.runners import logs
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
 def main(config: Path | None) -> None:
     """Run a Nearkin gateway. Settings come from FILE and from NEARKIN_* variables."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops by it, then raises it again: a stop is no failure
     try:
         from nearkin_gateway.server import serve
 

@@ -26,13 +26,12 @@ _WANTED = re.compile(r"(?:^|,)\s*sha-256\s*=\s*(10|[1-9])\s*(?:,|$)")
 def announced_sha256(headers: Headers) -> bytes | None:
     """Return the SHA-256 that `Content-Digest` (RFC 9530) or `X-Content-SHA256` announce. Raises Problem."""
     found: set[bytes] = set()
-    plain = headers.get("x-content-sha256")
-    if plain is not None:
+    for plain in headers.getlist("x-content-sha256"):
         if re.fullmatch("[0-9a-fA-F]{64}", plain, re.ASCII) is None:
             raise Problem(400, "bad-digest", f"X-Content-SHA256 {plain:.80}: want 64 hex digits")
         found.add(bytes.fromhex(plain))
     for name in ("content-digest", "repr-digest"):
-        for member in headers.get(name, "").split(","):
+        for member in ",".join(headers.getlist(name)).split(","):
             match = _SHA256_MEMBER.fullmatch(member.strip())
             if match is not None:
                 found.add(_decoded(match[1], name))

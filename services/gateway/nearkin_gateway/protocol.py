@@ -1,6 +1,7 @@
 """Connections. Invariant: what a connection may hold or delay before a request exists is bounded.
 
 headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
+as much beside a body's bytes -> 431       a body under `Upgrade` -> 400: the parser would take it for requests
 garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
 """
 
@@ -17,9 +18,10 @@ from nearkin_gateway.problems import MEDIA_TYPE, Problem, problem_body
 DISCARD_BYTES_MAX = 16 * 1024 * 1024
 DISCARD_SECONDS = 5.0
 """After an early answer: closing at once would reset the connection before the client has read why."""
+UPGRADE = "only HTTP/1.1 is spoken: send bodies without Upgrade (curl --http1.1, Java HttpClient.Version.HTTP_1_1)"
 
 
-class _HeadTooLarge(Exception):
+class _Refused(Exception):
     pass
 
 
@@ -33,6 +35,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
 
         _in_head = True
         _head_bytes = 0
+        _framing_bytes = 0
         _discarded_bytes = 0
         _refused = False
         _timer: TimerHandle | None = None
@@ -54,9 +57,15 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
                 self._head_bytes += len(data)
                 if self._timer is None:
                     self._arm(head_seconds)
+            else:
+                self._framing_bytes += len(data)
             super().data_received(data)
-            if self._in_head and self._head_bytes > head_bytes_max and not self._refused:
+            if self._refused:
+                return
+            if self._in_head and self._head_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", f"a request's head takes at most {head_bytes_max} bytes")
+            elif not self._in_head and self._framing_bytes > head_bytes_max:
+                self._refuse(431, "header-too-large", f"trailers and extensions take at most {head_bytes_max} bytes")
 
         def send_400_response(self, msg: str) -> None:
             if not self._refused:
@@ -71,14 +80,24 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._in_head, self._head_bytes, self._discarded_bytes = False, 0, 0
+            self._framing_bytes = 0
             self._disarm()
             size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", f"a request's head takes at most {head_bytes_max} bytes")
-                raise _HeadTooLarge
+                raise _Refused
+            if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
+                # httptools ends such a request with its head: an empty blob, and its bytes the next request.
+                self._refuse(400, "upgrade-with-body", UPGRADE)
+                raise _Refused
             super().on_headers_complete()
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # a trailer is no header, and was not counted as one
+                super().on_header(name, value)
+
         def on_body(self, body: bytes) -> None:
+            self._framing_bytes = 0
             if self.cycle.response_complete:
                 self._discarded_bytes += len(body)
                 if self._discarded_bytes > DISCARD_BYTES_MAX:
@@ -130,3 +149,8 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
                 self._timer = None
 
     return BoundedProtocol
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    name = name.lower()
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 \t") != b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,8 @@ def serve(settings: Settings, config_file: Path | None = None, ready: Callable[[
         gateway = make_gateway(settings, config_file)
         server = make_server(settings, gateway, ready)
         monitor.connected(_checks(settings))
+        # uvicorn stops by it, then raises it again: a stop is no failure. Not sooner, or a start could not be stopped.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         try:
             server.run()
         except SystemExit as end:  # uvicorn's, for a start that failed

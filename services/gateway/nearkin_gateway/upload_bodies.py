@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import tempfile
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from nearkin.errors import StoreUnavailable
 from nearkin.store.objects import AlreadyExists
-from nearkin_gateway.bodies import chunks
+from nearkin_gateway.bodies import check_declared, chunks
 from nearkin_gateway.problems import RETRY_SECONDS, Problem
 from nearkin_gateway.resumable import PART_BYTES, Staged
 from nearkin_gateway.state import Gateway
@@ -52,6 +51,7 @@ class alone:  # noqa: N801 - used as a function
 async def receive(request: Request, gateway: Gateway, staged: Staged) -> int:
     """Stage the body; return how many bytes there are then. What came of a body that breaks off is staged too."""
     room_bytes = staged.meta.length_bytes - staged.offset
+    check_declared(request, room_bytes)
     if len(staged.parts) >= PARTS_MAX:
         raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
     with gateway.uploads.one(), alone(gateway, staged.id):
@@ -62,10 +62,11 @@ async def receive(request: Request, gateway: Gateway, staged: Staged) -> int:
         try:
             async for piece in chunks(request, gateway.bounds, room_bytes):
                 part += piece
-                if len(part) >= PART_BYTES:
+                # Not the last one while more may come: too long, the whole would be stored though it is refused.
+                if len(part) >= PART_BYTES and offset + len(part) < staged.meta.length_bytes:
                     offset, part = await _stage(gateway, staged.id, offset, part), bytearray()
-        except (ClientDisconnect, Problem):
-            if part:
+        except (ClientDisconnect, Problem) as err:
+            if part and not (isinstance(err, Problem) and err.status == 413):
                 await _stage(gateway, staged.id, offset, part)
             raise
         return await _stage(gateway, staged.id, offset, part) if part else offset
@@ -78,7 +79,7 @@ async def _checked(request: Request, gateway: Gateway, staged: Staged, room_byte
         raise Problem(400, "bad-checksum", f"Upload-Checksum {name:.20}: choose {' or '.join(CHECKSUMS)}")
     try:
         wanted = base64.b64decode(text, validate=True)
-    except binascii.Error as err:
+    except ValueError as err:  # binascii.Error, and what is not ASCII
         raise Problem(400, "bad-checksum", "Upload-Checksum: is not base64") from err
     hasher, offset = CHECKSUMS[name](), staged.offset
     bytes_max = min(room_bytes, int(gateway.bounds.checked_patch_bytes))

@@ -34,7 +34,6 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
     set to kafka, and no STORE is named, it serves in front of the pipeline.
     """
     import logging
-    import signal
 
     from nearkin.config_layers import with_changes
 
@@ -53,7 +52,6 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
         from nearkin.cli.arguments import store_folder
 
         settings = with_changes(settings, {"store": str(store_folder(settings.store))})
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops by it, then raises it again: a stop is no failure
     with services_extra("serve"):
         from nearkin.runners import logs
         from nearkin_gateway.server import check_address

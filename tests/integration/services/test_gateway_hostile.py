@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -372,3 +374,57 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
         assert child.wait(30) == 0
     with running(embedded(tmp_path / "store")) as gateway, gateway.client() as client:
         assert client.get("/v1/blobs/last").content == b"x" * 2_000_000
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 6", "Transfer-Encoding: chunked"])
+def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(gateway: Running, length: str) -> None:
+    """`curl --http2` and Java's client ask for h2c with the first request: the parser ends it with its head."""
+    begun = head("/v1/blobs/upgrade", "Connection: Upgrade", "Upgrade: h2c", length)
+    assert status_of(gateway.raw(begun + (b"abcdef" if "Length" in length else b"6\r\nabcdef\r\n0\r\n\r\n"))) == 400
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/upgrade").status_code == 404
+        asked = {"Connection": "Upgrade", "Upgrade": "h2c"}
+        assert client.get("/v1/blobs", headers=asked).status_code == 200  # without a body it is passed over
+
+
+def test_trailers_are_bounded_and_are_no_headers(gateway: Running) -> None:
+    begun = head("/v1/blobs/trailers", "Transfer-Encoding: chunked", "Connection: close") + b"3\r\nabc\r\n0\r\n"
+    assert status_of(gateway.raw(begun + b"X-Nearkin-Meta-a: b\r\n\r\n")) == 201
+    with gateway.client() as client:
+        assert client.get("/v1/info/trailers").json()["metadata"] == {}
+    sent = 0
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection, suppress(OSError):
+        connection.sendall(begun)
+        while sent < 64 * MIB:
+            sent += connection.send(b"X-Trailer: " + b"x" * 1000 + b"\r\n")
+    assert sent < 32 * MIB  # what the sockets hold, and no more
+
+
+def test_every_line_of_a_coding_and_of_a_digest_counts(gateway: Running) -> None:
+    for more in (
+        ("Content-Encoding: identity", "Content-Encoding: gzip"),
+        ("Transfer-Encoding: gzip, chunked",),
+        ("Content-Digest: sha-512=:AA==:", f"Content-Digest: sha-256=:{'A' * 43}=:"),
+    ):
+        chunked = more[0].startswith("Transfer")
+        body = b"1\r\nx\r\n0\r\n\r\n" if chunked else b"x"
+        sized = more if chunked else (*more, "Content-Length: 1")
+        assert status_of(gateway.raw(head("/v1/blobs/lines", *sized) + body)) in (400, 415), more
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/lines").status_code == 404
+
+
+def test_a_gateway_told_to_stop_while_it_starts_stops(tmp_path: Path) -> None:
+    blocked = (
+        "import os, signal, sys, time\n"
+        "import nearkin_gateway.server as server\n"
+        "from nearkin.cli import main\n"
+        "def opening(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(5)\n"
+        "    os._exit(77)\n"
+        "server.make_gateway = opening\n"
+        "sys.exit(main(['serve', sys.argv[1], '--port', '0', '--no-token']))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", blocked, str(tmp_path / "store")], check=False, timeout=60)
+    assert ended.returncode == 143

@@ -136,6 +136,8 @@ def test_a_wrong_checksum_is_460_and_nothing_is_kept(gateway: Running, client: h
     assert client.head(url, headers=TUS).headers["upload-offset"] == "0"
     for text in ("md5 AAAA", "sha1", "sha1 ???"):
         assert add(client, url, 0, b"x", **{"Upload-Checksum": text}).status_code in (400, 460)
+    latin = {**OCTETS, "Upload-Offset": "0", "Upload-Checksum": "sha1 \u00e9".encode("latin-1")}
+    assert client.patch(url, content=b"x", headers=latin).status_code == 400
     large = begin(client, "sum", 4 * MIB)
     right = base64.b64encode(hashlib.sha256(b"x" * 4 * MIB).digest()).decode()
     assert add(client, large, 0, b"x" * 4 * MIB, **{"Upload-Checksum": f"sha256 {right}"}).status_code == 413
@@ -151,6 +153,24 @@ def test_a_wrong_offset_is_409_and_too_many_bytes_are_413(client: httpx.Client) 
     assert add(client, url, 60, b"x" * 40).status_code == 204
     assert add(client, url, 100, b"").status_code == 409
     assert client.get("/v1/blobs/offsets").content == b"x" * 100
+
+
+def test_what_is_refused_for_its_length_or_coding_is_not_stored_in_part(gateway: Running, client: httpx.Client) -> None:
+    def chunked() -> Iterator[bytes]:
+        yield b"x" * 100
+        time.sleep(0.3)
+        yield b"y"
+
+    def declared() -> bytes:
+        head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nTus-Resumable: 1.0.0\r\nUpload-Offset: 0\r\n"
+        return (head + f"Content-Type: {OCTETS['Content-Type']}\r\nContent-Length: 101\r\n\r\n").encode() + b"x" * 100
+
+    url = begin(client, "too-long", 100)
+    assert add(client, url, 0, chunked()).status_code == 413
+    assert gateway.raw(declared(), timeout=2).startswith(b"HTTP/1.1 413")
+    assert add(client, url, 0, b"x" * 10, **{"Content-Encoding": "gzip"}).status_code == 415
+    assert client.head(url, headers=TUS).headers["upload-offset"] == "0"
+    assert client.get("/v1/blobs/too-long").status_code == 404
 
 
 def test_creation_may_bring_the_first_bytes_or_all_or_none(client: httpx.Client) -> None:
