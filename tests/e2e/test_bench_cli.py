@@ -417,3 +417,39 @@ def test_the_lab_is_not_imported_until_a_room_runs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment(), check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("peer", ["nearkin", "nearkin-embedded"])
+def test_a_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> None:
+    names = ["-", "-a", "a\tb", "c\nd", os.fsdecode(b"e\xff")]
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(text_like(5_000, number))
+    monkeypatch.chdir(folder)
+    record = recorded(tmp_path / "out", "store", "-c", ".", "--runs", "1", "--peers", peer, "--chart", "none")
+    assert record["left_out"] == []
+    assert len(record["corpora"][0]["files"]) == len(names)
+
+
+@pytest.mark.parametrize("name", ["a$b_$c", "x$\\foo$", os.fsdecode(b"nu\xff")])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a").write_bytes(text_like(30_000, 1))
+    done = run("pairs", "-c", tmp_path / name, "--runs", "1", "--peers", "none", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", ["", ",", "mutated,"])
+def test_an_empty_name_is_not_the_folder_one_stands_in(words: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a").write_bytes(b"a" * 5_000)
+    monkeypatch.chdir(tmp_path)
+    done = run("pairs", "-c", words, "--versions", "1", "--runs", "1", "--peers", "none", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert 'corpus ""' in done.stderr
+
+
+def test_a_row_that_is_named_twice_runs_once() -> None:
+    from nearkin.lab.peers import choose_peers
+
+    assert len(choose_peers(["nearkin@archive", "nearkin@archive"])) == 1

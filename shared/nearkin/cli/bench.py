@@ -227,6 +227,7 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
     from nearkin.lab import report
     from nearkin.lab.corpora import check_names, find_corpora
     from nearkin.lab.measuring import choose_core
+    from nearkin.printing import printable
 
     session = current_session()
     if session.store is not None or session.server is not None:
@@ -240,7 +241,7 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
     if cannot_draw and not session.as_json:
         notice(cannot_draw)
     corpora = find_corpora(asked.corpora, asked.versions, versions_at_most)
-    command = shlex.join(["nearkin", *sys.argv[1:]])
+    command = printable(shlex.join(["nearkin", *sys.argv[1:]]))
     with steps_bar(f"bench {room}", shown=not session.as_json) as steps:
         record = measure(corpora, core=core, runs=asked.runs, warmups=asked.warmups, command=command, steps=steps)
     written = report.write(record, asked.out, kinds)

@@ -143,7 +143,7 @@ def _dots(place: Axes, panel: _Panel) -> None:
     elif speeds:
         place.set_xlim(0, 1.3 * max(dot.speed.high for dot in panel.dots))  # room for the last label
     place.margins(y=0.15)
-    place.set_title(panel.title, fontsize=10)
+    place.set_title(panel.title, fontsize=10, parse_math=False)
     place.set_xlabel(panel.speed)
     place.set_ylabel(panel.height)
     place.grid(visible=True, alpha=0.3)
@@ -194,6 +194,6 @@ def _bars(place: Axes, title: str, rows: Sequence[Row]) -> None:
     place.axvline(1, color=_GREY, linewidth=1, linestyle="--")
     place.set_xscale("log")
     _plain_ticks(place.xaxis)
-    place.set_title(title, fontsize=10)
+    place.set_title(title, fontsize=10, parse_math=False)
     place.set_xlabel("speed by one stream of OpenSSL's SHA-1 at 8 KiB")
     place.grid(visible=True, axis="x", alpha=0.3)

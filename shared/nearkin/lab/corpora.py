@@ -22,6 +22,7 @@ from pathlib import Path
 from nearkin.errors import BadInput, NearkinError, Retryable
 from nearkin.frozen import frozen
 from nearkin.lab.record import Corpus
+from nearkin.printing import printable
 
 FILES_MAX = 1000
 """Versions of one folder that are taken."""
@@ -114,7 +115,7 @@ def find_corpora(words: Sequence[str], versions: int | None, versions_at_most: i
 
 
 def _is_folder(word: str) -> bool:
-    return word not in KNOWN and Path(word).is_dir()  # ./botocore is a folder, botocore never is
+    return bool(word) and word not in KNOWN and Path(word).is_dir()  # ./botocore is a folder, botocore never is
 
 
 def _folder(word: str, versions: int | None) -> Corpus:
@@ -129,7 +130,7 @@ def _folder(word: str, versions: int | None) -> Corpus:
         raise BadInput(f'corpus "{word}": holds no file with anything in it; put one file a version there, in order')
     if len(paths) > FILES_MAX:
         raise BadInput(f'corpus "{word}": {len(paths):,} files, at most {FILES_MAX:,}; say how many with --versions')
-    return Corpus(folder.resolve().name or "folder", paths)
+    return Corpus(printable(folder.resolve().name) or "folder", paths)
 
 
 def _known(name: str, versions: int | None, versions_at_most: int | None) -> Corpus:

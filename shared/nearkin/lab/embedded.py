@@ -1,6 +1,6 @@
 """Nearkin in one process, as a service embeds it: `nearkin.lab.ours` starts this and names one version after another.
 
-arguments: STORE [CONFIG]. stdin: put PATH | get VERSION TARGET. stdout, when that is done:
+arguments: STORE [CONFIG]. stdin, a line each: ["put", PATH] | ["get", VERSION, TARGET]. stdout, when that is done:
 {"peak_bytes": of this process so far, "cpu_seconds": of this command, and with the first one of the process's start}
 """
 
@@ -22,7 +22,7 @@ def main() -> None:
     with nearkin.open_store(Path(folder), settings=settings) as store:
         started = 0.0  # peers' starts are counted as well
         for line in sys.stdin:
-            word, *rest = line.rstrip("\n").split("\t")
+            word, *rest = json.loads(line)
             if word == "put":
                 store.put("blob", Path(rest[0]))
             else:
@@ -35,4 +35,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # told by the process that asked
+        raise SystemExit(130) from None

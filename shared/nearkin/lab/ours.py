@@ -55,7 +55,8 @@ class Nearkin(Peer):
 
     @override
     def put(self, version: int, source: Path) -> Cost:
-        return self._run("--json", *self._place(), "put", "blob", str(source), sync=True)
+        # absolute: a file called `-` is not stdin, and `-a` no option
+        return self._run("--json", *self._place(), "put", "blob", str(source.absolute()), sync=True)
 
     @override
     def get(self, version: int, target: Path) -> Cost:
@@ -106,7 +107,7 @@ class NearkinEmbedded(Nearkin):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         started = time.perf_counter()
-        self._process.stdin.write("\t".join(words) + "\n")
+        self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
         with bounded(self._process):
             answer = self._process.stdout.readline()

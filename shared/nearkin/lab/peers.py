@@ -177,7 +177,7 @@ def choose_peers(names: Sequence[str]) -> list[type[Peer]]:
     others: list[type[Peer]] = []
     alone = {peer.name: peer for peers in PEERS.values() for peer in peers}
     mine = {peer.name: peer for peer in OURS}
-    for name in names:
+    for name in dict.fromkeys(names):
         plain, at, profile = name.partition("@")
         if plain in mine:
             ours.append(with_profile(mine[plain], profile) if at else mine[plain])

@@ -79,7 +79,7 @@ def write(record: Record, folder: Path, kinds: Sequence[str]) -> list[Path]:
 
     drawn = chart.draw(record, kinds) if kinds else {}
     contents = {
-        f"{record.room}.md": markdown(record).encode(),
+        f"{record.room}.md": markdown(record).encode(errors="backslashreplace"),
         f"{record.room}.json": (json.dumps(record.as_json(), indent=1) + "\n").encode(),
         **{f"{record.room}.{kind}": content for kind, content in drawn.items()},
     }
