@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from nearkin.errors import BadInput, ConfigError, Retryable
-from nearkin.lab import corpora, crate, kernel_rows, peers, resemblance
+from nearkin.lab import corpora, crate, kernel_rows, peers, resemblance, store_room
 from nearkin.lab.measuring import CommandFailed, choose_core, pinned, run
 from nearkin.lab.pairs_room import sample_pairs
 from nearkin.lab.peer import MissingPeer
-from nearkin.lab.record import Corpus, Spread, cell, spread
+from nearkin.lab.record import Corpus, Row, Spread, cell, spread
 from nearkin.testing import debian
 from nearkin.testing.corpora import MissingTool
 from nearkin.testing.mutations import mutated_files
@@ -226,3 +226,15 @@ def test_leastcdc_is_compared_at_the_mean_chunk_of_fastcdc_too(tmp_path: Path) -
     wanted_bytes = material.mean_chunk_bytes(kernel_rows.chunking.fastcdc_cut)
     assert prepared.mean_chunk_bytes == pytest.approx(wanted_bytes, rel=0.02)
     assert prepared.version.startswith("target ")
+
+
+def test_a_ratio_stands_beside_the_least_and_the_largest_of_its_rounds() -> None:
+    def row(tool: str, ours: bool, *values: float) -> Row:
+        figures: dict[str, Spread | None] = dict.fromkeys([*store_room.MEASURED, "first_put_mbps"], Spread((1.0,)))
+        return Row("c", "store", tool, "", "1", ours, figures | {"put_mbps": Spread(values)})
+
+    peer = row("slow", False, 10, 10, 10), row("fast", False, 100, 80, 50)
+    assert "| put all, MB/s | 80.0 (fast) | 120.0 | 1.50 (1.00 to 3.00) |" in store_room._by_best(
+        [row("mine", True, 100, 120, 150), *peer]
+    )
+    assert "| put all, MB/s | 80.0 (fast) | 110.0 | 1.38 |" in store_room._by_best([row("mine", True, 100, 120), *peer])

@@ -27,7 +27,7 @@ from nearkin.lab.measuring import (
     stored_bytes,
 )
 from nearkin.lab.peer import MissingPeer, Peer
-from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, speed, spread
+from nearkin.lab.record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
 
 MEASURED = (
     "put_mbps", "first_put_mbps", "later_put_mbps", "put_again_mbps", "get_newest_mbps", "get_oldest_mbps",
@@ -265,7 +265,10 @@ def _solid(row: Row) -> bool:
 
 
 def _by_best(rows: Sequence[Row]) -> list[str]:
-    """Return a table of Nearkin's figures by the best of those peers that are stores: solid archives are not."""
+    """Return a table of Nearkin's figures by the best of those peers that are stores: solid archives are not.
+
+    With the medians' ratio stand the least and the largest of the rounds' own: of minutes in which both were measured.
+    """
     mine = [row for row in rows if row.ours]
     others = [row for row in rows if not row.ours and not _solid(row)]
     if not mine or not others:
@@ -273,17 +276,23 @@ def _by_best(rows: Sequence[Row]) -> list[str]:
     titles = " | ".join(f"{row.tool} | by best" for row in mine)
     lines = ["", f"| | best store beside it | {titles} |", f"|{'---|' * (2 + 2 * len(mine))}"]
     for title, name in _COMPARED:
-        known = [(figure.median, row.tool) for row in others if (figure := row.figures[name]) is not None]
+        known = [(figure, row.tool) for row in others if (figure := row.figures[name]) is not None]
         if not known:
             continue
-        best, tool = max(known)
-        lines.append(f"| {title} | {best:.1f} ({tool}) | {' | '.join(_ratio_cells(row, name, best) for row in mine)} |")
+        best, tool = max(known, key=lambda one: one[0].median)
+        cells = " | ".join(_ratio_cells(row.figures[name], best) for row in mine)
+        lines.append(f"| {title} | {best.median:.1f} ({tool}) | {cells} |")
     return lines
 
 
-def _ratio_cells(row: Row, name: str, best: float) -> str:
-    figure = row.figures[name]
-    return "- | -" if figure is None else f"{figure.median:.1f} | {figure.median / best:.2f}"
+def _ratio_cells(figure: Spread | None, best: Spread) -> str:
+    if figure is None:
+        return "- | -"
+    cells = f"{figure.median:.1f} | {figure.median / best.median:.2f}"
+    if len(figure.values) != len(best.values) or len(best.values) < 2 or not best.low:  # a round failed
+        return cells
+    rounds = [mine / theirs for mine, theirs in zip(figure.values, best.values, strict=True)]
+    return f"{cells} ({min(rounds):.2f} to {max(rounds):.2f})" if min(rounds) != max(rounds) else cells
 
 
 def _by_solid(rows: Sequence[Row]) -> list[str]:
