@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nearkin.config import Settings
 from nearkin.config_keeping import MARK_SWEEP
-from nearkin.errors import Corrupt, Retryable
+from nearkin.errors import Corrupt, Erased, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.frozen import frozen
@@ -31,6 +31,7 @@ from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.lock import ROUNDS, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
+from nearkin.store.objects import check_tenant
 from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Rewriter, Steps, Tenants
 from nearkin_janitor.erased import sweep_erased
@@ -122,12 +123,23 @@ class LocalGc:
             )
 
     def _lost_manifests(self) -> dict[str, tuple[str, int]]:
+        remembered = self.index.remembered()
+        # Who erases a tenant tells the index after its keys: killed in between, or at work now, it is told by a round.
+        gone = {tenant for tenant in {tenant for tenant, _ in remembered} if self._is_erased(tenant)}
         known = {
             manifest_name(tenant, entry.key, entry.version): (entry.key, entry.version)
-            for tenant, entry in self.index.remembered()
+            for tenant, entry in remembered
+            if tenant not in gone
         }
         there = {name for name, _ in self.manifests.names()}
         return {name: version for name, version in known.items() if name not in there}
+
+    def _is_erased(self, tenant: str) -> bool:
+        try:
+            check_tenant(self.condemned.objects, tenant)
+        except Erased:
+            return True
+        return False
 
     def _listed(self) -> set[str]:
         """Return the names of all manifests, and of all containers with their generations."""

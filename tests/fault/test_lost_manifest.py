@@ -126,3 +126,15 @@ def test_a_manifest_that_cannot_be_read_is_named_and_keeps_its_key_from_forget_o
         assert (kept, [one.versions for one in damage]) == ({1, 3}, [(("a", 2),)])
         decided = store.forget("", RetentionPolicy(keep_last=1), dry_run=True)
         assert [(one.info.version, one.kept) for one in decided if one.info.key == "a"] == [(1, True), (3, True)]
+
+
+def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(tmp_path: Path) -> None:
+    other = settings(CHOSEN, ENCRYPTED, {"tenant": "other"})
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED)) as store:
+        store.put("a", random_bytes(100_000, 1))
+    with open_store(tmp_path / "s", settings=other) as store:
+        store.put("a", random_bytes(100_000, 2))
+        store.keyring.erase("default")  # and who did it was killed before it told the index
+        told = store.gc(dry_run=True)
+        assert told.freed_bytes == store.gc().freed_bytes > 100_000
+        assert store.get("a").read() == random_bytes(100_000, 2)
