@@ -17,6 +17,17 @@ from nearkin.testing.stores import ENCRYPTED, SMALL, containers, flip, manifests
 CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
 
 
+def without_the_newest(root: Path) -> tuple[Path, bytes]:
+    """Put two versions, and lose the manifest of the second; return where it was, and its bytes."""
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("a", b"one")
+        store.put("a", b"two")
+    lost = max(manifests(root))
+    data = lost.read_bytes()
+    lost.unlink()
+    return lost, data
+
+
 @pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
 def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_back(tmp_path: Path, more, mode) -> None:
@@ -37,12 +48,7 @@ def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_b
 
 
 def test_the_number_of_a_version_whose_manifest_is_lost_is_not_given_again(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
-        store.put("a", b"one")
-        store.put("a", b"two")
-    lost = sorted(manifests(tmp_path / "s"))[-1]
-    data = lost.read_bytes()
-    lost.unlink()
+    lost, data = without_the_newest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN) as store:
         assert store.put("a", b"three").info.version == 3
         assert [damage.versions for damage in store.verify().damage] == [(("a", 2),)]
@@ -75,12 +81,7 @@ def test_stats_of_a_sealed_store_count_a_pause_as_it_lies_there(tmp_path: Path) 
 
 
 def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_lost(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
-        store.put("a", b"one")
-        store.put("a", b"two")
-    lost = sorted(manifests(tmp_path / "s"))[-1]
-    data = lost.read_bytes()
-    lost.unlink()
+    lost, data = without_the_newest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN, read_only=True) as store:
         for ask in (store.get, store.info, store.explain):
             with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
