@@ -302,7 +302,7 @@ def _committed(root: Path, size_bytes: int) -> None:
 
 
 def manifest_away(folder: Path) -> int:
-    """A manifest is lost, a round condemns what it alone needed, it comes back: the next round spares that."""
+    """A manifest and the index are lost, a round condemns what it alone needed, it comes back: the next round spares that."""
     made = scene(folder)
     with made.open() as store:
         data = content(4) + content(7)
@@ -310,6 +310,7 @@ def manifest_away(folder: Path) -> int:
         (path,) = [made.root / name for name, _ in store._manifests.names() if store._manifests.read(name).key == "k"]
         away = folder / "away"
         path.rename(away)
+        store.rebuild_index()  # else the index lists it, and no round goes on
         made.now += 2 * DAY
         condemned = store.gc().condemned_containers
         if not condemned:
@@ -317,6 +318,7 @@ def manifest_away(folder: Path) -> int:
         away.rename(path)
         made.now += 2 * DAY
         store.gc()
+        store.rebuild_index()
         made.check(store)
     return condemned
 
