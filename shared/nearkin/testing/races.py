@@ -302,7 +302,7 @@ def _committed(root: Path, size_bytes: int) -> None:
 
 
 def manifest_away(folder: Path) -> int:
-    """A manifest and the index are lost, a round condemns what it alone needed, it comes back: the next round spares that."""
+    """A manifest and the index are lost, a round condemns what it alone needed, it comes back: the next spares that."""
     made = scene(folder)
     with made.open() as store:
         data = content(4) + content(7)
