@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
-from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, StoreLocked, StoreUnavailable
+from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
@@ -59,7 +59,7 @@ from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubStates
-from nearkin.store.shown import shown, units, with_unnamed
+from nearkin.store.shown import check_newest, shown, units, with_unnamed
 
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
@@ -432,7 +432,7 @@ class Store:
         tenant = self.settings.tenant
         if version is None:
             newest = self._manifests.newest(tenant, key)
-            self._check_newest(tenant, key, newest)
+            check_newest(self._manifests, tenant, key, newest, lambda: self._index.numbers(tenant, key))
             if newest is None:
                 raise NotFound(f"key {key!r}: the store has none; `nearkin ls` lists the keys")
             return newest
@@ -444,21 +444,6 @@ class Store:
             raise NotFound(
                 f"key {key!r} version {version}: the store has none; `nearkin ls --versions` lists them"
             ) from err
-
-    def _check_newest(self, tenant: str, key: str, newest: Manifest | None) -> None:
-        """Raise Corrupt where the index lists a later version, and no manifest of it is there: an older one for it.
-
-        Where no index can be read that is not known.
-        """
-        last = max(self._index.numbers(tenant, key), default=0)
-        if last <= (0 if newest is None else newest.version) or last in self._manifests.histories(tenant, key):
-            return
-        if last in self._index.numbers(tenant, key):  # else a round has ended it meanwhile
-            raise Corrupt(
-                f"{manifest_name(tenant, key, last)}: missing, and the index lists {key!r} version {last}, the newest: "
-                "put it back from a copy (`nearkin repair --from`), ask for an older one by its number, or give it up "
-                "with `nearkin rebuild-index`"
-            )
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
 

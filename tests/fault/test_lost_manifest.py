@@ -95,6 +95,17 @@ def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_l
         assert store.get("a").read() == b"one"
 
 
+def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_there(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, {"deletion": {"undelete_seconds": 3600}})) as store:
+        store.put("a", b"one")
+        store.put("a", b"two")
+        store.delete("a", 2)
+        store.undelete("a", 2)
+        max(manifests(tmp_path / "s")).unlink()
+        with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
+            store.get("a")
+
+
 def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=CHOSEN) as store:
         store.put("a", b"one")

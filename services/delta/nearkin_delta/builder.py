@@ -190,9 +190,8 @@ class ContainerBuilder:
     def ratio(self) -> tuple[int, int]:
         """Return (bytes stored, bytes put in) of closed blocks but patches; of those before this container at first."""
         closed = [closed for closed in self._closed.values() if closed.block.kind != layout.PATCH]
-        if not closed:
-            return self._ratio
-        return sum(each.block.stored_bytes for each in closed), sum(each.chunk_bytes for each in closed)
+        put_in = sum(each.chunk_bytes for each in closed)
+        return (sum(each.block.stored_bytes for each in closed), put_in) if put_in else self._ratio
 
     @property
     def full(self) -> bool:

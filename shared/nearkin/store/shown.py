@@ -6,13 +6,14 @@ folder of the key: what an index made anew could not name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 
-from nearkin.errors import NotFound, Permanent
+from nearkin.errors import Corrupt, NotFound, Permanent
+from nearkin.formats.manifest import Manifest
 from nearkin.records import Damage, VersionInfo
-from nearkin.store.manifests import ManifestStore, object_name
+from nearkin.store.manifests import History, ManifestStore, object_name
 
 Unit = tuple[str, tuple[int, ...]]
 """A key and versions of it, ascending: one line of a listing is made of it, or none."""
@@ -28,6 +29,27 @@ def with_unnamed(manifests: ManifestStore, tenant: str, names: Iterable[tuple[st
         with suppress(Permanent):  # a stray file in the key's folder: told where the folder decides
             versions |= {number for number, history in manifests.histories(tenant, key).items() if history.committed}
         yield from ((key, version) for version in sorted(versions))
+
+
+def check_newest(
+    manifests: ManifestStore, tenant: str, key: str, newest: Manifest | None, numbers: Callable[[], Sequence[int]]
+) -> None:
+    """Raise Corrupt where an index lists a version after the `newest` that is to be seen, and its manifest is gone.
+
+    `numbers` asks the index for the key's versions, none where no index can be read: then that is not known.
+    """
+    last = max(numbers(), default=0)
+    if last <= (0 if newest is None else newest.version):
+        return
+    history = manifests.histories(tenant, key).get(last, History(last))
+    if history.committed or history.sequence % 2:  # there, or deleted
+        return
+    if last in numbers():  # else a round has ended it meanwhile
+        raise Corrupt(
+            f"{object_name(tenant, key, last)}: missing, and the index lists {key!r} version {last}, the newest: put "
+            "it back from a copy (`nearkin repair --from`), ask for an older one by its number, or give it up with "
+            "`nearkin rebuild-index`"
+        )
 
 
 def units(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[Unit]:
