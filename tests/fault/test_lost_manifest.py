@@ -106,6 +106,16 @@ def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_t
             store.get("a")
 
 
+def test_a_lost_version_below_deleted_ones_is_missed_too(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        for content in (b"one", b"two", b"three"):
+            store.put("a", content)
+        store.delete("a", 3)
+        sorted(manifests(tmp_path / "s"))[1].unlink()
+        with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
+            store.get("a")
+
+
 def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=CHOSEN) as store:
         store.put("a", b"one")

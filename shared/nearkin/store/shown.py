@@ -13,7 +13,7 @@ from itertools import groupby
 from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.formats.manifest import Manifest
 from nearkin.records import Damage, VersionInfo
-from nearkin.store.manifests import History, ManifestStore, object_name
+from nearkin.store.manifests import ManifestStore, object_name
 
 Unit = tuple[str, tuple[int, ...]]
 """A key and versions of it, ascending: one line of a listing is made of it, or none."""
@@ -38,15 +38,16 @@ def check_newest(
 
     `numbers` asks the index for the key's versions, none where no index can be read: then that is not known.
     """
-    last = max(numbers(), default=0)
-    if last <= (0 if newest is None else newest.version):
+    seen = 0 if newest is None else newest.version
+    later = [number for number in numbers() if number > seen]
+    if not later:
         return
-    history = manifests.histories(tenant, key).get(last, History(last))
-    if history.committed or history.sequence % 2:  # there, or deleted
-        return
-    if last in numbers():  # else a round has ended it meanwhile
+    histories = manifests.histories(tenant, key)
+    there = {number for number, history in histories.items() if history.committed or history.sequence % 2}  # or deleted
+    lost = max((number for number in later if number not in there), default=None)
+    if lost is not None and lost in numbers():  # else a round has ended it meanwhile
         raise Corrupt(
-            f"{object_name(tenant, key, last)}: missing, and the index lists {key!r} version {last}, the newest: put "
+            f"{object_name(tenant, key, lost)}: missing, and the index lists {key!r} version {lost}, the newest: put "
             "it back from a copy (`nearkin repair --from`), ask for an older one by its number, or give it up with "
             "`nearkin rebuild-index`"
         )
