@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
+from nearkin.config import Settings
 from nearkin.formats import layout
+from nearkin.limits import MIB
 from nearkin.store.chunks import ChunkReader
-from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, containers, settings
+from nearkin_delta.gaps import OWN_BYTES
 
 FROZEN = Path(__file__).parent.parent / "golden" / "store_v2.tar"
 
@@ -52,6 +55,17 @@ def test_every_codec_with_every_policy_restores_after_index_loss(tmp_path, codec
         for number, content in enumerate(versions, 1):
             assert store.get("k", number).read() == content
         assert store.verify().damage == ()
+
+
+def test_a_blob_that_is_a_history_itself_is_reduced_as_one(tmp_path):
+    chosen = settings(Settings(), {"runner": {"batch_bytes": 2 * MIB}})
+    first = random_bytes(OWN_BYTES + 2 * chosen.runner.batch_bytes)
+    whole = first + mutated(first, 1, edits=4000)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        stored = store.put("k", whole).ledger
+        assert stored.stored_bytes < len(first) * 1.02
+        assert store.stats().found_by["locality"] > stored.delta_chunks * 0.9 > 1000
+        assert store.get("k").read() == whole
 
 
 def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_nothing(tmp_path):

@@ -10,7 +10,7 @@ from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, Segmen
 from nearkin.records import ContainerId, FreshBatch, Locations, PairedBatch, SegmentBatch
 from nearkin.stage import Anchor, Gaps
 from nearkin.store.neighbours import Neighbourhood
-from nearkin_delta.gaps import GAP_CHUNKS_MAX, STREAMS_MAX, Alignment, Mark
+from nearkin_delta.gaps import GAP_CHUNKS_MAX, MARK_BYTES, OWN_BYTES, OWN_SHARE, STREAMS_MAX, Alignment, Mark
 
 OLD, NEW = 50, 60
 
@@ -110,6 +110,30 @@ def test_what_a_blob_stored_itself_is_no_anchor() -> None:
     ]
     assert told(alignment.gaps(batch("kf"), "next", Mark(OLD - 1)))[0][0] == Anchor.NONE
     assert told(alignment.gaps(batch("kf"), "later", Mark(OLD + 1)))[0][0] == Anchor.CHUNK
+
+
+def test_what_a_blob_stored_long_ago_is_an_anchor_as_any_other() -> None:
+    def pass_by(alignment: Alignment, here: Mark, size_bytes: int, text: str = "s") -> None:
+        passing = batch(text)
+        passing.fresh.batch.lengths[:] = size_bytes // len(text)
+        if text == "s":
+            alignment.pass_known(passing.fresh, "s", here)
+        else:
+            alignment.gaps(passing, "s", here)
+            alignment.follow(passing, "s", None)
+
+    for text in ("s", "kf"):
+        alignment = Alignment()
+        pass_by(alignment, Mark(OLD), MARK_BYTES, text)
+        pass_by(alignment, Mark(OLD, 20, 30), OWN_BYTES - MARK_BYTES, text)
+        own = told(alignment.gaps(batch("fkf"), "s", Mark(OLD, 100, 100)))
+        assert own[0][2] == Anchor.NONE  # chunk 10 was stored since it began, and that is not long enough ago
+        pass_by(alignment, Mark(OLD, 100, 100), MARK_BYTES, text)
+        older = told(alignment.gaps(batch("fkfkf"), "s", Mark(OLD, 100, 100)))
+        assert [gap[2:4] for gap in older] == [(Anchor.CHUNK, 10), (Anchor.NONE, 0)]  # chunk 30 is its own still
+        for fresh, found in (OWN_SHARE - 1, Anchor.CHUNK), (OWN_SHARE, Anchor.NONE):
+            few = told(alignment.gaps(batch("rk" + "z" * 99 + "f" * (fresh - 1)), "s", Mark(OLD, 100, 100)))
+            assert few[0][0] == found  # of a batch of which little was there before the rest follows from nothing
 
 
 def test_no_more_streams_are_remembered_than_the_bound() -> None:

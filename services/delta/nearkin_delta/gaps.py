@@ -6,19 +6,27 @@ known known | fresh fresh | known | fresh ...    each run between known chunks i
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
-from nearkin.records import CONTAINER_ID_MIN, U8, U32, FreshBatch, Locations, PairedBatch, SegmentBatch, distinct
+from nearkin.limits import MIB
+from nearkin.records import CONTAINER_ID_MIN, U8, U32, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch, distinct
 from nearkin.stage import Anchor, Gaps, Neighbours
 
 GAP_CHUNKS_MAX = 32
 """A longer run is several gaps, each going on where the one before ended: what is tried for a chunk stays in L2."""
 STREAMS_MAX = 256
+OWN_BYTES = 32 * MIB
+"""What a blob stored while so much of it passed is no anchor."""
+OWN_SHARE = 8
+"""What it stored before that is one in a batch of which so much is known from there: then the blob is a history itself.
+(Botocore's first version, 1 % in two batches, takes a tenth longer with what followed these, and gains nothing.)"""
+MARK_BYTES = MIB
+"""A blob's way is marked so often at most."""
 
 Place = tuple[int, int, int]
 """(Anchor, container, ordinal)."""
@@ -36,6 +44,31 @@ class Mark:
 EVERYTHING_BEFORE = Mark((1 << 64) - 1)
 
 
+class _Way:
+    """Where containers stood while a blob passed, OWN_BYTES back: some 30 marks."""
+
+    def __init__(self, began: Mark) -> None:
+        self.began = began
+        self._marks: deque[tuple[int, Mark]] = deque()
+        self._passed_bytes = 0
+
+    def stand(self, here: Mark) -> None:
+        """The blob goes on here."""
+        if not self._marks or self._passed_bytes - self._marks[-1][0] >= MARK_BYTES:
+            self._marks.append((self._passed_bytes, here))
+        while len(self._marks) > 1 and self._passed_bytes - self._marks[1][0] >= OWN_BYTES:
+            self._marks.popleft()
+
+    def passed(self, size_bytes: int) -> None:
+        """So much of the blob has passed since."""
+        self._passed_bytes += size_bytes
+
+    @property
+    def lately(self) -> Mark:
+        """Return from where on containers have what the blob stored OWN_BYTES ago, or less."""
+        return self._marks[0][1]
+
+
 @frozen
 class _Anchors:
     """Per chunk of a batch: its anchor, kind NONE where it has none, and its blob."""
@@ -48,14 +81,15 @@ class _Anchors:
 class Alignment:
     """Where each stream stands among what was stored before: a hint, bounded, and lost without harm.
 
-    What a blob has stored itself is no anchor: what followed it is what comes now, or a copy within the version, which
-    super-features find as well and without a depth for the next version to stand on. (First version of botocore: 9.68
-    in place of 9.72, in 0.8 of the time.)
+    What a blob has just stored itself is no anchor: what followed it is what comes now, or a copy within the version,
+    which super-features find as well and without a depth for the next version to stand on. (First version of botocore:
+    9.68 in place of 9.72, in 0.8 of the time.) What lies further back is one, or a blob that is a history itself, such
+    as a tar of dumps, would be reduced as if it had none.
     """
 
     def __init__(self) -> None:
         self._places: OrderedDict[Hashable, Place] = OrderedDict()
-        self._began: OrderedDict[Hashable, Mark] = OrderedDict()
+        self._ways: OrderedDict[Hashable, _Way] = OrderedDict()
 
     def gaps(self, batch: PairedBatch, stream: Hashable, here: Mark = EVERYTHING_BEFORE) -> Gaps:
         """Return the gaps of a batch; those at its start go on where its blob's last batch ended.
@@ -85,18 +119,18 @@ class Alignment:
         return Gaps(lefts, left_kinds, rights, right_kinds, np.diff(np.append(starts, len(rows))).astype(np.uint32))
 
     def begin(self, segments: SegmentBatch, stream: Hashable, here: Mark) -> None:
-        """Remember where the batch's blobs began, those that are new to this."""
+        """Remember from where the batch's blobs go on."""
         for number in distinct(segments.blobs).tolist():
-            self._began.setdefault((stream, number), here)
-        while len(self._began) > STREAMS_MAX:
-            self._began.popitem(last=False)
+            self._ways.setdefault((stream, number), _Way(here)).stand(here)
+        while len(self._ways) > STREAMS_MAX:
+            self._ways.popitem(last=False)
 
     def follow(self, batch: PairedBatch, stream: Hashable, neighbours: Neighbours | None) -> None:
         """Remember where the batch's last blob stands now."""
         anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
         if not len(anchors.kinds):
             return
-        blob = int(anchors.blobs[-1])
+        blob = self._pass_last(batch.fresh.batch, stream)
         known = np.flatnonzero((anchors.kinds != Anchor.NONE) & (anchors.blobs == blob))
         place: Place | None = None
         if len(rows) and int(anchors.blobs[rows[-1]]) == blob and (not len(known) or rows[-1] > known[-1]):
@@ -116,16 +150,23 @@ class Alignment:
         self.begin(segments, stream, here)
         if not segments.segments:
             return
-        blob = int(segments.blobs[-1])
-        began = self._began.get((stream, blob), EVERYTHING_BEFORE)
-        mine = np.flatnonzero(segments.blobs == blob)
+        mine = np.flatnonzero(segments.blobs == segments.blobs[-1])
         at = fresh.segment_locations.take(mine)
-        own = at.containers > np.uint64(began.container)
-        own |= (at.containers == np.uint64(began.container)) & (at.ordinals >= began.segments)
-        older = np.flatnonzero(~own)
+        known = _Anchors(np.full(len(mine), Anchor.SEGMENT, np.uint8), at, segments.blobs[mine])
+        older = np.flatnonzero(~self._stored_since(known, stream, _lately))
+        blob = self._pass_last(segments, stream)
         if len(older):
             last = older[-1]
             self._stand((stream, blob), (Anchor.SEGMENT, int(at.containers[last]), int(at.ordinals[last])))
+
+    def _pass_last(self, segments: SegmentBatch, stream: Hashable) -> int:
+        """Count what has passed of the batch's last blob, return its number; those before it have mostly ended."""
+        blob = int(segments.blobs[-1])
+        way = self._ways.get((stream, blob))
+        if way is not None:
+            first = int(np.argmax(segments.blobs == blob))
+            way.passed(int(segments.lengths[segments.chunk_bounds[first] :].sum(dtype=np.uint64)))
+        return blob
 
     def _stand(self, key: tuple[Hashable, int], place: Place | None) -> None:
         self._places.pop(key, None)
@@ -136,16 +177,31 @@ class Alignment:
 
     def _anchors(self, batch: PairedBatch, stream: Hashable) -> _Anchors:
         anchors = _anchors(batch)
-        numbers, of = np.unique(anchors.blobs, return_inverse=True)
-        began = [self._began.get((stream, number), EVERYTHING_BEFORE) for number in numbers.tolist()]
-        containers = np.array([mark.container for mark in began], np.uint64)[of]
-        chunks = np.array([mark.chunks for mark in began], np.int64)[of]
-        segments = np.array([mark.segments for mark in began], np.int64)[of]
-        limit = np.where(anchors.kinds == Anchor.SEGMENT, segments, chunks)
-        own = anchors.locations.containers > containers
-        own |= (anchors.locations.containers == containers) & (anchors.locations.ordinals >= limit)
-        anchors.kinds[own] = Anchor.NONE
+        own, lately = (self._stored_since(anchors, stream, since) for since in (_began, _lately))
+        is_history = OWN_SHARE * np.count_nonzero(own & ~lately) >= np.count_nonzero(~batch.fresh.batch.zero)
+        anchors.kinds[lately if is_history else own] = Anchor.NONE
         return anchors
+
+    def _stored_since(self, places: _Anchors, stream: Hashable, since: Callable[[_Way], Mark]) -> Bools:
+        """Return which places were stored since the blob in question stood where `since` says."""
+        numbers, of = np.unique(places.blobs, return_inverse=True)
+        ways = [self._ways.get((stream, number)) for number in numbers.tolist()]
+        marks = [EVERYTHING_BEFORE if way is None else since(way) for way in ways]
+        containers = np.array([mark.container for mark in marks], np.uint64)[of]
+        chunks = np.array([mark.chunks for mark in marks], np.int64)[of]
+        segments = np.array([mark.segments for mark in marks], np.int64)[of]
+        limit = np.where(places.kinds == Anchor.SEGMENT, segments, chunks)
+        at = places.locations
+        later: Bools = (at.containers > containers) | ((at.containers == containers) & (at.ordinals >= limit))
+        return later
+
+
+def _began(way: _Way) -> Mark:
+    return way.began
+
+
+def _lately(way: _Way) -> Mark:
+    return way.lately
 
 
 def _anchors(batch: PairedBatch) -> _Anchors:
