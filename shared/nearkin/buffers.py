@@ -101,16 +101,20 @@ class Buffers:
 
         What is wanted now makes room for itself: sizes that nobody has given back for longest go first.
         """
+        if not self._ended:
+            return
+        spare_bytes = self._counted_bytes()
         while self._ended:
             loan = self._loans.pop(id(self._ended.popleft()))
             room_bytes = len(loan.memory)
             mine = self._spares.pop(room_bytes, None) or deque()
             mine.append(loan.memory)
             self._spares[room_bytes] = mine  # the newest size stands last
-            while self._counted_bytes() > self._spare_bytes_max:
+            spare_bytes += room_bytes
+            while spare_bytes > self._spare_bytes_max:
                 oldest = next(iter(self._spares))
                 if self._spares[oldest]:
-                    self._spares[oldest].popleft()
+                    spare_bytes -= len(self._spares[oldest].popleft())
                 else:
                     del self._spares[oldest]
 

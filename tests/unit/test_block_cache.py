@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from nearkin import open_store
+from nearkin.errors import Corrupt, NotFound
 from nearkin.limits import MIB
 from nearkin.store.containers import ByteBoundedCache
 from nearkin.testing.generated import mutated, text_like
@@ -39,3 +42,24 @@ def test_a_put_keeps_to_its_own_bound_and_a_restore_to_the_larger_one(tmp_path: 
         assert blocks.used_bytes > 8 * MIB
         store.put("k", b"another")
         assert blocks.used_bytes <= 2 * MIB
+
+
+def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:
+    chosen = settings({"block": {"raw_bytes": 64 * 1024}})
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        store.put("k", text_like(1_000_000, 3))
+        source = store._containers.counting()
+        ((container, _),) = source.ids()
+        blocks = source.directory(container).blocks
+        assert len(blocks) >= 4
+        one_by_one = [source.record(container, block) for block in range(4)]
+        assert source.records(container, [0, 1, 2, 3], MIB) == one_by_one
+        assert source.records(container, [1, 2], 1) == one_by_one[1:2]
+        assert source.records(container, [2, 3], int(blocks.raw[2]) + 1) == one_by_one[2:]
+        assert source.records(container, [0, 1, len(blocks)], MIB) == one_by_one[:2]
+        with pytest.raises(NotFound, match=f"no block {len(blocks)}"):
+            source.records(container, [len(blocks), 0], MIB)
+        (path,) = (tmp_path / "s" / "containers").rglob("*.nkc")
+        path.rename(tmp_path / "away")
+        with pytest.raises(Corrupt, match="missing since its directory was read"):
+            source.records(container, [0, 1], MIB)

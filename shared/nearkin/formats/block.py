@@ -100,12 +100,17 @@ def raw_bytes_of(record: bytes | memoryview) -> int:
 
 
 def decode_block(
-    record: bytes | memoryview, what: str, prefix: Buffer | None = None, take: Callable[[int], U8] = _new
+    record: bytes | memoryview,
+    what: str,
+    prefix: Buffer | None = None,
+    take: Callable[[int], U8] = _new,
+    *,
+    checked: bool = False,
 ) -> U8:
     """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`.
 
     `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it. `take` returns room
-    for so many bytes.
+    for so many bytes. `checked`: this did so with the same memory before, and does not again.
     """
     view = memoryview(record)
     try:
@@ -117,7 +122,7 @@ def decode_block(
         raise Corrupt(f"{what}: its bytes are lost: put the same content again, or run `nearkin repair` with a copy")
     if magic != b"NKB1" or len(payload) != stored_bytes or raw_bytes > BLOCK_RAW_BYTES_MAX:
         raise Corrupt(f"{what}: not a block of {stored_bytes} bytes")
-    if columns.check_bytes(view[: BLOCK.size - 8], payload) != check:
+    if not checked and columns.check_bytes(view[: BLOCK.size - 8], payload) != check:
         raise Corrupt(f"{what}: checksum does not agree")
     if reserved or kind >= len(KINDS) or codec > ZSTD:
         raise FormatTooNew(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -85,6 +85,16 @@ class InFlight:
         with self._lock:
             finished = self._finished.get(container)
         return self._store.record(container, block) if finished is None else finished.record(block)
+
+    def records(
+        self, container: ContainerId, blocks: Sequence[int], raw_bytes_max: int
+    ) -> Sequence[bytes | memoryview]:
+        """Return the first of some closed blocks as they are stored: of one in flight one."""
+        with self._lock:
+            in_flight = container in self._open or container in self._finished
+        if in_flight:
+            return [self.record(container, blocks[0])]
+        return self._store.records(container, blocks, raw_bytes_max)
 
     def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep a decoded block in the store's cache."""

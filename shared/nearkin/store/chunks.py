@@ -9,7 +9,9 @@ lean on, together. What a task holds meanwhile is one batch, or a group of block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -37,6 +39,16 @@ class SupportsMendedRecords(Protocol):
 
 
 @runtime_checkable
+class SupportsRecords(Protocol):
+    """Where several blocks of a container can be read in one trip."""
+
+    def records(
+        self, container: ContainerId, blocks: Sequence[int], raw_bytes_max: int
+    ) -> Sequence[bytes | memoryview]:
+        """Return the first of these blocks, as `record` does: one, and more while they decode to less than that."""
+
+
+@runtime_checkable
 class SupportsGenerations(Protocol):
     """Where a container may be there twice: who wrote it anew died before the older generation went."""
 
@@ -49,6 +61,9 @@ HELD_BYTES_MAX = 8 * 1024 * 1024
 
 REWRITTEN_MAX = 8
 """A plan is made again so often at most: of its containers, and those below, each is written anew once a day or so."""
+WINDOW_BYTES = 4 * 1024 * 1024
+"""Of rows that are looked up together: what lies close together in the stream leans on what lies close together, and of
+chains through all of a batch more is wanted at the same time than the cache holds."""
 GROUP_BYTES_MAX = 4 * 1024 * 1024
 """Of blocks that are decoded together, and of bases that are read for them together; and the one that passes it."""
 GROUP_BLOCKS_MAX = 64
@@ -66,6 +81,7 @@ class ChunkReader:
 
     def __init__(self, source: ContainerSource) -> None:
         self._source = source
+        self._many = source if isinstance(source, SupportsRecords) else None
 
     def plan(self, locations: Locations) -> Plan:
         """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
@@ -125,7 +141,8 @@ class ChunkReader:
     def _lent(self, plan: Plan) -> Task:
         lending = Lending(plan, self._source.buffers.take)
         whole = (plan.kinds != layout.XDELTA3) & (plan.locations.containers != np.uint64(ZERO))
-        yield from self._visit(plan, np.flatnonzero(whole), lending.use)
+        for rows in _windows(np.flatnonzero(whole), plan.lengths):
+            yield from self._visit(plan, rows, lending.use)
         others = np.flatnonzero(~whole)
         return lending.ended(others, (yield plan.take(others)))
 
@@ -151,13 +168,7 @@ class ChunkReader:
 
     def _blocks(self, wanted: list[BlockName]) -> Task:
         """Decode the first of some blocks of one depth, of which none leans on another: about GROUP_BYTES_MAX."""
-        records: list[bytes | memoryview] = []
-        raw_bytes = 0
-        for name in wanted:
-            records.append(self._source.record(*name))
-            raw_bytes += raw_bytes_of(records[-1])
-            if raw_bytes >= GROUP_BYTES_MAX:
-                break
+        records = self._records(wanted)
         found: list[U8 | None] = [None] * len(records)
         patches = []
         for number, record in enumerate(records):
@@ -175,6 +186,24 @@ class ChunkReader:
                 found[number] = yield from self._alone(wanted[number], record)
         return found
 
+    def _records(self, wanted: list[BlockName]) -> list[bytes | memoryview]:
+        """Read the first of some blocks: about GROUP_BYTES_MAX, a container in one trip where that can be."""
+        records = list[bytes | memoryview]()
+        left_bytes = GROUP_BYTES_MAX
+        for container, run in groupby(wanted, itemgetter(0)):
+            blocks = [block for _, block in run]
+            while blocks and left_bytes > 0:
+                if self._many is None:
+                    read: Sequence[bytes | memoryview] = [self._source.record(container, blocks[0])]
+                else:
+                    read = self._many.records(container, blocks, left_bytes)
+                records += read
+                left_bytes -= sum(map(raw_bytes_of, read))
+                blocks = blocks[len(read) :]
+            if left_bytes <= 0:
+                break
+        return records
+
     def _tried(self, name: BlockName, record: bytes | memoryview, prefix: U8 | None) -> U8 | None:
         """Decode a block; None where that fails: why is looked into for that block alone."""
         try:
@@ -183,7 +212,8 @@ class ChunkReader:
             return None
 
     def _decoded(self, name: BlockName, record: bytes | memoryview, prefix: U8 | None) -> U8:
-        decoded = decode_block(record, _called(name), prefix, self._source.buffers.take)
+        checked = prefix is not None  # by who found out what that is
+        decoded = decode_block(record, _called(name), prefix, self._source.buffers.take, checked=checked)
         self._source.keep(*name, decoded)
         return decoded
 
@@ -349,6 +379,12 @@ class ChunkReader:
             held = yield [blocks.names[visit] for visit in level]
             use(blocks, level[: len(held)], held)
             missing = missing[len(held) :]
+
+
+def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
+    """Return the rows in parts of about WINDOW_BYTES, one at least."""
+    windows = np.cumsum(lengths[rows], dtype=np.int64) // WINDOW_BYTES
+    return np.split(rows, np.flatnonzero(np.diff(windows)) + 1)
 
 
 def _called(name: BlockName) -> str:
