@@ -101,6 +101,10 @@ class BorgFine(Borg):
     options = ("--compression", "zstd,3", "--chunker-params", "buzhash,12,16,13,4095")
 
 
+VERSIONS_KEPT = 1_000_000
+"""By itself kopia forgets all but the newest ten of versions that were put within an hour."""
+
+
 class Kopia(Peer):
     """kopia: chunks of 4 MiB on average, no compression, encrypted always."""
 
@@ -122,8 +126,7 @@ class Kopia(Peer):
         }
         self.repository.mkdir()
         self._run("repository", "create", "filesystem", "--path", str(self.repository), *self.creation)
-        if self.policy:
-            self._run("policy", "set", "--global", *self.policy)
+        self._run("policy", "set", "--global", "--keep-latest", str(VERSIONS_KEPT), *self.policy)
 
     @override
     def put(self, version: int, source: Path) -> Cost:
