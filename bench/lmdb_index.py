@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
 from nearkin.formats.manifest import Manifest
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import ContainerId, Ledger, Locations
+from nearkin.records import ContainerId, Locations
+from nearkin.reports import Ledger
 
 MAP_BYTES = 64 * 1024**3
 KEPT_CONTAINERS = 400

@@ -30,7 +30,8 @@ from nearkin.config_services import RedisSettings
 from nearkin.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.index.redis import RedisIndex
-from nearkin.records import U8, ContainerId, Ledger, Locations
+from nearkin.records import U8, ContainerId, Locations
+from nearkin.reports import Ledger
 from nearkin.testing.conformance.index import of_rank
 from nearkin.testing.redis_server import redis_server
 

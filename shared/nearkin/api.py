@@ -27,7 +27,7 @@ from nearkin.formats.manifest import Manifest
 from nearkin.frozen import frozen
 from nearkin.interrupts import interrupts_wait
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
-from nearkin.records import (
+from nearkin.reports import (
     Damage,
     Deletion,
     Explanation,

@@ -8,16 +8,8 @@ import numpy as np
 
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import finder_name
-from nearkin.records import (
-    ZERO,
-    ChunkExplained,
-    ContainerId,
-    Explanation,
-    Locations,
-    SegmentExplained,
-    VersionInfo,
-    grouped,
-)
+from nearkin.records import ZERO, ContainerId, Locations, grouped
+from nearkin.reports import ChunkExplained, Explanation, SegmentExplained, VersionInfo
 from nearkin.restore import segment_chunks
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource

@@ -22,7 +22,8 @@ from nearkin.frozen import frozen
 from nearkin.index.protocols import SupportsCollection
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
-from nearkin.records import U32, ContainerId, GcReport
+from nearkin.records import U32, ContainerId
+from nearkin.reports import GcReport
 from nearkin.retention import apply_policies
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name

@@ -24,7 +24,8 @@ from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.interrupts import interrupts_wait
 from nearkin.local_mending import Mending
-from nearkin.records import U32, ContainerId, RebuildReport
+from nearkin.records import U32, ContainerId
+from nearkin.reports import RebuildReport
 from nearkin.store.containers import ContainerStore
 from nearkin.store.crossing import Crossing
 from nearkin.store.lock import ROUND, WRITING, WriterLock

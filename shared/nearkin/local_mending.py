@@ -17,7 +17,8 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Record
 from nearkin.index.protocols import Marked
 from nearkin.interrupts import interrupts_wait
-from nearkin.records import U8, U32, U64, ContainerId, RebuildReport
+from nearkin.records import U8, U32, U64, ContainerId
+from nearkin.reports import RebuildReport
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import History, ManifestStore

@@ -26,18 +26,8 @@ from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise_directory
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
-from nearkin.records import (
-    NAME_BYTES,
-    U8,
-    Bools,
-    ContainerId,
-    Damage,
-    Locations,
-    Repaired,
-    RepairReport,
-    VerifyReport,
-    offsets_of,
-)
+from nearkin.records import NAME_BYTES, U8, Bools, ContainerId, Locations, offsets_of
+from nearkin.reports import Damage, Repaired, RepairReport, VerifyReport
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from nearkin import tally
 
 if TYPE_CHECKING:
-    from nearkin.records import GcReport, Ledger
+    from nearkin.reports import GcReport, Ledger
 
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BLOB_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.records import U8, ZERO, ContainerId, Locations, VersionInfo, distinct, grouped, offsets_of
+from nearkin.records import U8, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
+from nearkin.reports import VersionInfo
 from nearkin.sources import write_pieces
 from nearkin.store.ahead import ReadAhead
 from nearkin.store.chunks import ChunkReader

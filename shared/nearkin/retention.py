@@ -17,7 +17,7 @@ from nearkin.config_keeping import RetentionPolicy, RetentionSettings
 from nearkin.errors import NotFound, Retained
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
 from nearkin.frozen import frozen
-from nearkin.records import Damage, VersionInfo
+from nearkin.reports import Damage, VersionInfo
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.shown import infos_of

@@ -18,7 +18,7 @@ from nearkin.limits import KEY_BYTES_MAX
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from nearkin.records import PutResult
+    from nearkin.reports import PutResult
     from nearkin.runners.embedded import EmbeddedWriter
 
 READ_BYTES = 1024 * 1024

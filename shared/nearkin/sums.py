@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from nearkin.records import Ledger, Stats
+from nearkin.reports import Ledger, Stats
 
 if TYPE_CHECKING:
     from nearkin.index.lmdb import LmdbIndex

@@ -12,7 +12,7 @@ from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import NearkinError
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import VersionInfo
+from nearkin.reports import VersionInfo
 from nearkin.testing import corpora
 from nearkin.testing.stores import process, settings
 

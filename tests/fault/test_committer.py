@@ -17,7 +17,8 @@ from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.formats.message import End, Envelope, Placed, encode
 from nearkin.index.redis import RedisIndex
-from nearkin.records import Ledger, Locations
+from nearkin.records import Locations
+from nearkin.reports import Ledger
 from nearkin.runners.kafka import committing
 from nearkin.runners.kafka.clients import Headers
 from nearkin.runners.kafka.committing import CommitHandler

@@ -12,7 +12,7 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
-from nearkin.records import Damage
+from nearkin.reports import Damage
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, settings
 

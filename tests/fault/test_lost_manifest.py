@@ -9,7 +9,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.errors import Corrupt, NotFound
-from nearkin.records import Damage
+from nearkin.reports import Damage
 from nearkin.retention import RetentionPolicy
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import ENCRYPTED, SMALL, containers, flip, manifests, settings, stored_bytes

@@ -12,7 +12,8 @@ import pytest
 from nearkin import Store, failpoints, open_store
 from nearkin.errors import IndexClosed, StoreLocked, StoreUnavailable
 from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import ContainerId, RepairReport
+from nearkin.records import ContainerId
+from nearkin.reports import RepairReport
 from nearkin.store.lock import WriterLock
 from nearkin.testing.generated import random_bytes
 

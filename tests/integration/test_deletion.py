@@ -16,7 +16,8 @@ from nearkin.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import SEQUENCE_MAX, Kind, Mark
 from nearkin.index.protocols import Marked
-from nearkin.records import Ledger, Locations, VersionInfo
+from nearkin.records import Locations
+from nearkin.reports import Ledger, VersionInfo
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import History, ManifestStore, mark_name, object_name
 from nearkin.store.objects import LocalObjects, ObjectStore, memory_objects

@@ -16,7 +16,8 @@ from nearkin import open_store
 from nearkin.errors import Corrupt, NotFound, Permanent, StoreLocked
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest
-from nearkin.records import Ledger, Locations
+from nearkin.records import Locations
+from nearkin.reports import Ledger
 from nearkin.store.condemned import EMPTY_BYTES
 from nearkin.store.manifests import object_name
 from nearkin.testing.clock import DAY, Clock

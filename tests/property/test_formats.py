@@ -15,7 +15,8 @@ from nearkin.formats.directory import ChunkTable, SegmentTable, positions_in_blo
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.limits import SEGMENT_BYTES_MAX
-from nearkin.records import ZERO, ContainerId, Ledger, Locations
+from nearkin.records import ZERO, ContainerId, Locations
+from nearkin.reports import Ledger
 from nearkin.testing import samples
 
 HOLDER = ContainerId(7_000_000)

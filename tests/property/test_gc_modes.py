@@ -26,8 +26,8 @@ from nearkin.config_layers import with_changes
 from nearkin.errors import ConfigError, Corrupt, StoreUnavailable
 from nearkin.formats.container import decode_container
 from nearkin.formats.manifest import Manifest
-from nearkin.records import Ledger as Bytes
 from nearkin.records import Locations
+from nearkin.reports import Ledger as Bytes
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.manifests import object_name
 from nearkin.testing.clock import DAY, Clock

@@ -16,7 +16,8 @@ from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import Corrupt
 from nearkin.formats.message import End, Frame, Fresh, Kind, Message, Paired, Placed, Segments, encode
-from nearkin.records import Ledger, Locations, PutResult
+from nearkin.records import Locations
+from nearkin.reports import Ledger, PutResult
 from nearkin.runners.kafka import asyncapi
 from nearkin.runners.kafka.clients import TOPICS
 from nearkin.runners.kafka.dead_letters import send_dead_letter

@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 
 from nearkin.config import HOT_FIELDS, Settings
 from nearkin.index.catalog import CatalogEntry
-from nearkin.records import ChunkExplained, Explanation, Ledger, SegmentExplained, Stats, VersionInfo
+from nearkin.reports import ChunkExplained, Explanation, Ledger, SegmentExplained, Stats, VersionInfo
 from nearkin_gateway import insight
 from nearkin_gateway.dashboard import charts, forms, text
 from nearkin_gateway.insight import POINTS_MAX, count_versions, points_of

@@ -16,7 +16,8 @@ from nearkin.formats import manifest as fmt
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import SELF, ZERO, Ledger, Locations
+from nearkin.records import SELF, ZERO, Locations
+from nearkin.reports import Ledger
 from nearkin.testing import samples
 
 REFUSALS = (Corrupt, FormatTooNew)

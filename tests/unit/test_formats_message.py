@@ -24,7 +24,8 @@ from nearkin.formats.message import (
     encode_paired,
 )
 from nearkin.formats.message_batches import read_fresh, read_paired, read_segments
-from nearkin.records import FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
+from nearkin.records import FreshBatch, Locations, PairedBatch, SegmentBatch
+from nearkin.reports import Ledger
 from nearkin.testing.messages import BLOB, deduplicated, mixed_content, paired, segmented
 
 

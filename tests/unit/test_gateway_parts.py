@@ -18,7 +18,7 @@ from nearkin.api import open_store
 from nearkin.errors import StoreUnavailable
 from nearkin.index.redis.catalog import member_start
 from nearkin.limits import FRAME_BYTES_MAX
-from nearkin.records import VersionInfo
+from nearkin.reports import VersionInfo
 from nearkin.store import descriptor
 from nearkin.store.manifests import object_name
 from nearkin.store.objects import LocalObjects

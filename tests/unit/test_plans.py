@@ -13,7 +13,8 @@ from nearkin.formats.container import encode_container
 from nearkin.formats.directory import ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.limits import MIB, SEGMENT_BYTES_MAX
-from nearkin.records import ZERO, Ledger, Locations
+from nearkin.records import ZERO, Locations
+from nearkin.reports import Ledger
 from nearkin.restore import planned_batches
 from nearkin.store.containers import ContainerStore
 from nearkin.store.objects import LocalObjects

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nearkin.cli.forgetting import parse_duration
 from nearkin.config_keeping import RetentionPolicy, RetentionSettings
 from nearkin.errors import BadInput, ConfigError, Retained
-from nearkin.records import VersionInfo
+from nearkin.reports import VersionInfo
 from nearkin.retention import check_age, decide, min_age_seconds, policy_of
 
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from nearkin.errors import NotFound
 from nearkin.formats.answers import info_json
-from nearkin.records import VersionInfo
+from nearkin.reports import VersionInfo
 from nearkin_gateway import models
 from nearkin_gateway.access import Reader, Writer
 from nearkin_gateway.bodies import check_declared, chunks, frames

@@ -25,7 +25,7 @@ from nearkin.formats.condemned import Condemned
 from nearkin.formats.manifest import Manifest
 from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
-from nearkin.records import Damage, Deletion, Explanation, Stats, VersionInfo
+from nearkin.reports import Damage, Deletion, Explanation, Stats, VersionInfo
 from nearkin.restore import Blob
 from nearkin.sources import check_key
 from nearkin.store import descriptor

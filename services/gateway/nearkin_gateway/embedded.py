@@ -27,7 +27,7 @@ from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.formats.answers import gc_json
 from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
-from nearkin.records import PutResult, Stats
+from nearkin.reports import PutResult, Stats
 from nearkin.rounds import Schedule
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.sources import check_key, check_metadata

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nearkin.formats.answers import info_json, ledger_json
 from nearkin.frozen import frozen
-from nearkin.records import PutResult
+from nearkin.reports import PutResult
 
 COMMITTED = "committed"
 FAILED = "failed"

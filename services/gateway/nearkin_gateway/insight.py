@@ -19,7 +19,7 @@ from itertools import islice
 
 from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
-from nearkin.records import Stats
+from nearkin.reports import Stats
 from nearkin_gateway.catalogue import TENANTS_OPEN_MAX, Catalogue
 
 ENTRIES_MAX = 200_000

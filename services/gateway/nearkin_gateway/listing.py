@@ -16,7 +16,7 @@ from nearkin.errors import NotFound, Permanent, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.redis import RedisIndex
-from nearkin.records import Damage, Stats
+from nearkin.reports import Damage, Stats
 from nearkin.store import descriptor
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin.store.objects import ObjectStore

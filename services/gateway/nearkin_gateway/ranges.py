@@ -8,7 +8,7 @@ from email.utils import format_datetime, parsedate_to_datetime
 
 from starlette.datastructures import Headers
 
-from nearkin.records import VersionInfo
+from nearkin.reports import VersionInfo
 from nearkin_gateway.problems import Problem
 
 _RANGE = re.compile(r"bytes\s*=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.ASCII | re.IGNORECASE)

@@ -30,7 +30,8 @@ from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.index.catalog import summarise_directory
 from nearkin.index.protocols import Collected, ContainerSummary, SupportsCollection
-from nearkin.records import U32, ContainerId, GcReport
+from nearkin.records import U32, ContainerId
+from nearkin.reports import GcReport
 from nearkin.store.condemned import EMPTY_BYTES, CondemnedStore, record_bytes
 from nearkin.store.containers import ContainerStore
 from nearkin.store.encrypted import overlaid

@@ -24,19 +24,8 @@ from nearkin.formats.condemned import Record
 from nearkin.formats.directory import Directory
 from nearkin.formats.mark import Kind
 from nearkin.index.protocols import Index, Marked
-from nearkin.records import (
-    NAME_BYTES,
-    SEGMENT_ID_BYTES,
-    U8,
-    U32,
-    U64,
-    ZERO,
-    Bools,
-    ContainerId,
-    Locations,
-    RebuildReport,
-    offsets_of,
-)
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, ZERO, Bools, ContainerId, Locations, offsets_of
+from nearkin.reports import RebuildReport
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.manifests import ManifestStore, marked_version

@@ -21,7 +21,8 @@ from nearkin.formats.condemned import Condemned
 from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
-from nearkin.records import U32, ContainerId, Locations, Repaired
+from nearkin.records import U32, ContainerId, Locations
+from nearkin.reports import Repaired
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.parity import FOLDER, SUFFIX, ParityObjects
 from nearkin_janitor.given import Given, Needs

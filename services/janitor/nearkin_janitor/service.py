@@ -26,7 +26,8 @@ from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
-from nearkin.records import U32, GcReport
+from nearkin.records import U32
+from nearkin.reports import GcReport
 from nearkin.rounds import Schedule
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
-from nearkin.records import U64, ZERO, ContainerId, Damage, Locations, VerifyReport, distinct, grouped
+from nearkin.records import U64, ZERO, ContainerId, Locations, distinct, grouped
+from nearkin.reports import Damage, VerifyReport
 from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name

@@ -12,7 +12,7 @@ from nearkin.errors import Paused
 
 if TYPE_CHECKING:
     from nearkin.client.remote import RemoteStore
-    from nearkin.records import GcReport
+    from nearkin.reports import GcReport
 
 REASONS = {
     "undelete": "only by versions that are deleted and can be brought back",

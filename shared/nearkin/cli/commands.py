@@ -21,7 +21,7 @@ from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared
 from nearkin.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.records import Damage
+    from nearkin.reports import Damage
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 

@@ -13,7 +13,7 @@ from nearkin.errors import BadInput, Corrupt
 if TYPE_CHECKING:
     from nearkin.cli.session import Session
     from nearkin.config_keeping import RetentionPolicy
-    from nearkin.records import Damage
+    from nearkin.reports import Damage
     from nearkin.retention import Decision
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nearkin.records import Ledger
+    from nearkin.reports import Ledger
 
 
 def ledger_table(ledger: Ledger, seconds: float) -> Table:

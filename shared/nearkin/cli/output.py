@@ -18,7 +18,7 @@ from nearkin.printing import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nearkin.records import (
+    from nearkin.reports import (
         Damage,
         Deletion,
         Explanation,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nearkin.api import Store
     from nearkin.cli.session import Session
     from nearkin.client.remote import RemoteStore
-    from nearkin.records import PutResult
+    from nearkin.reports import PutResult
 
 JSON_BLOBS_MAX = 1_000_000
 """Files of one `put -r --json`: its answer is one value, held in memory at about 1 kB a file."""
@@ -85,7 +85,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     from nearkin.cli.progress import bytes_bar
     from nearkin.formats.answers import ledger_json, put_json
     from nearkin.printing import printable
-    from nearkin.records import Ledger
+    from nearkin.reports import Ledger
 
     store_folder = session.folder()
     store_path = None if store_folder is None else os.path.realpath(store_folder)

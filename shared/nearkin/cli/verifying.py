@@ -14,7 +14,7 @@ from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
 from nearkin.errors import BadInput
 from nearkin.printing import printable
-from nearkin.records import Damage, RepairReport, VerifyReport
+from nearkin.reports import Damage, RepairReport, VerifyReport
 
 SEED_BITS = 32
 

@@ -28,7 +28,7 @@ from nearkin.client.exchange import (
 from nearkin.client.remote import PUTS_IN_FLIGHT_MAX
 from nearkin.client.transfer import AsyncSource, Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
-from nearkin.records import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
+from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import Progress, write_pieces
 
 

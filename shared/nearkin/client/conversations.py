@@ -18,7 +18,7 @@ from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
 from nearkin.client.transfer import Upload
 from nearkin.errors import BadInput, Corrupt, StoreUnavailable
 from nearkin.formats import answers
-from nearkin.records import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
+from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import check_key, check_metadata, check_prefix
 
 _log = logging.getLogger("nearkin.client")

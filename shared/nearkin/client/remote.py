@@ -29,7 +29,7 @@ from nearkin.client.exchange import (
 )
 from nearkin.client.transfer import Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
-from nearkin.records import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
+from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import Progress, Source, write_pieces
 
 PUTS_IN_FLIGHT_MAX = 64

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from nearkin.client.exchange import Call, blob_path
 from nearkin.errors import BadInput, Corrupt, NearkinError, Retryable, SourceFailed, StoreUnavailable
-from nearkin.records import VersionInfo
+from nearkin.reports import VersionInfo
 from nearkin.sources import Progress, Source
 
 PIECE_BYTES = 1024 * 1024

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # `nearkin ls` must not wait for numpy
-    from nearkin.records import (
+    from nearkin.reports import (
         ChunkExplained,
         Damage,
         Deletion,
@@ -55,7 +55,7 @@ def info_json(info: VersionInfo) -> dict[str, object]:
 
 def info_from(value: object) -> VersionInfo:
     """Return the version that `info_json` said. Raises ValueError."""
-    from nearkin.records import VersionInfo
+    from nearkin.reports import VersionInfo
 
     told = _object(value, "a version")
     sha256 = told.get("sha256")
@@ -86,7 +86,7 @@ def deletion_json(deletion: Deletion) -> dict[str, object]:
 
 def deletion_from(value: object) -> Deletion:
     """Return the deleted version that `deletion_json` said. Raises ValueError."""
-    from nearkin.records import Deletion
+    from nearkin.reports import Deletion
 
     told = _object(value, "a deleted version")
     return Deletion(
@@ -101,7 +101,7 @@ def deletion_from(value: object) -> Deletion:
 
 def damage_from(value: object) -> Damage:
     """Return the damage of one version that a listing of the gateway names. Raises ValueError."""
-    from nearkin.records import Damage
+    from nearkin.reports import Damage
 
     told = _object(value, "a damaged version")
     return Damage(
@@ -136,7 +136,7 @@ def ledger_json(ledger: Ledger, seconds: float) -> dict[str, object]:
 
 def ledger_from(value: object) -> Ledger:
     """Return the ledger that `ledger_json` said. Raises ValueError."""
-    from nearkin.records import Ledger
+    from nearkin.reports import Ledger
 
     told = _object(value, "a ledger")
     return Ledger(**{name: _count(told, name) for name in _LEDGER_COUNTS})
@@ -149,7 +149,7 @@ def put_json(result: PutResult) -> dict[str, object]:
 
 def put_from(value: object) -> PutResult:
     """Return the put that `put_json` said, or an event of the topic `committed`. Raises ValueError."""
-    from nearkin.records import PutResult
+    from nearkin.reports import PutResult
 
     told = _object(value, "a put")
     ledger = told.get("ledger", told)  # the event keeps it apart, a put's answer beside the rest
@@ -178,7 +178,7 @@ def stats_json(stats: Stats) -> dict[str, object]:
 
 def stats_from(value: object) -> Stats:
     """Return the sums that `stats_json` said. Raises ValueError."""
-    from nearkin.records import Stats
+    from nearkin.reports import Stats
 
     told = _object(value, "stats")
     return Stats(
@@ -253,7 +253,7 @@ def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, objec
 
 def explanation_from(value: object, info: VersionInfo) -> Explanation:
     """Return what `explain_json` said with its segments about the version `info`. Raises ValueError."""
-    from nearkin.records import Explanation
+    from nearkin.reports import Explanation
 
     told = _object(value, "an explanation")
     return Explanation(
@@ -290,7 +290,7 @@ def _segment_json(segment: SegmentExplained) -> dict[str, object]:
 
 
 def _segment_from(value: object) -> SegmentExplained:
-    from nearkin.records import SegmentExplained
+    from nearkin.reports import SegmentExplained
 
     told = _object(value, "a segment")
     return SegmentExplained(
@@ -316,7 +316,7 @@ def _chunk_json(chunk: ChunkExplained) -> dict[str, object]:
 
 
 def _chunk_from(value: object) -> ChunkExplained:
-    from nearkin.records import ChunkExplained
+    from nearkin.reports import ChunkExplained
 
     told = _object(value, "a chunk")
     base, finder = told.get("base_fingerprint"), told.get("found_by")

@@ -22,7 +22,8 @@ from nearkin.formats import columns, runs
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import ZERO, Bools, Ledger, Locations, VersionInfo
+from nearkin.records import ZERO, Bools, Locations
+from nearkin.reports import Ledger, VersionInfo
 
 VERSION = 2
 """1 named containers by u16; no release ever wrote it."""

@@ -41,7 +41,8 @@ from nearkin.formats.message_layout import (
 from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather_new
 from nearkin.limits import SEGMENT_BYTES_MAX
-from nearkin.records import LEDGER_FIELDS, U8, U32, Bools, FreshBatch, Ledger, Locations, PairedBatch, SegmentBatch
+from nearkin.records import U8, U32, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch
+from nearkin.reports import LEDGER_FIELDS, Ledger
 
 __all__ = [
     "BLOB_BYTES",

@@ -9,7 +9,7 @@ from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
 from nearkin.index.protocols import ContainerSummary
-from nearkin.records import Ledger
+from nearkin.reports import Ledger
 
 
 @frozen

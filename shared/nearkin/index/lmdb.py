@@ -34,7 +34,8 @@ from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, release
 from nearkin.index.forgetting import ENTRIES_AT_ONCE, LOCATION_BYTES, Found, by_table, drop, look_up
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
-from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
+from nearkin.reports import Ledger
 
 VERSION = 3
 """Of an index of another version the store makes a new one, as if it were lost."""

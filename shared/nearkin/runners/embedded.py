@@ -37,7 +37,8 @@ from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system
 from nearkin.parallel import Helpers
-from nearkin.records import Bools, FreshBatch, Ledger, Locations, PutResult, SegmentBatch
+from nearkin.records import Bools, FreshBatch, Locations, SegmentBatch
+from nearkin.reports import Ledger, PutResult
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight, SameTurn

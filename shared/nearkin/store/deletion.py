@@ -22,7 +22,7 @@ from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
-from nearkin.records import Damage, Deletion, VersionInfo
+from nearkin.reports import Damage, Deletion, VersionInfo
 from nearkin.sources import check_key
 from nearkin.store.manifests import History, ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.formats.manifest import Manifest
-from nearkin.records import Damage, VersionInfo
+from nearkin.reports import Damage, VersionInfo
 from nearkin.store.manifests import ManifestStore, object_name
 
 Unit = tuple[str, tuple[int, ...]]

@@ -32,7 +32,8 @@ from nearkin.frozen import frozen
 from nearkin.kernels import xdelta3
 from nearkin.kernels.frames import decode_frame
 from nearkin.kernels.xdelta3 import PAIR_BYTES_MAX
-from nearkin.records import Ledger, Locations
+from nearkin.records import Locations
+from nearkin.reports import Ledger
 from nearkin.stage import Facts, Found, FoundBases
 from nearkin.store import descriptor
 from nearkin.testing import fuzz_gateway, samples

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from nearkin.api import Store, open_store
 from nearkin.errors import BadInput, NearkinError, NotFound
 from nearkin.formats import answers
-from nearkin.records import Deletion, PutResult, VersionInfo
+from nearkin.reports import Deletion, PutResult, VersionInfo
 
 TOKEN = "scripted-token"
 FAULTS = (

@@ -20,7 +20,8 @@ from nearkin.formats.manifest import Manifest
 from nearkin.formats.mark import Kind, Mark
 from nearkin.formats.parity import Scheme, encode_parity
 from nearkin.kernels.frames import FrameEncoder
-from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Ledger, Locations
+from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Locations
+from nearkin.reports import Ledger
 
 CONTAINER = ContainerId(0x0000_0193_5D4C_0001)
 OLDER = ContainerId(0x0000_0193_5D4B_0007)

@@ -17,7 +17,7 @@ from nearkin.api import open_store
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import NotFound
-from nearkin.records import Damage
+from nearkin.reports import Damage
 from nearkin.store.manifests import mark_name, object_name
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin_gateway import catalogue, tokens

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from nearkin.cli.ledger import human_bytes
 from nearkin.frozen import frozen
-from nearkin.records import Explanation, Ledger
+from nearkin.reports import Explanation, Ledger
 
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 104, 12, 12, 34

@@ -17,7 +17,8 @@ from struct import error as StructError  # noqa: N812
 from nearkin.errors import Corrupt
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.protocols import ContainerSummary
-from nearkin.records import ContainerId, Ledger
+from nearkin.records import ContainerId
+from nearkin.reports import Ledger
 
 _REST = Struct("<BQd12Q")
 assert _REST.size == 113

@@ -27,7 +27,7 @@ from nearkin.formats.message_layout import (
     Kind,
 )
 from nearkin.hot_rules import changes_schema
-from nearkin.records import LEDGER_FIELDS, Ledger, VersionInfo
+from nearkin.reports import LEDGER_FIELDS, Ledger, VersionInfo
 from nearkin.runners.kafka import dead_letters
 from nearkin.runners.kafka.clients import COMPACTED, TOPICS, topic
 from nearkin.runners.kafka.dead_replay import MARK_HEADER

@@ -26,7 +26,8 @@ from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest
 from nearkin.formats.message import End, Envelope, Placed
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
-from nearkin.records import LEDGER_FIELDS, Ledger, Locations
+from nearkin.records import Locations
+from nearkin.reports import LEDGER_FIELDS, Ledger
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog

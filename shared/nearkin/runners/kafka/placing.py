@@ -23,7 +23,7 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise
-from nearkin.records import Ledger
+from nearkin.reports import Ledger
 from nearkin.runners import tracing
 from nearkin.runners.counted import count_sealed
 from nearkin.runners.kafka.clients import Outbox

@@ -21,7 +21,8 @@ from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import FeatureIndex, Index, Marked
-from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Ledger, Locations
+from nearkin.records import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
+from nearkin.reports import Ledger
 from nearkin.testing import samples
 
 FIRST, SECOND, THIRD = ContainerId(1 << 40), ContainerId((1 << 40) + 5), ContainerId(2 << 40)

@@ -1,0 +1,302 @@
+"""Reports: what callers are told. Invariant: values never change after they are made, and what adds up does so exactly.
+
+put -> PutResult    stats -> Stats    verify, repair, rebuild-index, gc -> a report each    explain -> Explanation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, fields
+from datetime import datetime
+
+from nearkin.frozen import frozen
+
+
+@frozen
+class Ledger:
+    """Where the bytes of one put, or of a whole store, went. All bytes; the sums hold exactly.
+
+    logical - dedup_saved = unique; unique - delta_saved - compression_saved = block_bytes.
+    """
+
+    logical_bytes: int = 0
+    chunks: int = 0
+    duplicate_chunks: int = 0
+    delta_chunks: int = 0
+    raw_chunks: int = 0
+    zero_chunks: int = 0
+    unique_bytes: int = 0
+    """Bytes of fresh chunks, before delta and compression."""
+    delta_chunk_bytes: int = 0
+    """Of `unique_bytes`, those of chunks kept as deltas."""
+    delta_bytes: int = 0
+    """What these became, before block compression; chunks in patch blocks: as stored, or estimated for a single put."""
+    block_bytes: int = 0
+    """All blocks as stored, after compression."""
+    raw_block_bytes: int = 0
+    """Of `block_bytes`, those of blocks that hold raw chunks (the bases)."""
+    stored_bytes: int = 0
+    """Every byte added under the object root: blocks, directories, recipes, manifests, framing."""
+
+    @property
+    def dedup_saved_bytes(self) -> int:
+        """Return what dedup kept out."""
+        return self.logical_bytes - self.unique_bytes
+
+    @property
+    def delta_saved_bytes(self) -> int:
+        """Return what delta encoding took off the fresh chunks."""
+        return self.delta_chunk_bytes - self.delta_bytes
+
+    @property
+    def compression_saved_bytes(self) -> int:
+        """Return what block compression took off after that."""
+        return self.unique_bytes - self.delta_saved_bytes - self.block_bytes
+
+    @property
+    def reduction_ratio(self) -> float:
+        """Return logical / stored; 0.0 for an empty store."""
+        return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    @property
+    def dcr(self) -> float:
+        """Return the Delta Compression Ratio: fresh bytes before / after delta compression (Finesse, section 5.1)."""
+        after = self.unique_bytes - self.delta_saved_bytes
+        return self.unique_bytes / after if after else 1.0
+
+    @property
+    def dce(self) -> float:
+        """Return the Delta Compression Efficiency: 1 - delta bytes / bytes of the similar chunks (Finesse, 5.1)."""
+        return 1.0 - self.delta_bytes / self.delta_chunk_bytes if self.delta_chunk_bytes else 0.0
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(*(getattr(self, name) + getattr(other, name) for name in LEDGER_FIELDS))
+
+
+LEDGER_FIELDS = tuple(each.name for each in fields(Ledger))
+
+
+@frozen
+class VersionInfo:
+    """A committed version, as callers see it."""
+
+    key: str
+    version: int
+    size_bytes: int
+    created: datetime
+    digest: str
+    """`blake3:` and 64 hex digits of the whole blob."""
+    sha256: str | None
+    segments: int
+    chunks: int
+    metadata: Mapping[str, str]
+
+
+@frozen
+class Deletion:
+    """A version that is deleted and whose bytes are still there."""
+
+    key: str
+    version: int
+    deleted: datetime
+    until: datetime
+    """Up to when it can be undeleted; nothing of it is freed before."""
+    who: str
+    reason: str
+
+
+@frozen
+class PutResult:
+    """What a put answers once the version is committed."""
+
+    info: VersionInfo
+    ledger: Ledger
+    seconds: float
+
+
+@frozen
+class Stats:
+    """Sums over a store. `parts` says where `ledger.stored_bytes` lie, and adds up to them.
+
+    `ledger` and `seconds` are of all that is stored: of deleted versions too, until they are collected.
+    """
+
+    ledger: Ledger
+    versions: int
+    """To be seen, as `keys`: deleted ones are counted apart."""
+    keys: int
+    containers: int
+    segments: int
+    parts: Mapping[str, int]
+    """Bytes by use: base blocks, delta blocks, chunk names, recipes, directory rest, manifests, framing, descriptor."""
+    index_bytes: int
+    depths: Mapping[int, int]
+    """Chunks by depth."""
+    sketches: Mapping[str, int]
+    """Segments by the algorithm that sketched them."""
+    base_cache_hits: int
+    base_cache_misses: int
+    seconds: float
+    """Time spent in all puts that are still there."""
+    deleted_versions: int = 0
+    """Deleted and not yet collected."""
+    deleted_bytes: int = 0
+    """Logical bytes of these, counted in `ledger.logical_bytes` too."""
+    found_by: Mapping[str, int] = field(default_factory=dict)
+    """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
+
+
+@frozen
+class Damage:
+    """One broken object and the versions it touches."""
+
+    object_name: str
+    problem: str
+    versions: tuple[tuple[str, int], ...]
+    """(key, version) of the tenant that asks."""
+    of_other_tenants: tuple[tuple[str, str, int], ...] = ()
+    """(tenant, key, version) of all others whose data this store holds."""
+    repairable: bool = False
+    """Its parity holds what it was: reads go on, and `nearkin repair` puts it right."""
+
+
+@frozen
+class VerifyReport:
+    """What `verify` read and found; `damage` empty means all is well."""
+
+    containers: int
+    chunks: int
+    versions: int
+    bytes_read: int
+    damage: tuple[Damage, ...]
+    seconds: float
+    untagged_containers: int = 0
+    """Of `containers`, those whose tenant no version names: their chunks were compared by SHA-1, not by check tag."""
+    forgotten: bool | None = None
+    """Whether the index has let go of the chunks that are broken, so that the same data, put again, are stored anew.
+    None: no chunk is broken. False: a put was running, or the store cannot be written; verify again."""
+    containers_total: int = 0
+    """All there are: `containers` of them were read, the directories of all."""
+    container_bytes: int = 0
+    """Of all of them; `bytes_read` of these were read."""
+    seed: int | None = None
+    """What the sample was drawn by: the same seed draws the same one of the same containers."""
+    index_entries: int | None = None
+    """Entries of the index that were compared with containers; None: it was not looked at, or a put was running."""
+    parity_missing: tuple[str, ...] = ()
+    """Objects that should have parity by the settings, and have none: `repair` adds it."""
+    erased_objects: int = 0
+    """Of tenants that were erased: nobody can read them, and `gc` removes them."""
+
+
+@frozen
+class Repaired:
+    """One object that was damaged and is not any more, or less than before."""
+
+    object_name: str
+    by: str
+    """`parity`, `a copy`, `copies of chunks`, or of parity itself `its object`."""
+    chunks: int = 0
+    """That were found elsewhere."""
+    chunks_lost: int = 0
+    """That were found nowhere: a later run goes on."""
+
+
+@frozen
+class RepairReport:
+    """What `repair` did. `damage` is what is left."""
+
+    repaired: tuple[Repaired, ...]
+    damage: tuple[Damage, ...]
+    quarantined_chunks: int
+    parity_added: int
+    """Objects that had no parity, and have it now."""
+    seconds: float
+
+
+@frozen
+class RebuildReport:
+    """What `rebuild-index` read."""
+
+    containers: int
+    chunks: int
+    segments: int
+    versions: int
+    seconds: float
+    skipped: tuple[str, ...] = ()
+    """Objects that could not be read and were left out; `verify` says more."""
+
+
+@frozen
+class ChunkExplained:
+    """How one chunk of a version is kept."""
+
+    offset: int
+    length_bytes: int
+    kind: str
+    """`duplicate`, `zero`, `delta` or `raw`; a duplicate was stored earlier, whatever its encoding."""
+    fingerprint: str
+    depth: int
+    stored_estimate_bytes: int
+    """Its share of its block, by encoded length."""
+    base_fingerprint: str | None = None
+    found_by: str | None = None
+    """What found the base: `locality`, or a super-feature, such as `finesse SF1`."""
+
+
+@frozen
+class SegmentExplained:
+    """How one segment of a version is kept; `known` segments cost one reference."""
+
+    sequence: int
+    offset: int
+    length_bytes: int
+    known: bool
+    chunks: tuple[ChunkExplained, ...]
+
+
+@frozen
+class Explanation:
+    """A version, segment by segment; `found_by` counts deltas by what found their base."""
+
+    info: VersionInfo
+    segments: tuple[SegmentExplained, ...]
+    duplicate_chunks: int
+    zero_chunks: int
+    delta_chunks: int
+    raw_chunks: int
+    found_by: Mapping[str, int] = field(default_factory=dict)
+
+
+@frozen
+class GcReport:
+    """What a round of garbage collection did, or would do (`dry_run`). Bytes are of objects under the root."""
+
+    dry_run: bool
+    versions: int
+    """Deleted for good: what was left of them is gone, but for a mark that keeps a number taken."""
+    containers_deleted: int
+    containers_rewritten: int
+    freed_bytes: int
+    """Less than before, exactly: what was removed without what was written. Negative where a round only condemns."""
+    condemned_containers: int
+    """Unreached, whole or in part: they go in a later round, once `due` is past, if they are unreached still."""
+    freed_later_bytes: int
+    """What that will free if nothing else happens, exactly."""
+    due: datetime | None
+    """When the first of what is condemned may go; None where nothing is."""
+    held: Mapping[str, int]
+    """Bytes of chunks that no version names to be read and that stay, by what holds them. Only of a dry run."""
+    seconds: float
+    forgotten: int = 0
+    """Versions that the settings' policies did not keep, deleted at the end of the round."""
+
+
+@frozen
+class GcState:
+    """How garbage collection stands: paused since when and by whom, or not; what is condemned, and when it may go."""
+
+    paused_since: datetime | None
+    paused_by: str
+    condemned_containers: int
+    due: datetime | None
