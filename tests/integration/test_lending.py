@@ -15,7 +15,7 @@ from nearkin import Store, open_store
 from nearkin.errors import BadInput, NotFound
 from nearkin.formats.directory import CHUNK_ROW
 from nearkin.records import U8, ZERO, ContainerId, Locations, Pieces
-from nearkin.store import lending
+from nearkin.store import chunks, lending
 from nearkin.store.bases import BaseReader
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
@@ -77,6 +77,7 @@ def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(lending, "LENT_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
         patched.setattr(lending, "LENT_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
+        patched.setattr(chunks, "WINDOW_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 30])))
         pieces = reader.lent(plan.take(np.array(rows)))
     assert bytes_of(pieces) == [wanted[row] for row in rows]
 
@@ -110,6 +111,21 @@ def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.M
         assert sum(lent) <= bound
         assert (sum(lent) > bound - 2 * 64 * 1024) == (bound < 1 << 30)
         assert len(set(pieces.which.tolist())) >= len(lent)
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_a_block_that_lies_in_several_windows_is_lent_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = containers(store), ChunkReader(containers(store))
+    plan = reader.plan(everything(source))
+    plan = plan.take(plan.locations.containers != np.uint64(ZERO))
+    names = by_block(plan, np.arange(len(plan))).names
+    looked_up = source.blocks.hits + source.blocks.misses
+    monkeypatch.setattr(chunks, "WINDOW_BYTES", 30_000)
+    monkeypatch.setattr(lending, "LENT_SHARE", 1 << 30)
+    pieces = reader.lent(plan)
+    assert source.blocks.hits + source.blocks.misses - looked_up > len(names)  # a block for each window it lies in
+    assert len([buffer for buffer in pieces.buffers if len(buffer)]) == len(names)
+    assert bytes_of(pieces) == fetched(reader, plan)
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)

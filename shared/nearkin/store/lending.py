@@ -30,6 +30,8 @@ class Lending:
         self._offsets = plan.positions.astype(np.uint64)
         self._which = np.zeros(len(plan), np.int32)
         self._buffers: list[U8] = []
+        self._lent: dict[int, int] = {}
+        """Number of each block that is lent, by its identity: what lies in several windows counts once."""
         self._lent_bytes = 0
 
     def use(self, blocks: ByBlock, visits: list[int], contents: list[U8]) -> None:
@@ -43,10 +45,11 @@ class Lending:
         )
         which, copied = np.zeros(len(visits), np.int32), list[int]()
         for place, content in enumerate(contents):
-            if ends[place] <= len(content) and self._lends(content, wanted[place]):
-                which[place] = self._add(content)
-            else:
+            number = self._number(content, wanted[place]) if ends[place] <= len(content) else None
+            if number is None:
                 copied.append(place)
+            else:
+                which[place] = number
         self._which[rows] = np.repeat(which, counts)
         if copied:
             self._copy(blocks, [visits[place] for place in copied], [contents[place] for place in copied])
@@ -64,11 +67,16 @@ class Lending:
         gather(contents, which, self._offsets[rows], lengths, out, places)
         self._offsets[rows], self._which[rows] = places, self._add(out)
 
-    def _lends(self, content: U8, wanted_bytes: int) -> bool:
+    def _number(self, content: U8, wanted_bytes: int) -> int | None:
+        """Return the number of a block that is lent, None where it is not."""
+        number = self._lent.get(id(content))
+        if number is not None:
+            return number
         if wanted_bytes * LENT_SHARE < len(content) or self._lent_bytes + len(content) > LENT_BYTES_MAX:
-            return False
+            return None
         self._lent_bytes += len(content)
-        return True
+        self._lent[id(content)] = number = self._add(content)
+        return number
 
     def _add(self, content: U8) -> int:
         """Return the number of the buffer that it is from now on."""
