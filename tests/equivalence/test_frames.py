@@ -12,7 +12,7 @@ from backports.zstd import CompressionParameter, compress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin.errors import Corrupt
+from nearkin.errors import BadInput, Corrupt
 from nearkin.kernels import _frames, _frames_reference
 from nearkin.testing.generated import mutated, random_bytes, text_like
 
@@ -133,6 +133,84 @@ def test_a_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None
         _frames.decode_frame(frame, room[32:-32], "a frame")
     assert (room[:32] == 0xA5).all()
     assert (room[-32:] == 0xA5).all()
+
+
+@given(st.data())
+def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
+    sources = [
+        text_like(size, seed) for seed, size in enumerate(data.draw(st.lists(st.integers(1, 60_000), max_size=3)))
+    ]
+    which, offsets, lengths, counts = list[int](), list[int](), list[int](), list[int]()
+    frames, raws = list[bytes](), list[bytes]()
+    for seed in range(data.draw(st.integers(0, 4))):
+        counts.append(data.draw(st.integers(0, 4)) if sources else 0)
+        prefix = b""
+        for _ in range(counts[-1]):
+            buffer = data.draw(st.integers(0, len(sources) - 1))
+            joins = which[-1:] == [buffer] and data.draw(st.booleans(), "goes on where the last one ended")
+            offset = offsets[-1] + lengths[-1] if joins else data.draw(st.integers(0, len(sources[buffer])))
+            length = data.draw(st.integers(0, len(sources[buffer]) - offset))
+            prefix += sources[buffer][offset : offset + length]
+            which.append(buffer)
+            offsets.append(offset)
+            lengths.append(length)
+        raws.append(mutated(prefix[-30_000:] + text_like(3000, seed + 9), seed))
+        frames.append(_frames.FrameEncoder(OPTIONS).unchecked(raws[-1], prefix if len(prefix) >= 8 else None, FAST))
+        if len(prefix) < 8:  # zstd knows none so short
+            counts[-1] = 0
+            which, offsets, lengths = (some[: sum(counts)] for some in (which, offsets, lengths))
+    broken = data.draw(st.sampled_from([None, *range(len(frames))]))
+    if broken is not None:
+        frames[broken] = data.draw(st.sampled_from([b"", frames[broken][:-1], frames[broken] + b"x", compress(b"a")]))
+    slices = np.array(which, np.int32), np.array(offsets, np.uint64), np.array(lengths, np.uint32)
+    bounds = np.append(0, np.cumsum(counts)).astype(np.uint32)
+    for kernel in BOTH:
+        outs = [np.full(len(raw), 0xA5, np.uint8) for raw in raws]
+        done = kernel.decode_frames(frames, outs, sources, *slices, bounds)
+        assert done.tolist() == [number != broken for number in range(len(frames))]
+        assert [out.tobytes() for out, good in zip(outs, done, strict=True) if good] == [
+            raw for number, raw in enumerate(raws) if number != broken
+        ]
+
+
+def test_a_patch_with_another_prefix_among_many_is_another_or_refused(kernel: Any) -> None:
+    base = text_like(100_000, 1)
+    raw = mutated(base, 2)
+    patch, out = kernel.FrameEncoder(OPTIONS).encode(raw, base), np.zeros(len(raw), np.uint8)
+    one, none = np.ones(1, np.uint32), np.zeros(1, np.uint64)
+    found = kernel.decode_frames(
+        [patch], [out], [base], one.astype(np.int32) * 0, none, one * 90_000, np.arange(2, dtype=np.uint32)
+    )
+    assert not found[0] or out.tobytes() != raw
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"which": np.array([1], np.int32)}, "names buffer 1: there are 1"),
+        ({"which": np.array([-1], np.int32)}, "names buffer -1"),
+        ({"offsets": np.array([95], np.uint64)}, "leaves buffer 0 of 100 bytes"),
+        ({"lengths": np.array([101], np.uint32)}, "leaves buffer 0 of 100 bytes"),
+        ({"lengths": np.array([10, 10], np.uint32)}, "lengths has 2 entries"),
+        ({"which": np.array([0], np.int64)}, "int32"),
+        ({"bounds": np.array([0, 1], np.int64)}, "uint32"),
+        ({"bounds": np.array([0, 2], np.uint32)}, "ascending from 0 to 1"),
+        ({"bounds": np.array([1, 1], np.uint32)}, "ascending from 0 to 1"),
+        ({"bounds": np.array([0, 1, 1], np.uint32)}, "want 2"),
+        ({"bounds": np.zeros(0, np.uint32)}, "want 2"),
+    ],
+)
+def test_slices_that_leave_their_buffers_are_refused(kernel: Any, change: dict[str, np.ndarray], said: str) -> None:
+    slices = {
+        "which": np.zeros(1, np.int32),
+        "offsets": np.zeros(1, np.uint64),
+        "lengths": np.full(1, 10, np.uint32),
+        "bounds": np.array([0, 1], np.uint32),
+    }
+    frame, out = compress(b"abc" * 9), np.zeros(27, np.uint8)
+    assert kernel.decode_frames([frame], [out], [bytes(100)], **slices).all()
+    with pytest.raises(BadInput, match=said):
+        kernel.decode_frames([frame], [out], [bytes(100)], **(slices | change))
 
 
 def test_options_that_zstd_refuses_are_named(kernel: Any) -> None:

@@ -15,7 +15,7 @@ from nearkin import Store, open_store
 from nearkin.errors import BadInput, NotFound
 from nearkin.formats.directory import CHUNK_ROW
 from nearkin.records import U8, ZERO, ContainerId, Locations, Pieces
-from nearkin.store import chunks, lending
+from nearkin.store import chains, chunks, lending
 from nearkin.store.bases import BaseReader
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
@@ -78,6 +78,7 @@ def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data:
         patched.setattr(lending, "LENT_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
         patched.setattr(lending, "LENT_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
         patched.setattr(chunks, "WINDOW_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 30])))
+        patched.setattr(chains, "DECODED_BYTES_MAX", data.draw(st.sampled_from([1, 90_000, 1 << 30])))
         pieces = reader.lent(plan.take(np.array(rows)))
     assert bytes_of(pieces) == [wanted[row] for row in rows]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -89,29 +89,17 @@ def _new(size_bytes: int) -> U8:
     return np.empty(size_bytes, np.uint8)
 
 
-def kind_of(record: bytes | memoryview) -> int:
-    """Return the kind that a block's header gives, unchecked."""
-    return memoryview(record)[5] if len(record) > 5 else RAW
+class CheckedBlock(NamedTuple):
+    """What a block record holds: `payload` as it is stored, of which the checksum agrees."""
+
+    codec: int
+    kind: int
+    raw_bytes: int
+    payload: memoryview
 
 
-def raw_bytes_of(record: bytes | memoryview) -> int:
-    """Return how many bytes a block's header says that it decodes to, unchecked; 0 where there is no header."""
-    return int(BLOCK.unpack_from(record)[5]) if len(record) >= BLOCK.size else 0
-
-
-def decode_block(
-    record: bytes | memoryview,
-    what: str,
-    prefix: Buffer | None = None,
-    take: Callable[[int], U8] = _new,
-    *,
-    checked: bool = False,
-) -> U8:
-    """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`.
-
-    `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it. `take` returns room
-    for so many bytes. `checked`: this did so with the same memory before, and does not again.
-    """
+def checked_block(record: bytes | memoryview, what: str) -> CheckedBlock:
+    """Return what one block record (header and payload) holds. Raises Corrupt, naming `what`."""
     view = memoryview(record)
     try:
         magic, codec, kind, _depth, reserved, raw_bytes, stored_bytes, check = BLOCK.unpack_from(view)
@@ -122,24 +110,32 @@ def decode_block(
         raise Corrupt(f"{what}: its bytes are lost: put the same content again, or run `nearkin repair` with a copy")
     if magic != b"NKB1" or len(payload) != stored_bytes or raw_bytes > BLOCK_RAW_BYTES_MAX:
         raise Corrupt(f"{what}: not a block of {stored_bytes} bytes")
-    if not checked and columns.check_bytes(view[: BLOCK.size - 8], payload) != check:
+    if columns.check_bytes(view[: BLOCK.size - 8], payload) != check:
         raise Corrupt(f"{what}: checksum does not agree")
     if reserved or kind >= len(KINDS) or codec > ZSTD:
         raise FormatTooNew(
             f"{what}: compression {codec}, kind {kind}, flags {reserved}: unknown to this Nearkin; upgrade"
         )
-    if kind == PATCH:
-        if codec != ZSTD:
-            raise Corrupt(f"{what}: a patch block that is not compressed")
-        if prefix is None:
-            return np.zeros(0, np.uint8)
-        decoded = take(raw_bytes)
-        decode_frame(payload, decoded, what, prefix)
-        return decoded
-    if codec == STORED:
-        if raw_bytes != stored_bytes:
-            raise Corrupt(f"{what}: stored as {stored_bytes} bytes, announced as {raw_bytes}")
-        return np.frombuffer(payload, np.uint8)
-    decoded = take(raw_bytes)
-    decode_frame(payload, decoded, what)
+    if kind == PATCH and codec != ZSTD:
+        raise Corrupt(f"{what}: a patch block that is not compressed")
+    if codec == STORED and raw_bytes != stored_bytes:
+        raise Corrupt(f"{what}: stored as {stored_bytes} bytes, announced as {raw_bytes}")
+    return CheckedBlock(codec, kind, raw_bytes, payload)
+
+
+def decode_block(
+    record: bytes | memoryview, what: str, prefix: Buffer | None = None, take: Callable[[int], U8] = _new
+) -> U8:
+    """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`.
+
+    `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it. `take` returns room
+    for so many bytes.
+    """
+    checked = checked_block(record, what)
+    if checked.kind == PATCH and prefix is None:
+        return np.zeros(0, np.uint8)
+    if checked.codec == STORED:
+        return np.frombuffer(checked.payload, np.uint8)
+    decoded = take(checked.raw_bytes)
+    decode_frame(checked.payload, decoded, what, prefix if checked.kind == PATCH else None)
     return decoded

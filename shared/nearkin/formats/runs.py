@@ -20,16 +20,22 @@ TABLE_MAX = 1 << 24
 """Containers that one list names at most: as many as a manifest has segments, 64 TiB of containers at 4 MiB."""
 ORDINAL_MAX = (1 << 31) - 1
 """Keeps every step, of either sign, within the 32 bits that a zigzag has."""
+_SMALL_MAX = (1 << 16) - 1
+"""Numbers of two bytes numpy sorts by radix, in a fifth of the time."""
 
 
 def group_totals(groups: NDArray[np.integer], values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each row the sum of `values` of earlier rows of the same group: an exclusive grouped running sum."""
+    if not len(groups):
+        return np.zeros(0, np.int64)
+    if int(groups.max()) <= _SMALL_MAX:
+        groups = groups.astype(np.uint16)
     order = np.argsort(groups, kind="stable")
     ordered = values[order]
     before = np.cumsum(ordered) - ordered
     sorted_groups = groups[order]
-    starts = np.flatnonzero(np.r_[True, sorted_groups[1:] != sorted_groups[:-1]]) if len(order) else order
-    base = np.repeat(before[starts], np.diff(np.r_[starts, len(order)]))
+    starts = np.append(0, np.flatnonzero(sorted_groups[1:] != sorted_groups[:-1]) + 1)
+    base = np.repeat(before[starts], np.diff(np.append(starts, len(order))))
     totals = np.empty(len(order), np.int64)
     totals[order] = before - base
     return totals

@@ -1,7 +1,9 @@
 """Types and contracts of the compiled frames."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = None) -> None:
@@ -10,6 +12,24 @@ def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = 
     `prefix`: the bytes that the frame refers to before its own; zstd knows none shorter than 8. All are C-contiguous
     bytes, `out` is writable. Raises Corrupt, naming `what`, for anything but one whole frame that announces and holds
     `len(out)` bytes; `out` then holds anything. The GIL is released.
+    """
+
+def decode_frames(
+    frames: Sequence[Buffer],
+    outs: Sequence[Buffer],
+    sources: Sequence[Buffer],
+    which: NDArray[np.int32],
+    offsets: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    bounds: NDArray[np.uint32],
+) -> NDArray[np.bool_]:
+    """Return bool[f]: which of f frames were decoded, each into the one of `outs` that it fills exactly.
+
+    Frame i refers to slices bounds[i] to bounds[i + 1], one behind the other: of slice j `lengths[j]` bytes of
+    sources[which[j]] from `offsets[j]` on; slices that lie so in their buffer are not copied. `which` int32[s],
+    `offsets` uint64[s], `lengths` uint32[s], `bounds` uint32[f + 1]. The others are refused for what `decode_frame`
+    raises Corrupt for, and their `outs` hold anything; no frame of a call refers to another's. Raises BadInput for
+    slices that leave their buffer and for arrays that do not agree. The GIL is released once for all of them.
     """
 
 class FrameEncoder:

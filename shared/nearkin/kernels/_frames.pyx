@@ -5,13 +5,16 @@ The functions are those of the libzstd that `backports.zstd` brings, found by na
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport uint8_t
-from libc.stdlib cimport free, malloc
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy
 
+import numpy as np
 from backports.zstd import _zstd as _library
 
 from nearkin.errors import Corrupt
+from nearkin.kernels import _frames_reference as reference
+from nearkin.kernels._gather cimport Sources
 
 cdef extern from "dlfcn.h" nogil:
     void *dlopen(const char *path, int mode)
@@ -102,14 +105,21 @@ cdef class _Decoder:
         if self.context is not NULL:
             free_dctx(self.context)
 
-    cdef size_t decode(self, _View frame, const uint8_t *prefix, size_t prefix_bytes, uint8_t *out, size_t out_bytes):
+    cdef size_t decode(
+        self,
+        const void *frame,
+        size_t frame_bytes,
+        const uint8_t *prefix,
+        size_t prefix_bytes,
+        uint8_t *out,
+        size_t out_bytes,
+    ) noexcept nogil:
         cdef size_t result
-        with nogil:
-            reset_dctx(self.context, RESET_SESSION_AND_PARAMETERS)
-            result = decoder_prefix(self.context, prefix, prefix_bytes) if prefix_bytes else 0
-            if not is_error(result):
-                result = decompress(self.context, out, out_bytes, frame.view.buf, <size_t>frame.view.len)
-        return result
+        reset_dctx(self.context, RESET_SESSION_AND_PARAMETERS)
+        result = decoder_prefix(self.context, prefix, prefix_bytes) if prefix_bytes else 0
+        if is_error(result):
+            return result
+        return decompress(self.context, out, out_bytes, frame, frame_bytes)
 
 
 _decoders = []
@@ -146,14 +156,128 @@ def decode_frame(frame, out, str what, prefix=None):
     if found != source_bytes:
         raise Corrupt(f"{what}: {source_bytes - found} bytes follow its frame")
     cdef _Decoder decoder = _decoder()
-    cdef size_t result = decoder.decode(
-        source, <const uint8_t *>before.view.buf, <size_t>before.view.len, <uint8_t *>target.view.buf, out_bytes
-    )
+    cdef size_t result
+    with nogil:
+        result = decoder.decode(
+            source.view.buf,
+            source_bytes,
+            <const uint8_t *>before.view.buf,
+            <size_t>before.view.len,
+            <uint8_t *>target.view.buf,
+            out_bytes,
+        )
     _give_back(decoder)
     if is_error(result):
         raise Corrupt(f"{what}: {_said(result)}")
     if result != out_bytes:
         raise Corrupt(f"{what}: its frame does not hold the {out_bytes} bytes that were announced")
+
+
+cdef struct frame_job:
+    const void *frame
+    size_t frame_bytes
+    uint8_t *out
+    size_t out_bytes
+
+
+cdef class _Jobs:
+    """Frames and where they go, as a C table; it keeps them alive."""
+
+    cdef list held
+    cdef frame_job *table
+    cdef Py_ssize_t count
+
+    def __cinit__(self, frames, outs):
+        cdef _View frame, out
+        self.held = [(_View(a_frame), _View(its_out, True)) for a_frame, its_out in zip(frames, outs, strict=True)]
+        self.count = len(self.held)
+        self.table = <frame_job *>calloc(self.count + 1, sizeof(frame_job))
+        if self.table is NULL:
+            raise MemoryError("no memory to list the frames")
+        for i in range(self.count):
+            frame, out = self.held[i]
+            self.table[i].frame, self.table[i].frame_bytes = frame.view.buf, <size_t>frame.view.len
+            self.table[i].out, self.table[i].out_bytes = <uint8_t *>out.view.buf, <size_t>out.view.len
+
+    def __dealloc__(self):
+        free(self.table)
+
+
+cdef size_t _most_bytes(const uint32_t[::1] bounds, const uint32_t[::1] lengths) noexcept nogil:
+    """Return the bytes of the longest prefix."""
+    cdef size_t most = 0, total
+    cdef Py_ssize_t i, row
+    for i in range(bounds.shape[0] - 1):
+        total = 0
+        for row in range(bounds[i], bounds[i + 1]):
+            total += lengths[row]
+        most = max(most, total)
+    return most
+
+
+def decode_frames(frames, outs, sources, which, offsets, lengths, bounds):
+    reference.check_slices(which, offsets, lengths, bounds, len(frames))
+    cdef _Jobs jobs = _Jobs(frames, outs)
+    cdef Sources bases = Sources(sources)
+    cdef const int32_t[::1] of = np.ascontiguousarray(which)
+    cdef const uint64_t[::1] at = np.ascontiguousarray(offsets)
+    cdef const uint32_t[::1] size = np.ascontiguousarray(lengths), bound = np.ascontiguousarray(bounds)
+    bases.check(of, at, size)
+    found = np.zeros(jobs.count, np.bool_)
+    if not jobs.count:
+        return found
+    cdef uint8_t[::1] decoded = found.view(np.uint8)
+    cdef uint8_t *room = <uint8_t *>malloc(_most_bytes(bound, size) + 1)
+    if room is NULL:
+        raise MemoryError("no memory for a prefix")
+    cdef _Decoder decoder = _decoder()
+    cdef const uint8_t *prefix
+    cdef frame_job *job
+    cdef size_t prefix_bytes
+    cdef Py_ssize_t i
+    with nogil:
+        for i in range(jobs.count):
+            job = &jobs.table[i]
+            if content_bytes(job.frame, job.frame_bytes) != job.out_bytes:
+                continue
+            if frame_bytes(job.frame, job.frame_bytes) != job.frame_bytes:
+                continue
+            prefix = _prefix_of(bases, of, at, size, bound[i], bound[i + 1], room, &prefix_bytes)
+            decoded[i] = job.out_bytes == decoder.decode(
+                job.frame, job.frame_bytes, prefix, prefix_bytes, job.out, job.out_bytes
+            )
+    _give_back(decoder)
+    free(room)
+    return found
+
+
+cdef const uint8_t *_prefix_of(
+    Sources bases,
+    const int32_t[::1] of,
+    const uint64_t[::1] at,
+    const uint32_t[::1] size,
+    Py_ssize_t first,
+    Py_ssize_t last,
+    uint8_t *room,
+    size_t *prefix_bytes,
+) noexcept nogil:
+    """Return where the slices lie one behind the other: in their buffer if they do so there, else copied to `room`."""
+    cdef Py_ssize_t row = first, then
+    cdef size_t run_bytes, used = 0
+    cdef const uint8_t *run
+    while row < last:
+        run, run_bytes, then = bases.table[of[row]].at + at[row], size[row], row + 1
+        while then < last and of[then] == of[row] and bases.table[of[row]].at + at[then] == run + run_bytes:
+            run_bytes += size[then]
+            then += 1
+        if used == 0 and then == last:
+            prefix_bytes[0] = run_bytes
+            return run
+        memcpy(room + used, run, run_bytes)
+        used += run_bytes
+        row = then
+    prefix_bytes[0] = used
+    return room
 
 
 cdef class FrameEncoder:
@@ -241,11 +365,17 @@ cdef class FrameEncoder:
         cdef _View written = _View(frame)
         cdef size_t source_bytes = <size_t>source.view.len
         self._reserve(source_bytes)
-        cdef size_t result = self.decoder.decode(
-            written, <const uint8_t *>before.view.buf, <size_t>before.view.len, self.room, source_bytes
-        )
+        cdef size_t result
         cdef bint same
         with nogil:
+            result = self.decoder.decode(
+                written.view.buf,
+                <size_t>written.view.len,
+                <const uint8_t *>before.view.buf,
+                <size_t>before.view.len,
+                self.room,
+                source_bytes,
+            )
             same = result == source_bytes and memcmp(self.room, source.view.buf, source_bytes) == 0
         if not same:
             raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 from backports.zstd import ZstdCompressor, ZstdDecompressor, ZstdDict, ZstdError, get_frame_info
 
-from nearkin.errors import Corrupt
+from nearkin.errors import BadInput, Corrupt
+from nearkin.kernels._gather_reference import check_array, pieces_of
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 
@@ -28,6 +32,43 @@ def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = 
     if decoder.unused_data:
         raise Corrupt(f"{what}: {len(decoder.unused_data)} bytes follow its frame")
     target[:] = raw
+
+
+def decode_frames(
+    frames: Sequence[Buffer],
+    outs: Sequence[Buffer],
+    sources: Sequence[Buffer],
+    which: NDArray[np.int32],
+    offsets: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    bounds: NDArray[np.uint32],
+) -> NDArray[np.bool_]:
+    """Decode frames, each with a prefix of slices: see `_frames.pyi`."""
+    check_slices(which, offsets, lengths, bounds, len(frames))
+    pieces = pieces_of(sources, which, offsets, lengths)
+    found = np.zeros(len(frames), np.bool_)
+    for i, (frame, out) in enumerate(zip(frames, outs, strict=True)):
+        prefix = b"".join(pieces[bounds[i] : bounds[i + 1]])
+        with suppress(Corrupt):
+            decode_frame(frame, out, "a frame", prefix)
+            found[i] = True
+    return found
+
+
+def check_slices(
+    which: NDArray[np.int32],
+    offsets: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    bounds: NDArray[np.uint32],
+    frames: int,
+) -> None:
+    """Raise BadInput for arrays of other types, and for bounds that do not share the slices out among the frames."""
+    check_array("which", which, np.int32)
+    check_array("offsets", offsets, np.uint64)
+    check_array("lengths", lengths, np.uint32)
+    check_array("bounds", bounds, np.uint32)
+    if len(bounds) != frames + 1 or bounds[0] or bounds[-1] != len(which) or np.any(bounds[1:] < bounds[:-1]):
+        raise BadInput(f"bounds {bounds.tolist()[:4]} ...: want {frames + 1}, ascending from 0 to {len(which)}")
 
 
 class FrameEncoder:

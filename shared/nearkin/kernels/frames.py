@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from nearkin.kernels._select import USE_CYTHON
 
 if TYPE_CHECKING or USE_CYTHON:
-    from nearkin.kernels._frames import FrameEncoder, decode_frame
+    from nearkin.kernels._frames import FrameEncoder, decode_frame, decode_frames
 else:
-    from nearkin.kernels._frames_reference import FrameEncoder, decode_frame
+    from nearkin.kernels._frames_reference import FrameEncoder, decode_frame, decode_frames
 
-__all__ = ["FrameEncoder", "decode_frame"]
+__all__ = ["FrameEncoder", "decode_frame", "decode_frames"]

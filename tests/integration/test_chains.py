@@ -1,0 +1,155 @@
+"""Blocks with all that they lean on: decoded together where that can be, looked into one by one where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin import Store, open_store
+from nearkin.errors import Corrupt, StoreUnavailable
+from nearkin.formats import layout
+from nearkin.records import U8
+from nearkin.store import chains
+from nearkin.store.chains import Chains
+from nearkin.store.chunks import ChunkReader
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.plans import BlockName
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import SMALL
+from nearkin.testing.stores import settings as chosen
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Five versions, each a patch upon those before."""
+    content = text_like(400_000, 1)
+    with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"max_depth": 4}})) as opened:
+        for version in range(5):
+            opened.put("k", content)
+            content = mutated(content, version, edits=40, edit_bytes_max=60)
+        opened._containers.forget_read()
+        yield opened
+
+
+def blocks_of(source: ContainerStore) -> dict[BlockName, tuple[int, int]]:
+    """Return kind and depth of each block."""
+    tables = {container: source.directory(container).blocks for container, _ in source.ids()}
+    return {
+        (container, block): (int(table.kinds[block]), int(table.depths[block]))
+        for container, table in tables.items()
+        for block in range(len(table))
+    }
+
+
+def chains_of(source: ContainerStore) -> Chains:
+    return Chains(source, ChunkReader(source).plan)
+
+
+def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
+    """Return the block, and all that lean on it, however far up."""
+    reader, found = ChunkReader(source), {name}
+    while True:
+        more = set(found)
+        for other, (kind, _) in blocks_of(source).items():
+            if kind == layout.PATCH:
+                plan = reader.plan(source.directory(other[0]).prefixes.of(other[1]))
+                if found & set(zip(plan.locations.containers.tolist(), plan.blocks.tolist(), strict=True)):
+                    more.add(other)
+        if more == found:
+            return found
+        found = more
+
+
+def test_a_chain_is_decoded_in_one_call_a_depth(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store._containers
+    calls, trips = list[int](), list[int]()
+    plain, plain_ranges = chains.decode_frames, source._objects.get_ranges
+
+    def decode_frames(frames: Any, *others: Any) -> Any:
+        calls.append(len(frames))
+        return plain(frames, *others)
+
+    def get_ranges(name: str, starts: Any, ends: Any) -> Any:
+        trips.append(len(starts))
+        return plain_ranges(name, starts, ends)
+
+    every = blocks_of(source)
+    depths = {depth for _, depth in every.values()}
+    assert len(depths) >= 4
+    deepest = [name for name, (_, depth) in every.items() if depth == max(depths)]
+    monkeypatch.setattr(chains, "decode_frames", decode_frames)
+    monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
+    found = chains_of(source).decoded(deepest)
+    assert all(content is not None for content in found)
+    assert len(calls) == len(depths)
+    assert sum(calls) > 2 * len(deepest)
+    assert sum(trips) == sum(calls), "each block is read once"
+    assert len(trips) == len({name[0] for name in every}), "and those of a container together"
+    calls.clear()
+    assert all(a is b for a, b in zip(chains_of(source).decoded(deepest), found, strict=True))
+    assert not calls, "they are at hand"
+
+
+@pytest.mark.parametrize("bound", [1, 100_000, 300_000])
+def test_no_more_is_decoded_together_than_the_bound_says(
+    store: Store, monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    source = store._containers
+    names = sorted(blocks_of(source))
+    wanted = dict(zip(names, chains_of(source).decoded(names), strict=True))
+    source.forget_read()
+    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", bound)
+    found = dict[BlockName, U8 | None]()
+    while len(found) < len(names):
+        source.blocks.clear()
+        taken = source.costs.blocks_decoded
+        left = names[len(found) :]
+        some = chains_of(source).decoded(left)
+        assert some, "one at least"
+        found |= dict(zip(left, some, strict=False))
+        decoded = sum(len(content) for content, _ in source.blocks._entries.values())
+        assert decoded <= bound
+        nothing = len(some) == 1 and some[0] is None
+        assert nothing == (source.costs.blocks_decoded == taken)
+    for name, content in found.items():
+        assert content is None or np.array_equal(content, wanted[name])
+    assert any(content is not None for content in found.values()) == (bound > 1)
+    assert store.verify().damage == ()
+
+
+def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:
+    source = store._containers
+    every = blocks_of(source)
+    by_block = {name: leaning(source, name) for name in every}
+    name, touched = max(((n, t) for n, t in by_block.items() if len(t) < len(every)), key=lambda pair: len(pair[1]))
+    assert 1 < len(touched) < len(every)
+    path = tmp_path / "s" / object_name(name[0])
+    place = source.directory(name[0]).blocks.record(name[1])
+    data = bytearray(path.read_bytes())
+    data[place.stop - 1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    source.forget_read()
+    found = chains_of(source).decoded(sorted(every))
+    assert {name for name, content in zip(sorted(every), found, strict=True) if content is None} == touched
+    with pytest.raises(Corrupt, match=f"{object_name(name[0])} block {name[1]}: checksum"):
+        store.get("k", 5).read()
+
+
+def test_a_store_that_does_not_answer_is_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store._containers
+    names = sorted(blocks_of(source))
+    asked = []
+
+    def away(name: str, starts: Any, ends: Any) -> Any:
+        asked.append(name)
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(source._objects, "get_ranges", away)
+    with pytest.raises(StoreUnavailable):
+        chains_of(source).decoded(names)
+    assert len(asked) == 1
