@@ -329,6 +329,31 @@ def test_a_single_replica_has_no_budget_that_would_block_a_drain(rendered: Rende
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
+def test_the_job_and_the_test_run_where_the_services_do(rendered: Render) -> None:
+    objects = rendered(MATRIX["everything"])
+    deployment = of_kind(objects, "Deployment")["store-nearkin-delta"]["spec"]["template"]["spec"]
+    job = of_kind(objects, "Job")["store-nearkin-topics"]["spec"]["template"]["spec"]
+    for pod in (job, of_kind(objects, "Pod")["store-nearkin-test"]["spec"]):
+        for what in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+            assert pod[what] == deployment[what]
+    assert MATRIX["everything"]["defaults"]["env"][0] in job["containers"][0]["env"]
+
+
+def test_the_janitor_is_not_scaled(rendered: Render) -> None:
+    scaled = {"defaults": {"autoscaling": {"enabled": True}}}
+    assert "store-nearkin-gateway" in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
+    assert "store-nearkin-janitor" not in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
+
+
+def test_what_excludes_a_default_replaces_it(rendered: Render) -> None:
+    objects = rendered({"defaults": {"strategy": {"type": "Recreate"}, "disruption": {"minAvailable": 1}}})
+    for deployment in of_kind(objects, "Deployment").values():
+        assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    for budget in of_kind(objects, "PodDisruptionBudget").values():
+        assert budget["spec"]["minAvailable"] == 1
+        assert "maxUnavailable" not in budget["spec"]
+
+
 def settings_of(objects: list[dict[str, Any]], folder: Path, name: str = "store-nearkin") -> Settings:
     file = folder / f"{name}.toml"
     file.write_text(of_kind(objects, "ConfigMap")[name]["data"]["nearkin.toml"])
@@ -350,6 +375,14 @@ def test_the_file_of_settings_says_what_the_values_say(
     large = rendered({"config": {"gateway": {"body_bytes_max": 1 << 41}, "redis": {"prefix": 'a"b\\'}}})
     assert settings_of(large, tmp_path).gateway.body_bytes_max == 1 << 41
     assert settings_of(large, tmp_path).redis.prefix == 'a"b\\'
+    policies = [{"prefix": 'db/"1"', "keep_daily": 7}, {"keep_last": 3}]
+    parts = {"gc": {"compact_below": 0.25}, "tracing": {"endpoint": "http://otel:4318", "ratio": 0.00001}}
+    found = settings_of(rendered({"config": {**parts, "retention": {"policies": policies}}}), tmp_path)
+    assert (found.gc.compact_below, found.tracing.ratio) == (0.25, 0.00001)
+    assert [(policy.prefix, policy.keep_daily, policy.keep_last) for policy in found.retention.policies] == [
+        ('db/"1"', 7, 0),
+        ("", 0, 3),
+    ]
     topics = of_kind(rendered(MATRIX["everything"]), "ConfigMap")["store-nearkin-topics"]["data"]["nearkin.toml"]
     assert set(tomllib.loads(topics)) == {"profile", "kafka"}
 
@@ -403,6 +436,19 @@ def test_a_setting_that_is_not_hot_restarts_every_service(rendered: Render) -> N
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs: want the Gateway"),
         ({"secrets": {"tokens": {"name": ""}}}, "secrets.tokens.name: want a Secret"),
         ({"secrets": {"encryption": {"name": "keys"}}}, "secrets.encryption.name: is set, and config.storage"),
+        ({"config": {"storage": {"encryption": "aes-256-gcm"}}}, "secrets.encryption.name: want a Secret"),
+        ({"config": {"storage": {"key_file": "/k"}}}, "config.storage.key_file: no pod has that file"),
+        ({"config": {"gateway": {"ingest": "embedded"}}}, "config.gateway.ingest embedded"),
+        ({"config": {"gateway": {"shutdown_seconds": 80}}}, "config.gateway.shutdown_seconds 80: want"),
+        ({"config": {"gateway": {"port": 9090}}}, "config.gateway.port 9090, config.monitor.port 9090: want two"),
+        ({"config": {"monitor": {"port": 0}}}, "config.monitor.port 0: want two ports, 1 at least"),
+        ({"config": {"object_store": {"url": "/data"}}}, "config.object_store.url /data: want a bucket"),
+        ({"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels app.kubernetes.io/component: selectors"),
+        ({"commonLabels": {"app.kubernetes.io/instance": "x"}}, "commonLabels app.kubernetes.io/instance: selectors"),
+        (
+            {"delta": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 3}}},
+            "delta.autoscaling.minReplicas 5: want at most maxReplicas (3)",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(rendered: Render, values: dict[str, Any], told: str) -> None:

@@ -2,11 +2,15 @@
 
 {{- define "nearkin.tomlValue" -}}
 {{- if kindIs "map" . -}}
-{ {{- range $number, $name := keys . | sortAlpha }}{{ if $number }},{{ end }} {{ toJson $name }} = {{ toJson (index $ $name) }}{{ end }} }
-{{- else if or (kindIs "string" .) (kindIs "bool" .) (kindIs "slice" .) -}}
+{ {{- range $number, $name := keys . | sortAlpha }}{{ if $number }},{{ end }} {{ toJson $name }} = {{ include "nearkin.tomlValue" (index $ $name) }}{{ end }} }
+{{- else if kindIs "slice" . -}}
+[{{- range $number, $item := . }}{{ if $number }}, {{ end }}{{ include "nearkin.tomlValue" $item }}{{ end }}]
+{{- else if or (kindIs "string" .) (kindIs "bool" .) -}}
 {{- toJson . -}}
-{{- else -}}
+{{- else if eq (float64 .) (floor .) -}}
 {{- int64 . -}}
+{{- else -}}
+{{- toJson . -}}
 {{- end -}}
 {{- end -}}
 

@@ -71,6 +71,11 @@ ingest: {module: nearkin_gateway.ingest_worker}
 {{- define "nearkin.checkReplicas" -}}
 {{- $partitions := int (dig "kafka" "partitions" 4 .Values.config) -}}
 {{- range $name, $service := include "nearkin.running" . | fromYaml -}}
+{{- with $service.values.autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "%s.autoscaling.minReplicas %d: want at most maxReplicas (%d)" $name (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- if or $service.waits (eq $name "ingest") -}}
 {{- $bound := eq $name "ingest" | ternary (int (dig "partitions" 12 $service.values)) $partitions -}}
 {{- $where := eq $name "ingest" | ternary "ingest.partitions" "config.kafka.partitions" -}}
@@ -81,6 +86,40 @@ ingest: {module: nearkin_gateway.ingest_worker}
 {{- if and .autoscaling.enabled (gt (int .autoscaling.maxReplicas) $bound) -}}
 {{- fail (printf "%s.autoscaling.maxReplicas %d: want at most %s (%d); more would idle" $name (int .autoscaling.maxReplicas) $where $bound) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the settings allow, and a pod cannot have. */}}
+{{- define "nearkin.checkSettings" -}}
+{{- $config := .Values.config -}}
+{{- $gateway := int (dig "gateway" "port" 8080 $config) -}}
+{{- $monitor := int (dig "monitor" "port" 9090 $config) -}}
+{{- if or (lt $gateway 1) (lt $monitor 1) (eq $gateway $monitor) -}}
+{{- fail (printf "config.gateway.port %d, config.monitor.port %d: want two ports, 1 at least" $gateway $monitor) -}}
+{{- end -}}
+{{- $stops := int (dig "gateway" "shutdown_seconds" 30 $config) -}}
+{{- $grace := int (dig "terminationGracePeriodSeconds" .Values.defaults.terminationGracePeriodSeconds .Values.gateway) -}}
+{{- if gt (add $stops 15) (int64 $grace) -}}
+{{- fail (printf "config.gateway.shutdown_seconds %d: want gateway.terminationGracePeriodSeconds (%d) to be 15 more, or it is killed before" $stops $grace) -}}
+{{- end -}}
+{{- if eq (dig "gateway" "ingest" "kafka" $config) "embedded" -}}
+{{- fail "config.gateway.ingest embedded: each gateway would be a store of its own; leave it out, the chart runs the pipeline" -}}
+{{- end -}}
+{{- if not (contains "://" (dig "object_store" "url" "s3://" $config)) -}}
+{{- fail (printf "config.object_store.url %s: want a bucket (s3://...); pods share no folder" $config.object_store.url) -}}
+{{- end -}}
+{{- if dig "storage" "key_file" "" $config -}}
+{{- fail "config.storage.key_file: no pod has that file; name a Secret in secrets.encryption.name" -}}
+{{- end -}}
+{{- if and (ne (dig "storage" "encryption" "none" $config) "none") (not .Values.secrets.encryption.name) -}}
+{{- fail "secrets.encryption.name: want a Secret with the key; config.storage.encryption is set" -}}
+{{- end -}}
+{{- range $where := list "podLabels" "commonLabels" -}}
+{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" -}}
+{{- if hasKey (index $.Values $where) $label -}}
+{{- fail (printf "%s %s: selectors go by it; use another label" $where $label) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

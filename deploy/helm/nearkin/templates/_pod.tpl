@@ -27,6 +27,25 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* Where a pod may run. */}}
+{{- define "nearkin.placement" -}}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* Variables with secrets, by reference. */}}
 {{- define "nearkin.secretEnv" -}}
 {{- with .Values.secrets.kafka }}{{ if .name }}
