@@ -21,9 +21,10 @@ from nearkin.formats import layout
 from nearkin.formats.block import checked_block, decode_block
 from nearkin.formats.directory import CHUNK_ROW
 from nearkin.kernels.gather import gather
+from nearkin.kernels.rows import numbered, take_rows
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
-from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations, Pieces, grouped, offsets_of
+from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations, Pieces, offsets_of
 from nearkin.store.chains import Chains
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
 from nearkin.store.lending import Lending
@@ -67,18 +68,21 @@ class ChunkReader:
 
     def plan(self, locations: Locations) -> Plan:
         """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
-        rows = np.zeros(len(locations), CHUNK_ROW)
-        for container, mine in grouped(locations.containers):
-            ordinals = locations.ordinals[mine]
-            if container == ZERO:
-                rows["lengths"][mine] = ordinals
-                continue
-            kept = self._source.directory(ContainerId(container)).rows
-            if int(ordinals.max()) >= len(kept):
-                raise Corrupt(
-                    f"container {container:016x} has {len(kept)} chunks, number {int(ordinals.max())} is wanted"
-                )
-            rows[mine] = kept[ordinals]
+        which, containers = numbered(locations.containers)
+        tables = [
+            None if container == ZERO else self._source.directory(ContainerId(container)).rows
+            for container in containers.tolist()
+        ]
+        rows = np.empty(len(locations), CHUNK_ROW)
+        row = take_rows(tables, which, locations.ordinals, rows)
+        if row < len(rows):
+            container, kept = int(locations.containers[row]), tables[which[row]]
+            counted = 0 if kept is None else len(kept)
+            raise Corrupt(
+                f"container {container:016x} has {counted} chunks, number {int(locations.ordinals[row])} is wanted"
+            )
+        zero = np.flatnonzero(locations.containers == np.uint64(ZERO))
+        rows["lengths"][zero] = locations.ordinals[zero]
         if not rows["lengths"].all():
             row = int(np.flatnonzero(rows["lengths"] == 0)[0])
             name = object_name(ContainerId(int(locations.containers[row])))
