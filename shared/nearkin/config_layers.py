@@ -63,7 +63,7 @@ def load(
         _merge(merged, layer, source, sources, "")
     settings = _validated(merged, sources)
     return settings, {
-        name: Origin(_shown(name, value), _named(_source_of(name, sources), name))
+        name: Origin(shown(name, value), _named(_source_of(name, sources), name))
         for name, value in _flatten(asdict(settings))
     }
 
@@ -158,7 +158,8 @@ def _source_of(name: str, sources: Mapping[str, str]) -> str:
     return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
 
 
-def _shown(name: str, value: object) -> object:
+def shown(name: str, value: object) -> object:
+    """Return a setting as people may see it: no secret, and no password in a URL."""
     if name in SECRET_URLS:
         return re.sub(r"(?<=://)[^/]*@", f"{HIDDEN}@", str(value))
     return HIDDEN if name in SECRETS and value is not None else value
@@ -174,7 +175,7 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"])
     source = _set_by(field, sources)
     cause = first.get("ctx", {}).get("error")
-    given = printable(str(_shown(field, first["input"])))
+    given = printable(str(shown(field, first["input"])))
     if isinstance(cause, Unknown):
         return ConfigError(f"{choose(field, given, cause.known)}{source}")
     if isinstance(cause, Refused):
@@ -187,7 +188,7 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
 
 
 def _refused(name: str, value: object, why: Refused, sources: Mapping[str, str]) -> ConfigError:
-    return ConfigError(f'{name} "{printable(str(_shown(name, value)))}": {why}{_set_by(name, sources)}')
+    return ConfigError(f'{name} "{printable(str(shown(name, value)))}": {why}{_set_by(name, sources)}')
 
 
 def _set_by(name: str, sources: Mapping[str, str]) -> str:

@@ -140,6 +140,31 @@ def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: St
         store.get("k", 5).read()
 
 
+def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, versions = text_like(400_000, 1), list[bytes]()
+    for codec in ("xdelta3", "patch"):
+        with open_store(tmp_path / "m", settings=chosen(SMALL, {"delta": {"codec": codec, "max_depth": 30}})) as opened:
+            for version in range(2 if codec == "xdelta3" else 10):
+                versions.append(content)
+                opened.put("k", content)
+                content = mutated(content, version, edits=60, edit_bytes_max=60)
+    with open_store(tmp_path / "m") as opened:
+        source, read = opened._containers, list[tuple[str, int]]()
+        plain = source._objects.get_ranges
+
+        def get_ranges(name: str, starts: Any, ends: Any) -> Any:
+            read.extend((name, start) for start in starts)
+            return plain(name, starts, ends)
+
+        for container, _ in source.ids():
+            source.directory(container)
+        monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
+        assert opened.get("k", 12).read() == versions[-1]
+        assert len(read) == len(set(read)), "each block is read once"
+
+
 def test_a_store_that_does_not_answer_is_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     names = sorted(blocks_of(source))

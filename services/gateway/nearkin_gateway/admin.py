@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from nearkin.config import HIDDEN, HOT_FIELDS, SECRETS
+from nearkin.config import HOT_FIELDS, SECRET_URLS, SECRETS
+from nearkin.config_layers import shown
 from nearkin.formats.answers import explain_json, info_json, stats_json
 from nearkin_gateway import models
 from nearkin_gateway.access import Admin, Reader
@@ -186,11 +187,10 @@ async def readyz(request: Request) -> Response:
 
 def _config_json(gateway: Gateway) -> dict[str, Any]:
     settings = asdict(gateway.settings)
-    for name in SECRETS:
+    for name in SECRETS | SECRET_URLS:
         *sections, field = name.split(".")
         below = settings[sections[0]] if sections else settings
-        if below[field] is not None:
-            below[field] = HIDDEN
+        below[field] = shown(name, below[field])
     return {
         "revision": gateway.hot.revision,
         "changes": gateway.hot.changes,

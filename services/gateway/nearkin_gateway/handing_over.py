@@ -33,14 +33,14 @@ async def handed_over(gateway: Gateway, tenant: str, number: str) -> None:
     task = _begun(gateway, tenant, number)
     with suppress(TimeoutError):
         ended = await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
-        if isinstance(ended, DamagedPart):
-            raise Problem(409, "damaged-part", f"{ended}; they were dropped: ask HEAD, and send them again")
+        if isinstance(ended, Problem):
+            raise ended
         if not ended:
             # It expired, or was dropped, as its last bytes came: "204, all is there" would be the last word of it.
             await asyncio.to_thread(gateway.resumable.load, tenant, number)
 
 
-def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | DamagedPart]:
+def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Problem]:
     """Return the task that hands an upload over: one for each, however often a HEAD or a sweep asks for it."""
     task = gateway.background.get(number)
     if task is None:
@@ -49,10 +49,10 @@ def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Da
     return task
 
 
-async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | DamagedPart:
+async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Problem:
     """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once.
 
-    Returns whether the upload was there to the end, or which part was dropped since nobody can read it.
+    Returns whether the upload was there to the end, or what the client is to do: something of it is missing.
     """
     resumable = gateway.resumable
     try:
@@ -60,6 +60,9 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Damag
             staged = await asyncio.to_thread(resumable.load, tenant, number)
             if staged.done is not None:
                 return True
+            if not staged.whole:
+                why = f"{staged.offset} of {staged.meta.length_bytes} bytes are there; ask HEAD where to go on"
+                return Problem(409, "wrong-offset", why)
             meta = staged.meta
             sha256 = None if meta.sha256 is None else bytes.fromhex(meta.sha256)
             origin = bytes.fromhex(number)
@@ -83,7 +86,8 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Damag
                 except DamagedPart as err:
                     await asyncio.to_thread(resumable.drop, staged, err.offset)
                     _log.error("upload %s: %s; waiting for the client to send them again", number, err)
-                    return err
+                    why = f"{err}; they were dropped: ask HEAD, and send them again"
+                    return Problem(409, "damaged-part", why)
                 except Problem as err:
                     if err.status != 400:
                         raise

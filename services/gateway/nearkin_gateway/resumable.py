@@ -34,6 +34,8 @@ PART_BYTES = 4 * FRAME_BYTES_MAX
 CHECK_BYTES = 16
 UNSEEN_SECONDS = 60.0
 """An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
+WHOLE_SECONDS = 7 * 24 * 3600
+"""An upload that is whole and cannot be handed over is kept so long after it would have expired."""
 _ID = re.compile("[0-9a-f]{32}", re.ASCII)
 _PART = re.compile("parts/([0-9a-f]{16})", re.ASCII)
 Parsed = TypeVar("Parsed")
@@ -90,6 +92,12 @@ class Staged:
         """Return whether nothing is missing."""
         return self.offset == self.meta.length_bytes
 
+    @property
+    def expired(self) -> bool:
+        """Return whether its time is over. One that is whole was answered so, and waits WHOLE_SECONDS for the store."""
+        waits = WHOLE_SECONDS if self.whole and self.done is None else 0
+        return self.meta.expires_us + waits * 1_000_000 < time.time_ns() // 1000
+
 
 class Resumable:
     """All resumable uploads of a store."""
@@ -123,7 +131,7 @@ class Resumable:
             staged = self._load(number)
         except NotFound as err:
             raise missing from err
-        if staged.meta.tenant != tenant or staged.meta.expires_us < time.time_ns() // 1000:
+        if staged.meta.tenant != tenant or staged.expired:
             raise missing
         return staged
 
@@ -201,8 +209,10 @@ class Resumable:
                 self.remove(number)
             return False
         staged = self._load(number)
-        if staged.meta.expires_us < time.time_ns() // 1000:
-            _log.info("upload %s: expired", number)
+        if staged.expired:
+            _log.log(
+                logging.ERROR if staged.whole and staged.done is None else logging.INFO, "upload %s: expired", number
+            )
             self.remove(number)
             return False
         if staged.done is not None:
@@ -229,6 +239,8 @@ class Resumable:
         parts.sort()
         chain, end = [], 0
         for offset, part_bytes in parts:
+            if offset < end:
+                continue  # left behind a part that was sent anew, in another size
             if offset != end or part_bytes <= 0:
                 break
             chain.append((offset, part_bytes))

@@ -227,10 +227,10 @@ def decode_frames(frames, outs, sources, which, offsets, lengths, bounds):
     if not jobs.count:
         return found
     cdef uint8_t[::1] decoded = found.view(np.uint8)
+    cdef _Decoder decoder = _decoder()
     cdef uint8_t *room = <uint8_t *>malloc(_most_bytes(bound, size) + 1)
     if room is NULL:
         raise MemoryError("no memory for a prefix")
-    cdef _Decoder decoder = _decoder()
     cdef const uint8_t *prefix
     cdef frame_job *job
     cdef size_t prefix_bytes
@@ -246,8 +246,8 @@ def decode_frames(frames, outs, sources, which, offsets, lengths, bounds):
             decoded[i] = job.out_bytes == decoder.decode(
                 job.frame, job.frame_bytes, prefix, prefix_bytes, job.out, job.out_bytes
             )
-    _give_back(decoder)
     free(room)
+    _give_back(decoder)
     return found
 
 

@@ -28,6 +28,7 @@ from nearkin.store.plans import BlockName, Plan, by_block
 
 DECODED_BYTES_MAX = 48 * MIB
 """Of blocks that are decoded together: they stay in memory for so long, whatever their cache lets go of."""
+LEFT_MAX = 1 << 16
 ROWS_MAX = 1 << 17
 """Of bases that are planned together: 100 bytes each."""
 
@@ -78,7 +79,7 @@ class _Closure:
         kind, first = int(table.kinds[block]), self.rows
         bases = directory.prefixes.of(block) if kind == layout.PATCH else Locations.empty()
         self.rows += len(bases)
-        self._raw_bytes += raw_bytes
+        self._raw_bytes += max(raw_bytes, int(table.stored[block]))
         if self._raw_bytes > DECODED_BYTES_MAX or self.rows > ROWS_MAX:
             raise _TooMuch
         depth = int(table.depths[block])
@@ -104,6 +105,8 @@ class Chains:
         self._source = source
         self._plan = plan
         self._many = source if isinstance(source, SupportsRecords) else None
+        self._left: set[BlockName] = set()
+        """What leans on deltas: it is not read here in vain. A number names one block for ever."""
 
     def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return what the first of some blocks decode to, of one at least; None for one that must be looked into.
@@ -139,7 +142,7 @@ class Chains:
                 closure.slots[name] = len(closure.contents)
                 content = self._source.decoded(*name)
                 closure.contents.append(content)
-                if content is None:
+                if content is None and name not in self._left:
                     missing.append(name)
         return missing
 
@@ -180,10 +183,26 @@ class Chains:
         if not closure.wanted:
             return
         slices = closure.slices()
+        self._leave_out(closure, slices[0])
         checked = list(self._checked(closure.wanted))
         checked.sort(key=lambda found: found[0].depth)
         for _, run in groupby(checked, lambda found: found[0].depth):
             self._decode_depth(closure, list(run), slices)
+
+    def _leave_out(self, closure: _Closure, slots: I32) -> None:
+        """Want nothing that cannot be decoded here whatever is read for it, and remember that."""
+        there = np.array([content is not None for content in closure.contents])
+        sound = list[_Wanted]()
+        for block in sorted(closure.wanted, key=attrgetter("depth")):
+            mine = slots[block.first : block.last]
+            if (mine >= 0).all() and there[mine].all():
+                there[block.slot] = True
+                sound.append(block)
+            else:
+                if len(self._left) >= LEFT_MAX:
+                    self._left.clear()
+                self._left.add(block.name)
+        closure.wanted = sound
 
     def _checked(self, wanted: list[_Wanted]) -> Iterator[tuple[_Wanted, CheckedBlock]]:
         """Yield the blocks that are as their directories say, a container after another."""

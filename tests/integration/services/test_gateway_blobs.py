@@ -483,3 +483,11 @@ def test_what_a_gateway_stored_the_library_reads_and_the_other_way_round(tmp_pat
         client.put("/v1/blobs/from/gateway", content=b"gateway")
     with open_store(tmp_path) as store:
         assert store.get("from/gateway").read() == b"gateway"
+
+
+def test_no_password_of_a_url_is_shown(tmp_path: Path) -> None:
+    url = {"redis": {"url": "redis://user:hunter2@127.0.0.1:6379/0"}}
+    with running(embedded(tmp_path, url)) as gateway, gateway.client() as client:
+        shown = client.get("/v1/config")
+    assert "hunter2" not in shown.text
+    assert shown.json()["settings"]["redis"]["url"].endswith("@127.0.0.1:6379/0")

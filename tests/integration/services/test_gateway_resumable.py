@@ -17,7 +17,7 @@ import pytest
 from tusclient.client import TusClient
 from tusclient.exceptions import TusCommunicationError
 
-from nearkin.errors import Corrupt, StoreUnavailable
+from nearkin.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.samples import noise
@@ -392,6 +392,46 @@ def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: s
         gateway.gateway.resumable.stage(url.rpartition("/")[2], 900_000, bytes(100_000))
         asked = client.head(url, headers=TUS)  # of a gateway that died before it handed it over
         assert (asked.status_code, asked.headers["upload-offset"]) == (200, "0")
+
+
+def test_after_a_damaged_part_all_is_sent_again_in_parts_of_other_sizes(tmp_path: Path) -> None:
+    """Old borders ended the chain within the new parts: 204 was the answer, and what was stored was cut short."""
+    data = noise(400, "borders").tobytes()
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        url = begin(client, "borders", 400)
+        for offset in (0, 100, 200):
+            assert add(client, url, offset, data[offset : offset + 100]).status_code == 204
+        part = gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / f"{100:016x}"
+        flipped = bytearray(part.read_bytes())
+        flipped[5] ^= 1
+        part.write_bytes(flipped)
+        assert add(client, url, 300, data[300:]).status_code == 409
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "100"
+        assert add(client, url, 100, data[100:250]).status_code == 204
+        assert client.head(url, headers=TUS).headers["upload-offset"] == "250"
+        assert add(client, url, 250, data[250:]).status_code == 204
+        assert client.get(url).json()["state"] == "handed-over"
+        assert client.get("/v1/blobs/borders").content == data
+
+
+def test_an_upload_that_is_whole_outlives_its_expiry_until_it_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumable = Resumable(LocalObjects(tmp_path), 10)
+    number = resumable.create(meta(5, lives_us=-1))
+    resumable.stage(number, 0, b"abc")
+    with pytest.raises(NotFound):
+        resumable.load("default", number)
+    resumable.stage(number, 3, b"de")
+    handed: list[Staged] = []
+    monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.0)
+    resumable.sweep(handed.append)
+    assert [staged.id for staged in handed] == [number]
+    assert resumable.load("default", number).whole
+    monkeypatch.setattr(stored, "WHOLE_SECONDS", 0)
+    resumable.sweep(handed.append)
+    with pytest.raises(NotFound):
+        resumable.load("default", number)
 
 
 def test_a_part_that_was_cut_short_is_sent_again(tmp_path: Path) -> None:
