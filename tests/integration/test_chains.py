@@ -140,6 +140,46 @@ def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: St
         store.get("k", 5).read()
 
 
+def test_what_cannot_be_read_is_asked_for_together_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store._containers
+    every = sorted(blocks_of(source))
+    by_container = [[name for name in every if name[0] == container] for container in {name[0] for name in every}]
+    broken = max(by_container, key=len)[-1]
+    start = source.directory(broken[0]).blocks.record(broken[1]).start
+    plain, asked = source._objects.get_ranges, list[int]()
+
+    def get_ranges(name: str, starts: Any, ends: Any) -> Any:
+        if name == object_name(broken[0]):
+            asked.append(len(starts))
+            if start in starts:
+                raise Corrupt("a page that does not open")
+        return plain(name, starts, ends)
+
+    monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
+    found = dict(zip(every, chains_of(source).decoded(every), strict=True))
+    assert {name for name, content in found.items() if content is None} == leaning(source, broken)
+    mine = len([name for name in every if name[0] == broken[0]])
+    assert mine > 5
+    assert [count for count in asked if count > 2] == [mine], "two are the directory, looked at again"
+    assert sum(asked) < 3 * mine
+
+
+def test_only_what_leans_on_deltas_is_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, chain = store._containers, chains_of(store._containers)
+    every, plain = sorted(blocks_of(source)), source.directory
+    gone = min(name for name, (_, depth) in blocks_of(source).items() if depth == 0)[0]
+
+    def directory(container: Any) -> Any:
+        if container == gone:
+            raise Corrupt("for a moment")
+        return plain(container)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "directory", directory)
+        assert any(content is None for content in chain.decoded(every))
+    assert all(content is not None for content in chain.decoded(every))
+
+
 def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

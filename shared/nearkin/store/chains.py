@@ -28,9 +28,12 @@ from nearkin.store.plans import BlockName, Plan, by_block
 
 DECODED_BYTES_MAX = 48 * MIB
 """Of blocks that are decoded together: they stay in memory for so long, whatever their cache lets go of."""
-LEFT_MAX = 1 << 16
 ROWS_MAX = 1 << 17
 """Of bases that are planned together: 100 bytes each."""
+ON_DELTAS_MAX = 1 << 16
+"""Of blocks that are known to lean on deltas: 200 bytes each."""
+LOST, DELTA = -1, -2
+"""In place of a slot: a row that cannot be had, one that is a delta."""
 
 
 @runtime_checkable
@@ -87,7 +90,7 @@ class _Closure:
         return bases
 
     def lean(self, slots: I32, offsets: U64, lengths: U32) -> None:
-        """Say where the next rows lie: in which slot, -1 where they cannot be had, from which byte, how many."""
+        """Say where the next rows lie: in which slot, LOST or DELTA, from which byte, how many."""
         self._parts.append((slots, offsets, lengths))
 
     def slices(self) -> tuple[I32, U64, U32]:
@@ -105,8 +108,8 @@ class Chains:
         self._source = source
         self._plan = plan
         self._many = source if isinstance(source, SupportsRecords) else None
-        self._left: set[BlockName] = set()
-        """What leans on deltas: it is not read here in vain. A number names one block for ever."""
+        self._on_deltas: set[BlockName] = set()
+        """Nothing is read for these in vain. A number names one block for ever."""
 
     def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return what the first of some blocks decode to, of one at least; None for one that must be looked into.
@@ -142,7 +145,7 @@ class Chains:
                 closure.slots[name] = len(closure.contents)
                 content = self._source.decoded(*name)
                 closure.contents.append(content)
-                if content is None and name not in self._left:
+                if content is None and name not in self._on_deltas:
                     missing.append(name)
         return missing
 
@@ -162,13 +165,15 @@ class Chains:
                     depths.append(closure.wanted[-1].depth)
         if not bases:
             return []
-        slots = np.full(sum(counts), -1, np.int32)
+        slots = np.full(sum(counts), LOST, np.int32)
         try:
             plan = self._plan(Locations.join(bases))
         except Corrupt:
             closure.lean(slots, np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint32))
             return []
-        whole = (plan.kinds != layout.XDELTA3) & (plan.locations.containers != np.uint64(ZERO))
+        delta = plan.kinds == layout.XDELTA3
+        slots[delta] = DELTA
+        whole = ~delta & (plan.locations.containers != np.uint64(ZERO))
         rows = np.flatnonzero(whole & (plan.depths < np.repeat(np.array(depths, np.uint8), counts)))
         missing = list[BlockName]()
         if len(rows):
@@ -190,18 +195,26 @@ class Chains:
             self._decode_depth(closure, list(run), slices)
 
     def _leave_out(self, closure: _Closure, slots: I32) -> None:
-        """Want nothing that cannot be decoded here whatever is read for it, and remember that."""
+        """Want nothing that cannot be decoded here, whatever is read for it; remember what leans on deltas."""
         there = np.array([content is not None for content in closure.contents])
+        if (slots >= 0).all():
+            all_there = there.copy()
+            all_there[[block.slot for block in closure.wanted]] = True
+            if all_there[slots].all():
+                return
+        on_deltas = np.array([name in self._on_deltas for name in closure.slots])
         sound = list[_Wanted]()
         for block in sorted(closure.wanted, key=attrgetter("depth")):
             mine = slots[block.first : block.last]
-            if (mine >= 0).all() and there[mine].all():
+            known = mine[mine >= 0]
+            if len(known) == len(mine) and there[known].all():
                 there[block.slot] = True
                 sound.append(block)
-            else:
-                if len(self._left) >= LEFT_MAX:
-                    self._left.clear()
-                self._left.add(block.name)
+            elif (mine == DELTA).any() or on_deltas[known].any():
+                on_deltas[block.slot] = True
+                if len(self._on_deltas) >= ON_DELTAS_MAX:
+                    self._on_deltas.clear()
+                self._on_deltas.add(block.name)
         closure.wanted = sound
 
     def _checked(self, wanted: list[_Wanted]) -> Iterator[tuple[_Wanted, CheckedBlock]]:
@@ -223,15 +236,20 @@ class Chains:
         """Return some blocks of a container as they are stored, None for what cannot be read."""
         numbers = [block.name[1] for block in blocks]
         records = list[bytes | memoryview | None]()
+        many = self._many
         while len(records) < len(numbers):
             left = numbers[len(records) :]
             try:
-                if self._many is None:
+                if many is None:
                     records.append(self._source.record(container, left[0]))
                 else:
-                    records += self._many.records(container, left, DECODED_BYTES_MAX)
+                    read = many.records(container, left, DECODED_BYTES_MAX)
+                    records += read
+                    if len(read) < len(left):  # something among them cannot be read: ask for all of them once
+                        many = None
             except (Corrupt, NotFound):
                 records.append(None)
+                many = None
         return records
 
     def _decode_depth(
