@@ -43,7 +43,7 @@ from nearkin.reports import (
 )
 from nearkin.restore import Blob
 from nearkin.retention import Decision, decisions, forget, guard_of, min_age_seconds, policy_of
-from nearkin.sources import Progress, Source, check_key, check_metadata, check_prefix, feed
+from nearkin.sources import Progress, Source, check_key, check_metadata, check_prefix, check_version, feed
 from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
@@ -436,8 +436,7 @@ class Store:
             if newest is None:
                 raise NotFound(f"key {key!r}: the store has none; `nearkin ls` lists the keys")
             return newest
-        if not 1 <= version < 1 << 64:
-            raise BadInput(f"version {version}: versions count from 1")
+        check_version(version)
         try:
             return self._manifests.seen(tenant, key, version)
         except NotFound as err:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from io import BytesIO
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from nearkin.errors import BadInput, SourceFailed
 from nearkin.formats.manifest import encode_metadata
+from nearkin.formats.mark import REASON_BYTES_MAX
 from nearkin.holes import Output
 from nearkin.limits import KEY_BYTES_MAX
 
@@ -47,6 +49,19 @@ def check_prefix(prefix: str) -> None:
 def check_metadata(metadata: Mapping[str, str]) -> None:
     """Refuse metadata that is not text or too much of it."""
     encode_metadata(metadata)
+
+
+def check_version(version: int) -> None:
+    """Refuse what is no version's number."""
+    if not isinstance(version, Integral) or not 1 <= version < 1 << 64:
+        raise BadInput(f"version {version!r:.100}: want a whole number; versions count from 1")
+
+
+def check_reason(reason: str) -> None:
+    """Refuse a reason for a deletion that its mark cannot hold."""
+    size_bytes = len(_encoded(reason, "reason"))
+    if size_bytes > REASON_BYTES_MAX:
+        raise BadInput(f"reason of {size_bytes} bytes ({reason[:20]!r}...): want at most {REASON_BYTES_MAX} of UTF-8")
 
 
 def _encoded(text: str, what: str) -> bytes:

@@ -20,6 +20,7 @@ from nearkin.errors import ConfigError
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.rebuild import Rebuilder
 from nearkin.testing import samples
+from nearkin.testing.certificates import self_signed
 from nearkin.testing.conformance import IndexContract
 from nearkin.testing.conformance.index import (
     FIRST,
@@ -144,18 +145,7 @@ def test_one_emptied_server_of_a_cluster_is_noticed_by_all(cluster: list[RedisSe
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-keyout", "key.pem", "-out", "cert.pem", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-        ],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    return folder
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
     """Return uvicorn's protocol with the bounds of `settings`."""
     connections_max = settings.connections_max
     head_bytes_max, head_seconds = int(settings.header_bytes_max), settings.slow_seconds
+    head_too_large = f"a request's head, metadata and all, takes at most {head_bytes_max} bytes"
 
     class BoundedProtocol(HttpToolsProtocol):
         """HTTP/1.1 for clients that nobody knows."""
@@ -63,7 +64,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             if self._refused:
                 return
             if self._in_head and self._head_bytes > head_bytes_max:
-                self._refuse(431, "header-too-large", f"a request's head takes at most {head_bytes_max} bytes")
+                self._refuse(431, "header-too-large", head_too_large)
             elif not self._in_head and self._framing_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", f"trailers and extensions take at most {head_bytes_max} bytes")
 
@@ -84,7 +85,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             self._disarm()
             size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size_bytes > head_bytes_max:
-                self._refuse(431, "header-too-large", f"a request's head takes at most {head_bytes_max} bytes")
+                self._refuse(431, "header-too-large", head_too_large)
                 raise _Refused
             if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
                 # httptools ends such a request with its head: an empty blob, and its bytes the next request.

@@ -19,7 +19,7 @@ from nearkin.client.transfer import Upload
 from nearkin.errors import BadInput, Corrupt, StoreUnavailable
 from nearkin.formats import answers
 from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
-from nearkin.sources import check_key, check_metadata, check_prefix
+from nearkin.sources import check_key, check_metadata, check_prefix, check_reason, check_version
 
 _log = logging.getLogger("nearkin.client")
 
@@ -145,7 +145,8 @@ def _stored(answer: Answer, told: object, upload: Upload) -> PutResult:
 def info(key: str, version: int | None) -> Conversation[VersionInfo]:
     """Ask for a version, the newest by default."""
     check_key(key)
-    check_version(version)
+    if version is not None:
+        check_version(version)
     answer = yield Call("GET", blob_path(key, "/v1/info"), {} if version is None else {"version": str(version)})
     return _read(answer, lambda: answers.info_from(answer.json()))
 
@@ -178,7 +179,9 @@ def undelete(key: str, version: int | None, reason: str) -> Conversation[int]:
 
 def _change(method: str, path: str, key: str, version: int | None, reason: str) -> Conversation[int]:
     check_key(key)
-    check_version(version)
+    check_reason(reason)
+    if version is not None:
+        check_version(version)
     params = ({} if version is None else {"version": str(version)}) | ({"reason": reason} if reason else {})
     answer = yield Call(method, path, params, {"Idempotency-Key": secrets.token_hex(16)}, patience_seconds=60.0)
     count = answer.headers.get("x-nearkin-versions", "")
@@ -272,12 +275,6 @@ def change_gc(action: str) -> Conversation[dict[str, Any]]:
     headers = {"Content-Type": "application/json"}
     answer = yield Call("POST", "/v1/gc", headers=headers, body=json.dumps({"action": action}).encode())
     return _object(answer)
-
-
-def check_version(version: int | None) -> None:
-    """Refuse what is no version's number. Raises BadInput."""
-    if version is not None and not 1 <= version < 1 << 64:
-        raise BadInput(f"version {version}: versions count from 1")
 
 
 def check_range(found: VersionInfo, start: int, stop: int | None) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import os
+import ssl
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import field
@@ -45,9 +47,14 @@ DETAIL_CHARACTERS_MAX = 500
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """How long the gateway may send or take nothing, besides what a call grants it to think."""
+CONNECTIONS_MAX = 32
+CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+"""The first that is set holds."""
 ATTEMPTS_MAX = 6
 BACKOFF_SECONDS_MAX = 5.0
 RETRY_AFTER_SECONDS_MAX = 30.0
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
+"""What OpenSSL, old and new, calls an answer in clear."""
 
 T = TypeVar("T")
 
@@ -85,9 +92,19 @@ class Endpoint:
             "headers": headers,
             "follow_redirects": False,  # the token goes to nobody who was not named
             "trust_env": not self.loopback,  # a proxy is not asked for this machine
-            "verify": self.url.startswith("https:"),  # loading certificates takes 20 ms that http does not need
-            "limits": httpx.Limits(max_connections=32, max_keepalive_connections=8),
+            "verify": _trusted() if self.url.startswith("https:") else False,  # http needs none of their 20 ms
+            "limits": httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=8),
         }
+
+
+def _trusted() -> ssl.SSLContext:
+    """Return the certificates that are trusted, SSL_CERT_FILE's or SSL_CERT_DIR's where set. Raises ConfigError."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as err:  # ssl.SSLError is one
+        used = next((name for name in CERTIFICATE_VARIABLES if os.environ.get(name)), None)
+        named = "the package certifi" if used is None else f"{used}={os.environ[used]}"
+        raise ConfigError(f"{named}: want PEM certificates to trust: {err}") from err
 
 
 def _is_loopback(host: str) -> bool:
@@ -235,11 +252,35 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 def unreachable(named: str, err: httpx.TransportError) -> NearkinError:
     """Return the error for a gateway that could not be reached or fell silent."""
     reason = str(err) or type(err).__name__
-    if isinstance(err, httpx.TimeoutException):
+    if isinstance(err, httpx.PoolTimeout):
+        reason = (
+            f"not sent: {CONNECTIONS_MAX} calls of this client are at work, which is the most; "
+            "a get that is not read to its end is one until its iterator is closed"
+        )
+    elif isinstance(err, httpx.TimeoutException):
         reason = f"no answer in time ({type(err).__name__})"
     if isinstance(err, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
         return Permanent(f"{named}: {reason}")
+    broken = _broken_tls(err)
+    if isinstance(broken, ssl.SSLCertVerificationError):
+        names = " or ".join(CERTIFICATE_VARIABLES)
+        reason = f"its certificate is not trusted: {broken.verify_message}; {names} name the certificates of its issuer"
+        return Permanent(f"{named}: {reason}")
+    if broken is not None and broken.reason in NO_TLS:
+        return Permanent(f"{named}: the server speaks no TLS there: name it http://, or its TLS port")
     return StoreUnavailable(f"{named}: {reason}")
+
+
+def closed(url: str) -> Permanent:
+    """Return the error for a call through a client that was closed."""
+    return Permanent(f"{url}: this client was closed; nearkin.connect gives another")
+
+
+def _broken_tls(err: BaseException | None) -> ssl.SSLError | None:
+    """Return what TLS said, which httpx wraps twice."""
+    while err is not None and not isinstance(err, ssl.SSLError):
+        err = err.__cause__ or err.__context__
+    return err
 
 
 # --- trying again ----------------------------------------------------------------------------------------------------

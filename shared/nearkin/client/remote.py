@@ -23,6 +23,7 @@ from nearkin.client.exchange import (
     Conversation,
     Endpoint,
     T,
+    closed,
     error_of,
     retry_options,
     unreachable,
@@ -206,6 +207,8 @@ class RemoteStore:
         return Answer(response.status_code, response.headers, bytes(body), named)
 
     def _send(self, call: Call) -> httpx.Response:
+        if self._http.is_closed:
+            raise closed(self.url)
         request = self._http.build_request(
             call.method,
             self.url + call.path,

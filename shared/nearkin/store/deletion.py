@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, Retryable
+from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
 from nearkin.reports import Damage, Deletion, VersionInfo
-from nearkin.sources import check_key
+from nearkin.sources import check_key, check_reason, check_version
 from nearkin.store.manifests import History, ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
 
@@ -81,7 +81,7 @@ class Deletions:
         (nothing is there to delete), Retained (one of them is too young: none is deleted), BadInput, Corrupt,
         StoreUnavailable (perhaps some are deleted: call again).
         """
-        _check(key, version)
+        _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
         for _ in range(RACES_MAX):
             histories = self._histories(tenant, key, version)
@@ -127,7 +127,7 @@ class Deletions:
 
         Raises NotFound (nothing is deleted, or its time to come back is over), BadInput, Corrupt, StoreUnavailable.
         """
-        _check(key, version)
+        _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
         for _ in range(RACES_MAX):
             histories = self._histories(tenant, key, version)
@@ -282,10 +282,11 @@ def user_and_host() -> str:
     return f"{user}@{socket.gethostname()}"[:WHO_CHARACTERS_MAX]
 
 
-def _check(key: str, version: int | None) -> None:
+def _check(key: str, version: int | None, reason: str) -> None:
     check_key(key)
-    if version is not None and not 1 <= version < 1 << 64:
-        raise BadInput(f"version {version}: versions count from 1")
+    check_reason(reason)
+    if version is not None:
+        check_version(version)
 
 
 def _named(key: str, version: int | None) -> str:

@@ -11,6 +11,7 @@ put in a local store, and answers a put as its script says: committed at once, o
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -74,6 +75,12 @@ class ScriptedGateway:
     def url(self) -> str:
         """Where it listens."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def speak_tls(self, certificate: Path, key: Path) -> None:
+        """Take connections that are made from now on as TLS."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key)
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
 
     def script(self, *faults: str) -> None:
         """Say what becomes of the next requests."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import nearkin
 from nearkin.client.remote import RemoteStore
+from nearkin.errors import Permanent
 from nearkin.formats import answers
-from nearkin.testing.gateway import ScriptedGateway
+from nearkin.testing.gateway import TOKEN, ScriptedGateway
 from nearkin.testing.pipes import Unseekable
 from nearkin.testing.samples import noise
 
@@ -81,6 +83,14 @@ def test_a_listing_takes_as_many_pages_as_it_needs(store: RemoteStore) -> None:
     found = [(info.key, info.version) for info in store.versions("p/0", all_versions=True)]
     assert found == [(key, 1) for key in keys[:4]] + [("p/03", 2)] + [(key, 1) for key in keys[4:]]
     assert store.versions("nothing") == []
+
+
+def test_a_client_that_was_closed_says_so(gateway: ScriptedGateway) -> None:
+    with nearkin.connect(gateway.url, TOKEN) as store:
+        assert store.versions() == []
+    with pytest.raises(Permanent, match="was closed"):
+        store.versions()
+    assert len(gateway.seen) == 1
 
 
 def test_settings_of_the_services_are_shown_and_changed(store: RemoteStore) -> None:

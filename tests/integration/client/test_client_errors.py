@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import nearkin
@@ -15,6 +18,7 @@ from nearkin.errors import (
     Permanent,
     Retryable,
 )
+from nearkin.testing.certificates import self_signed
 from nearkin.testing.gateway import TOKEN, ScriptedGateway
 from nearkin.testing.samples import noise
 
@@ -55,6 +59,86 @@ def test_another_program_s_page_is_told_from_a_gateway_s(store: RemoteStore, gat
 def test_nobody_listening_is_retryable_and_names_the_server() -> None:
     with nearkin.connect("http://127.0.0.1:9", TOKEN) as store, pytest.raises(Retryable, match=r"127\.0\.0\.1:9"):
         store.stats()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return self_signed(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def https(certificates: Path, gateway: ScriptedGateway) -> str:
+    gateway.speak_tls(certificates / "cert.pem", certificates / "key.pem")
+    return gateway.url.replace("http:", "https:")
+
+
+def test_a_certificate_of_one_s_own_is_trusted_where_it_is_named(
+    https: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        nearkin.connect(https, TOKEN) as store,
+        pytest.raises(Permanent, match=r"certificate is not trusted.*self-signed.*SSL_CERT_FILE"),
+    ):
+        store.stats()
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "cert.pem"))
+    with nearkin.connect(https, TOKEN) as store:
+        assert store.put("k", DATA).info.size_bytes == len(DATA)
+        assert store.get("k").read() == DATA
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no certificate"])
+def test_a_file_of_no_certificates_is_refused_by_name(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    with pytest.raises(ConfigError, match=rf"SSL_CERT_FILE={file}: want PEM certificates"):
+        nearkin.connect("https://localhost:1", TOKEN)
+
+
+def test_https_to_a_port_in_clear_is_told_once(gateway: ScriptedGateway) -> None:
+    url = gateway.url.replace("http:", "https:")
+    with nearkin.connect(url, TOKEN) as store, pytest.raises(Permanent, match=f"{url}.*speaks no TLS there"):
+        store.stats()
+
+
+def test_gets_that_are_left_open_are_named_when_no_connection_is_left(
+    store: RemoteStore, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("k", noise(3_000_000, "left open").tobytes())
+    monkeypatch.setattr(exchange, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(exchange, "ATTEMPTS_MAX", 2)
+    left = [iter(store.get("k")) for _ in range(exchange.CONNECTIONS_MAX)]
+    for pieces in left:
+        next(pieces)
+    with pytest.raises(Retryable, match=r"32 calls of this client are at work.*not read to its end"):
+        store.stats()
+    for pieces in left:
+        pieces.close()  # type: ignore[attr-defined]
+    assert store.stats().versions == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "reason", "expected"),
+    [
+        (1, "r" * 1025, "reason of 1025 bytes.*at most 1024"),
+        (1, "\ud800", "reason .*not valid UTF-8"),
+        (1, 7, "reason 7: want text"),
+        ("1", "", "version '1': want a whole number"),
+        (0, "", "versions count from 1"),
+    ],
+)
+def test_what_no_mark_can_say_is_refused_before_it_is_sent(
+    store: RemoteStore, gateway: ScriptedGateway, tmp_path: Path, version: Any, reason: Any, expected: str
+) -> None:
+    with nearkin.open_store(tmp_path / "local") as local:
+        for one in (store, local):
+            for call in (one.delete, one.undelete):
+                with pytest.raises(BadInput, match=expected):
+                    call("k", version, reason=reason)
+    assert gateway.seen == []
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1", "ftp://h", "http://user:pw@h", "http://h?x"])
