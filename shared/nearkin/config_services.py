@@ -86,7 +86,8 @@ class KafkaSettings:
     """Messages a worker takes at a time: 32 MiB at their largest."""
     session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000
     upload_idle_seconds: Annotated[int, Between(1, 86_400)] = 300
-    """An upload whose frames stop coming is ended as failed after this long."""
+    """An upload whose frames stop coming is ended as failed after this long. Want more than `gateway.slow_seconds` and
+    10: a client may be silent for that long."""
     retention_hours: Annotated[int, Between(1, 87_600)] = 168
     """How long our topics keep messages, dead letters too: the longest that a stage may be down without loss."""
     linger_ms: Annotated[int, Between(1, 60_000)] = 1_000

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import BadInput, ConfigError, StoreUnavailable
@@ -61,22 +62,23 @@ class HotChanges:
 
     async def patch(self, patch: Mapping[str, Any], by: str) -> None:
         """Merge a JSON merge patch (RFC 7396): null takes a change back. Raises ConfigError, Retryable, Problem 409."""
+        at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         try:
-            checked = checked_changes(patch)
-        except ConfigError:
-            raise
-        except BadInput as err:
+            await self._in_turn(checked_changes(patch), by, at)
+        except BadInput as err:  # a ConfigError is one
+            metrics.CONFIG_REFUSED.inc()
             raise ConfigError(str(err)) from err
+        _audit.info("config: by=%s at=%s revision=%s patch=%s", by, at, self.revision, dict(patch))
+
+    async def _in_turn(self, patch: Mapping[str, Mapping[str, Any]], by: str, at: str) -> None:
         async with self._turn:
-            at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
             try:
-                await self._told(checked, by, at)
+                await self._told(patch, by, at)
             finally:
                 for _ in range(SETTLE_MAX):
                     if self._hot.settled:
                         break
                     await self._told({}, by, at)
-        _audit.info("config: by=%s at=%s revision=%s patch=%s", by, at, self.revision, dict(patch))
 
     async def _told(self, patch: Mapping[str, Mapping[str, Any]], by: str, at: str) -> None:
         """1 merge over what is known  2 validate  3 publish  4 wait until it is read back, after all before it."""

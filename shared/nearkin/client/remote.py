@@ -71,8 +71,9 @@ class RemoteStore:
         """Store a new version of `key`. Returns once it is committed and durable.
 
         A source that can be read again (a Path, bytes, a seekable file) is sent again where the connection fails; it is
-        stored once all the same. Raises BadInput (nothing stored), Denied, StoreUnavailable (the same put may be tried
-        again), SourceFailed, Corrupt (what was stored is not what was sent).
+        stored once all the same (perhaps twice by an embedded gateway that was ended in between). Raises BadInput
+        (nothing stored), Denied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was
+        stored is not what was sent).
         """
         upload = Upload(source, progress)
         return self._hold(conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import nearkin
+from nearkin import metrics
 from nearkin.cli import main
 from nearkin.client import conversations, exchange
 from nearkin.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
@@ -90,8 +91,12 @@ def test_a_put_that_takes_longer_to_commit_than_anybody_is_silent_ends_once_it_i
 def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: Running, token: str) -> None:
     with nearkin.connect(gateway.url, token) as store:
         assert store.change_config({"features": {"algorithm": "odess"}})["settings"]["features"]["algorithm"] == "odess"
+        refused = metrics.CONFIG_REFUSED._value.get()
         with pytest.raises(ConfigError, match="choose finesse"):
             store.change_config({"features": {"algorithm": "odes"}})
+        with pytest.raises(ConfigError, match="not a hot setting"):
+            store.change_config({"store": {"folder": "elsewhere"}})
+        assert metrics.CONFIG_REFUSED._value.get() == refused + 2  # the alert NearkinSettingsRefused
         store.change_config({"service": {"read_only": True}})
         with pytest.raises(StoreUnavailable, match="read_only"):
             store.put("refused", b"x")

@@ -231,3 +231,15 @@ def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uplo
     while "a --worker of its own" not in pipeline.logs() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert "a --worker of its own" in pipeline.logs()
+
+
+def test_a_janitor_that_cannot_collect_as_it_is_told_says_so_and_ends(pipeline: Pipeline, uploader: Uploader) -> None:
+    assert uploader.wait(uploader.put("before", [b"x" * 10]))["state"] == "committed"
+    pipeline.kill("janitor")
+    pipeline.write_config(gc={"mode": "refcount"})
+    log = pipeline.folder / "janitor.log"
+    log.unlink()
+    pipeline.start("janitor")
+    assert pipeline.processes.pop("janitor").wait(60) == 1
+    assert "set gc.mode to 'mark-sweep'" in log.read_text()
+    assert "Traceback" not in log.read_text()

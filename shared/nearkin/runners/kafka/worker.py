@@ -123,6 +123,7 @@ def run_worker(
     try:
         monitor.start()
         context = _connected(service, settings, config_file, worker, stop, monitor)
+        end_background = background(context) if background is not None and context is not None else None
     except NearkinError as err:
         _log.error("%s: %s", service, err)
         return 1
@@ -130,7 +131,6 @@ def run_worker(
         return 0
     failures: list[BaseException] = []
     threads = [_thread(context, part, stop, failures) for part in parts]
-    end_background = background(context) if background is not None else None
     reporting = (settings, context.hot, service, worker, stop)
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
