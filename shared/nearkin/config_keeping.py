@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Annotated
 
@@ -99,6 +100,11 @@ class RunnerSettings:
     """Wait between two threads at most; 0: a batch is handed over when the next thread is free. Each takes memory."""
 
 
+def _is_endpoint(text: str) -> bool:
+    match = re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(/[!-~]*)?", text)
+    return match is not None and int(match[2] or "80") <= 65_535 and "?" not in text and "#" not in text
+
+
 @held
 class ObjectStoreSettings:
     """Where services keep containers and manifests. Without keys here, the usual AWS_* variables and roles count."""
@@ -130,10 +136,15 @@ class ObjectStoreSettings:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             missing = "access_key_id" if self.access_key_id is None else "secret_access_key"
             raise ValueError(f"{missing} is not set: want access_key_id and secret_access_key, or neither")
+        for name in ("access_key_id", "secret_access_key", "session_token", "region"):
+            if any(ord(character) <= 32 or ord(character) == 127 for character in getattr(self, name) or ""):
+                raise ValueError(f"{name}: holds a space or a line break: was it made by `echo`?")
         if self.endpoint is not None:
-            scheme = self.endpoint.partition("://")[0]
-            if scheme not in ("http", "https"):
+            if "@" in self.endpoint.partition("://")[2].partition("/")[0]:
+                raise ValueError("endpoint: holds a name or password: want access_key_id and secret_access_key")
+            if not _is_endpoint(self.endpoint):
                 raise ValueError(f'endpoint "{self.endpoint}": want a URL such as https://s3.example.org')
+            scheme = self.endpoint.partition("://")[0]
             if scheme == "http" and not self.allow_http:
                 raise ValueError(f'endpoint "{self.endpoint}": is not encrypted: want https://, or allow_http = true')
         if self.url is not None and "://" in self.url and not self.url.startswith(("s3://", "file:///")):

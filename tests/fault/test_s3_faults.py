@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
-from nearkin.errors import NotFound, StoreUnavailable
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import ConfigError, NotFound, StoreUnavailable
 from nearkin.store.objects import AlreadyExists
+from nearkin.store.opening import open_store_of
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.faulty_http import FaultyHttp
 from nearkin.testing.generated import random_bytes
@@ -227,3 +232,109 @@ def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_t
     with pytest.raises(StoreUnavailable):
         objects.size_bytes("a")
     assert dict(direct.names("")) == {"a": len(DATA)}
+
+
+def test_ranges_behind_the_end_of_an_object_that_was_cut_short_are_empty(bucket: str, direct: S3Objects) -> None:
+    """The client joins them to one, and panics: no Exception, so that nobody caught it and a worker ended."""
+    direct.put_new("a", DATA[:100])
+    for places in ([(0, 10), (200, 300)], [(60, 70), (150, 160)], [(0, 10), (101, 110), (200, 201), (50, 60)]):
+        found = direct.get_ranges("a", [start for start, _ in places], [end for _, end in places])
+        assert list(found) == [DATA[:100][start:end] for start, end in places]
+
+
+def test_ranges_far_apart_overlapping_and_out_of_order_are_what_was_asked_for(direct: S3Objects) -> None:
+    data = random_bytes(5_000_000, 7)
+    direct.put_new("a", data)
+    places = [
+        (4_000_000, 4_000_100),
+        (0, 10),
+        (5, 20),
+        (7, 7),
+        (10, 12),
+        (1_048_596, 1_048_600),
+        (2_500_000, 9_000_000),
+    ]
+    found = direct.get_ranges("a", [start for start, _ in places], [end for _, end in places])
+    assert list(found) == [data[start:end] for start, end in places]
+
+
+PAGES = {
+    "404": b"HTTP/1.1 404 Not Found\r\nContent-Length: 16\r\nConnection: close\r\n\r\n<html>404</html>",
+    "200": b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\nConnection: close\r\n\r\n<html>login</html>",
+}
+
+
+class Pages(socketserver.BaseRequestHandler):
+    """What stands before a server whose own pods are away, or a server's console: a page for whatever is asked."""
+
+    page = b""
+
+    def handle(self) -> None:
+        asked = self.request.recv(1 << 16)
+        self.request.sendall(self.page.partition(b"<html>")[0] if asked.startswith(b"HEAD") else self.page)
+
+
+@pytest.mark.parametrize("status", sorted(PAGES))
+def test_a_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: str, status: str) -> None:
+    handler = type("Paged", (Pages,), {"page": PAGES[status]})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listener.server_address[1]}"
+            objects = S3Objects(versitygw.settings(bucket, endpoint=url, retries=1, retry_seconds=2))
+            calls = [objects.check, lambda: objects.get("a"), lambda: objects.size_bytes("a")]
+            calls += [lambda: objects.put_new("a", b"x"), lambda: objects.replace("a", b"x")]
+            calls += [lambda: objects.get_ranges("a", [0], [1])]
+            if status == "404":  # of a 200 nobody can tell
+                calls += [lambda: objects.delete("a"), lambda: list(objects.names("a"))]
+            for call in calls:
+                with pytest.raises(StoreUnavailable):
+                    call()
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+def test_a_session_token_in_the_environment_is_not_sent_with_other_keys(
+    versitygw: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of another role")
+    objects = S3Objects(versitygw.settings(bucket, retries=0))
+    objects.put_new("a", DATA)
+    assert objects.get("a") == DATA
+
+
+@pytest.mark.parametrize("changed", [{"url": "s3://bucket/a//b"}, {"url": "s3://bucket/../x"}, {"ca_file": __file__}])
+def test_what_the_client_refuses_is_a_setting_that_is_refused(versitygw: S3, changed: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="object_store: "):
+        S3Objects(versitygw.settings("bucket", **changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"access_key_id": "key\n"},
+        {"secret_access_key": "hidden\n"},
+        {"session_token": "token\n"},
+        {"region": "eu\nwest"},
+        {"endpoint": "http://user:hidden@127.0.0.1:9"},
+        {"endpoint": "http://"},
+        {"endpoint": "http://127.0.0.1:99999"},
+    ],
+)
+def test_settings_at_which_the_client_would_panic_are_refused(versitygw: S3, changed: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changed))) as refused:
+        versitygw.settings("bucket", **changed)
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_server_that_overwrites_although_asked_not_to_is_refused(
+    versitygw: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = with_changes(Settings(), {"object_store": asdict(versitygw.settings(bucket))})
+    open_store_of(settings)
+    open_store_of(settings)
+    monkeypatch.setattr(S3Objects, "put_new", lambda self, name, *parts: self.replace(name, b"".join(parts)))
+    with pytest.raises(ConfigError, match="If-None-Match"):
+        open_store_of(settings)

@@ -19,7 +19,7 @@ from nearkin.formats.message import BLOB_BYTES, FAILURE_CHARACTERS_MAX, End, Env
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import headers_of
-from nearkin.store.objects import ObjectStore
+from nearkin.store.objects import ObjectStore, SupportsStamps
 from nearkin_gateway.ingest_records import Intake
 
 STAGE = "ingest"
@@ -39,7 +39,7 @@ def frames_of(value: bytes) -> Iterator[memoryview]:
 def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[bytes]:
     """Yield an object in frames, one in memory at a time. Raises NotFound, BadInput, Away."""
     try:
-        size_bytes = objects.size_bytes(name)
+        size_bytes, _ = began = _stamp(objects, name)
         if size_bytes > bytes_max:
             raise BadInput(
                 f"dataref {name!r}: object of {size_bytes} bytes: want at most ingest.dataref_bytes_max ({bytes_max})"
@@ -50,10 +50,14 @@ def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[b
             if len(piece) != stop - start:
                 raise Away(f"dataref {name!r}: {len(piece)} bytes at {start}, want {stop - start}: it is being changed")
             yield bytes(piece)
-        if objects.size_bytes(name) != size_bytes:
+        if _stamp(objects, name) != began:  # else one half may be of another object than the other
             raise Away(f"dataref {name!r}: it is being changed")
     except StoreUnavailable as err:
         raise Away(str(err)) from err
+
+
+def _stamp(objects: ObjectStore, name: str) -> tuple[int, str | None]:
+    return objects.stamp(name) if isinstance(objects, SupportsStamps) else (objects.size_bytes(name), None)
 
 
 def attempt_id(tenant: str, key: str, partitions: int) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -26,6 +26,9 @@ from nearkin.buffers import SMALLEST_BYTES, Buffers
 from nearkin.errors import Corrupt, NearkinError, NoRoom, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.limits import MIB
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
 
 Payload = bytes | memoryview
 PARTS_WRITTEN_MAX = 1024
@@ -74,6 +77,14 @@ class SupportsReplace(Protocol):
 
         Raises StoreUnavailable: the one or the other is there.
         """
+
+
+@runtime_checkable
+class SupportsStamps(Protocol):
+    """An object store that tells whether an object of other programs was replaced."""
+
+    def stamp(self, name: str) -> tuple[int, str | None]:
+        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
 
 
 @runtime_checkable
@@ -137,8 +148,16 @@ class ObstoreObjects:
             raise self._translated(name, err) from err
 
     def size_bytes(self, name: str) -> int:  # noqa: D102
+        return self._meta(name)["size"]
+
+    def stamp(self, name: str) -> tuple[int, str | None]:
+        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
+        found = self._meta(name)
+        return found["size"], found["e_tag"]
+
+    def _meta(self, name: str) -> ObjectMeta:
         try:
-            return obstore.head(self._client, name)["size"]
+            return obstore.head(self._client, name)
         except REFUSALS as err:
             raise self._translated(name, err) from err
 

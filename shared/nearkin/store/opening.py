@@ -78,9 +78,24 @@ def open_store_of(settings: Settings) -> tuple[ParityObjects, descriptor.Descrip
     """Return the object store as it is set, and its descriptor, made when this is the first process to come."""
     objects = as_set(open_objects(settings), settings)
     try:
-        return objects, descriptor.read(objects)
+        found = descriptor.read(objects)
     except NotFound:
         try:
-            return objects, descriptor.create(objects)
+            found = descriptor.create(objects)
         except AlreadyExists:
-            return objects, descriptor.read(objects)
+            found = descriptor.read(objects)
+    if objects.far:
+        _check_refuses(objects.inner)
+    return objects, found
+
+
+def _check_refuses(objects: ObjectStore) -> None:
+    """Raise ConfigError where a server overwrites what is there: one that does gets the very bytes that it has."""
+    try:
+        objects.put_new(descriptor.NAME, objects.get(descriptor.NAME))
+    except AlreadyExists:
+        return
+    raise ConfigError(
+        "object_store: this server overwrites what is there although asked not to (If-None-Match: *), so that "
+        "a version could be lost: use one that knows conditional puts"
+    )

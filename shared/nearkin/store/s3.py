@@ -13,9 +13,12 @@ some servers. Threads of the client do not survive a fork: processes that use th
 from __future__ import annotations
 
 import html
+import os
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,11 +33,14 @@ from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.store.objects import REFUSALS, AlreadyExists, ObstoreObjects, Payload, whole
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig, S3Config
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
 
 TOKEN = "nearkin-put"  # noqa: S105 - the name of a metadata field
 BACKOFF_SECONDS = 0.1
 BACKOFF_SECONDS_MAX = 5.0
+SPAN_GAP_BYTES = 1024 * 1024
+"""What lies between two ranges is read with them up to so much: as the client itself would."""
 
 _WRONG_KEYS = "check object_store.access_key_id and object_store.secret_access_key, or AWS_ACCESS_KEY_ID and so on"
 _NO_KEYS_REMEDY = (
@@ -45,6 +51,7 @@ _REMEDIES = {
     "NoSuchBucket": "make the bucket, or correct object_store.url",
     "InvalidAccessKeyId": _WRONG_KEYS,
     "XAdminUserNotFound": _WRONG_KEYS,
+    "InvalidToken": "correct object_store.session_token or AWS_SESSION_TOKEN: it belongs to other keys",
     "SignatureDoesNotMatch": _WRONG_KEYS,
     "AccessDenied": "let this key get, put, delete and list in the bucket",
     "ExpiredToken": "get a new object_store.session_token or AWS_SESSION_TOKEN",
@@ -98,27 +105,56 @@ class S3Objects(ObstoreObjects):
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end); like a file, an object has no bytes behind its end."""
+        spans = _spans(starts, ends)
         try:
-            return super().get_ranges(name, starts, ends)
+            read = super().get_ranges(name, [start for start, _ in spans], [end for _, end in spans])
         except StoreUnavailable as err:
             if "InvalidRange" not in str(err):
                 raise
-        whole = self.get(name)
-        return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
+            whole = self.get(name)
+            return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
+        if len(starts) == len(spans) == 1:
+            return read
+        froms = [start for start, _ in spans]
+        found: list[Payload] = []
+        for start, end in zip(starts, ends, strict=True):
+            at = bisect_right(froms, start) - 1
+            found.append(bytes(read[at][start - froms[at] : end - froms[at]]) if start < end else b"")
+        return found
 
-    def size_bytes(self, name: str) -> int:
-        """Return an object's size. The answer to a HEAD has no body to say what is missing, a GET's has."""
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound or StoreUnavailable."""
         try:
-            return super().size_bytes(name)
-        except NotFound:
-            try:
-                return obstore.get(self._client, name).meta["size"]
-            except REFUSALS as err:
+            found = obstore.get(self._client, name)
+            self._check_answer(name, found.meta)
+            return bytes(found.bytes())
+        except REFUSALS as err:
+            raise self._translated(name, err) from err
+
+    def _meta(self, name: str) -> ObjectMeta:
+        """Return what is said of an object. The answer to a HEAD has no body to say what is wrong, a GET's has."""
+        try:
+            found = obstore.head(self._client, name)
+        except REFUSALS as err:
+            if not isinstance(err, FileNotFoundError) and not re.search(r"status code: 4", str(err)):
                 raise self._translated(name, err) from err
+            try:
+                found = obstore.get(self._client, name).meta
+            except REFUSALS as said:
+                raise self._translated(name, said) from said
+        self._check_answer(name, found)
+        return found
+
+    def _check_answer(self, name: str, found: ObjectMeta) -> None:
+        """Raise StoreUnavailable for a yes that is not S3's: the page of a proxy, or of a server's console."""
+        if found["e_tag"] is None:
+            raise StoreUnavailable(f"{name}: {self._where}: answers, but not as S3 does; correct object_store.endpoint")
 
     def check(self) -> None:
         """Ask for one page of names. Raises StoreUnavailable with the remedy: no such bucket, wrong keys, no server."""
-        next(iter(self.names("")), None)
+        if next(iter(self.names("")), None) is None:  # any page is taken for a listing of nothing
+            with suppress(NotFound):
+                self.size_bytes("nearkin.json")
 
     def _try_to_put(self, name: str, data: Payload, token: str) -> None:
         """Put once, then find out. Raises AlreadyExists, StoreUnavailable (never to be done), or _Unsettled."""
@@ -145,7 +181,9 @@ class S3Objects(ObstoreObjects):
         """Return the token of the put that made an object, "" for one without, None where there is no object."""
         try:
             # HEAD is not enough: a 404 without a body may be a wrong bucket's
-            return obstore.get(self._once, name).attributes.get(TOKEN, "")
+            found = obstore.get(self._once, name)
+            self._check_answer(name, found.meta)
+            return found.attributes.get(TOKEN, "")
         except REFUSALS as err:
             translated = self._translated(name, err)
             if isinstance(translated, NotFound):
@@ -154,7 +192,7 @@ class S3Objects(ObstoreObjects):
 
     def _translated(self, name: str, err: Exception) -> NearkinError:
         code = _code(err)
-        if isinstance(err, FileNotFoundError) and code in ("NoSuchKey", ""):
+        if isinstance(err, FileNotFoundError) and code == "NoSuchKey":
             return NotFound(f"{name}: no such object in {self._where}")
         about = f"{name}: {self._where}" if name else str(self._where)
         return StoreUnavailable(f"{about}: {_reason(err, code)}")
@@ -197,7 +235,15 @@ def _client(where: Where, settings: ObjectStoreSettings, tries: int) -> S3Store:
     }
     if settings.endpoint is not None:
         config["endpoint"] = settings.endpoint
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN"):
+        if re.search(r"[\0-\x1f\x7f]", os.environ.get(variable, "")):
+            raise ConfigError(f"environment {variable}: holds a line break or the like: was it made by `echo`?")
+    provider = None
     if settings.access_key_id is not None and settings.secret_access_key is not None:
+        if settings.session_token is None and os.environ.get("AWS_SESSION_TOKEN", os.environ.get("AWS_TOKEN")):
+            provider = _Keys(
+                settings.access_key_id, settings.secret_access_key
+            )  # else that token of other keys is sent
         config["access_key_id"] = settings.access_key_id
         config["secret_access_key"] = settings.secret_access_key
     if settings.session_token is not None:
@@ -230,9 +276,39 @@ def _client(where: Where, settings: ObjectStoreSettings, tries: int) -> S3Store:
             config=config,
             client_options=client_options,
             retry_config=retry_config,
+            credential_provider=provider,
         )
-    except REFUSALS as err:
+    except (*REFUSALS, ValueError) as err:
         raise ConfigError(f"object_store: {str(err).splitlines()[0]}") from err
+
+
+class _Keys:
+    """Keys without a session token, whatever the environment has."""
+
+    def __init__(self, access_key_id: str, secret_access_key: str) -> None:
+        self._keys: S3Credential = {
+            "access_key_id": access_key_id,
+            "secret_access_key": secret_access_key,
+            "token": None,
+            "expires_at": None,
+        }
+
+    def __call__(self) -> S3Credential:
+        return self._keys
+
+
+def _spans(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ranges that hold all of these, in order, none near another.
+
+    The client joins near ones itself, and then panics where the object ends before one of those that it joined.
+    """
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted((start, end) for start, end in zip(starts, ends, strict=True) if start < end):
+        if spans and start <= spans[-1][1] + SPAN_GAP_BYTES:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans
 
 
 def _code(err: Exception) -> str:
