@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from obstore.store import S3Store
 
 from nearkin.config_keeping import ObjectStoreSettings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
+from nearkin.store import descriptor
 from nearkin.store.objects import REFUSALS, AlreadyExists, ObstoreObjects, Payload, whole
 
 if TYPE_CHECKING:
@@ -152,9 +153,17 @@ class S3Objects(ObstoreObjects):
 
     def check(self) -> None:
         """Ask for one page of names. Raises StoreUnavailable with the remedy: no such bucket, wrong keys, no server."""
-        if next(iter(self.names("")), None) is None:  # any page is taken for a listing of nothing
+        next(iter(self.names("")), None)
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield names and sizes. The client takes any page for a listing of nothing: an object is asked for then."""
+        empty = True
+        for entry in super().names(prefix):
+            empty = False
+            yield entry
+        if empty:
             with suppress(NotFound):
-                self.size_bytes("nearkin.json")
+                self._meta(descriptor.NAME)
 
     def _try_to_put(self, name: str, data: Payload, token: str) -> None:
         """Put once, then find out. Raises AlreadyExists, StoreUnavailable (never to be done), or _Unsettled."""
@@ -241,9 +250,7 @@ def _client(where: Where, settings: ObjectStoreSettings, tries: int) -> S3Store:
     provider = None
     if settings.access_key_id is not None and settings.secret_access_key is not None:
         if settings.session_token is None and os.environ.get("AWS_SESSION_TOKEN", os.environ.get("AWS_TOKEN")):
-            provider = _Keys(
-                settings.access_key_id, settings.secret_access_key
-            )  # else that token of other keys is sent
+            provider = _Keys(settings.access_key_id, settings.secret_access_key)  # else other keys' token is sent
         config["access_key_id"] = settings.access_key_id
         config["secret_access_key"] = settings.secret_access_key
     if settings.session_token is not None:
