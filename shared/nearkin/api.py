@@ -217,6 +217,7 @@ class Store:
             self._index.close()
         self._spares = None
         self._containers.forget_read()
+        self._containers.buffers.let_go()
 
     # --- put ---------------------------------------------------------------------------------------------------------
 

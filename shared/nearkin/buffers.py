@@ -66,6 +66,12 @@ class Buffers:
             self._collect()
             return self._counted_bytes()
 
+    def let_go(self) -> None:
+        """Hold no unused memory any more: what is lent still is noted, and comes back as ever."""
+        with self._lock:
+            self._collect()
+            self._spares.clear()
+
     def take(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its bytes undefined."""
         if size_bytes > LARGEST_BYTES:

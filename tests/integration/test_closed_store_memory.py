@@ -1,0 +1,38 @@
+"""A closed store holds none of what was read, before any garbage collector comes by."""
+
+from __future__ import annotations
+
+import gc
+
+from nearkin import open_store
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import settings
+
+MIB = 1 << 20
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def test_stores_opened_read_and_closed_one_after_another_leave_no_memory_behind(tmp_path):
+    first = text_like(20 * MIB, 1)
+    with open_store(tmp_path / "s", settings=settings()) as store:
+        store.put("k", first)
+        store.put("k", mutated(first, 2, edits=2000, edit_bytes_max=300))
+    del first
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            with open_store(tmp_path / "s", settings=settings()) as store:
+                for _piece in store.get("k"):
+                    pass
+                del _piece
+            del store
+            held.append(anonymous_bytes())
+    finally:
+        gc.enable()
+    assert held[-1] - held[0] < 40 * MIB, held
