@@ -73,7 +73,8 @@ class Reads:
 
     `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` whose stored
     neighbours are wanted; `contents`, `similar` and `lower` the locations whose bytes and depths are wanted. With
-    `depth_below` a chunk that is as deep as that is replaced by its own base, and so on down.
+    `depth_below` a chunk that is as deep as that is replaced by its own base, and so on down; with `no_deltas` so is
+    one that is kept as a VCDIFF delta.
     """
 
     segment_ids: U8 | None = None
@@ -85,6 +86,7 @@ class Reads:
     similar: Locations | None = None
     lower: Locations | None = None
     depth_below: int | None = None
+    no_deltas: bool = False
 
 
 @frozen

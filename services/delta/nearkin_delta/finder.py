@@ -57,6 +57,9 @@ class BaseFinder:
         self._max_depth = delta.max_depth
         self._local = policy != "first-fit" and delta.codec != "none"
         self._similar = policy != "locality" and delta.codec != "none"
+        self._no_deltas = kind == PATCH
+        """A patch block that leans on VCDIFF deltas, which lean on patches, and so on: each is decoded by itself, and what a
+        read costs doubles and more with each level."""
         self._tries = self._local or kind == PATCH
         """Whether bases are tried before they are used, and too deep ones replaced by their own."""
         self._alignment = Alignment()
@@ -89,14 +92,16 @@ class BaseFinder:
         if facts.neighbours is not None and facts.contents is None:
             tried = self._trials.wanted(_alone(batch, stream))
             neighbours = facts.neighbours.chunks if tried else Locations.empty()
-            return Reads(contents=neighbours, depth_below=self._depth_below)
+            return Reads(contents=neighbours, depth_below=self._depth_below, no_deltas=self._no_deltas)
         if not self._similar or facts.similar is not None:
             return self._crowded_ones(batch, facts, stream)
         if self._asks_bases == "late" and facts.bases is None:
             return self._late_question(batch, facts, stream)
         paired = self.with_bases(batch, facts)
         asked = self._asked(paired, facts, stream)
-        return Reads(similar=paired.bases.take(asked), depth_below=self._depth_below)
+        return Reads(
+            similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas
+        )
 
     def with_bases(self, batch: PairedBatch, facts: Facts) -> PairedBatch:
         """Return `batch` with the candidates that were found when this stage asked for them."""
@@ -153,7 +158,9 @@ class BaseFinder:
         elif of.crowded is not None and facts.lower is not None:
             lower = facts.lower
             of.parts, of.crowded = relieved(of.parts, of.crowded, _targets(batch), lower, self._helpers)
-        return None if of.crowded is None else Reads(lower=of.crowded.asked, depth_below=of.crowded.depth_below)
+        if of.crowded is None:
+            return None
+        return Reads(lower=of.crowded.asked, depth_below=of.crowded.depth_below, no_deltas=self._no_deltas)
 
     def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
         """Return what locality found of bases that are worth it."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
+from nearkin.formats import layout
 from nearkin.limits import DEPTH_MAX
 from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, Pieces, grouped
 from nearkin.stage import Contents
@@ -32,25 +33,25 @@ class BaseReader:
         self._missing: set[int] = set()
         """Containers that were collected, and that older recipes still name."""
 
-    def contents(self, locations: Locations, depth_below: int | None = None) -> Contents:
+    def contents(self, locations: Locations, depth_below: int | None = None, *, no_deltas: bool = False) -> Contents:
         """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
 
-        With `depth_below` chunks as deep as that are replaced as `Reads` says. What comes after CONTENTS_BYTES_MAX is
+        With `depth_below` chunks as deep as that are replaced as `Reads` says, and deltas with `no_deltas`. What comes after CONTENTS_BYTES_MAX is
         not available either.
         """
         if self._missing and not (there := self._there(locations)).all():
-            return self._some(locations, there, depth_below)
+            return self._some(locations, there, depth_below, no_deltas)
         try:
-            return self._contents(locations, depth_below)
+            return self._contents(locations, depth_below, no_deltas)
         except (Corrupt, NotFound):
             there = self._there(locations)
             if not there.all():  # garbage that was collected: what is around it is read as ever
-                return self._some(locations, there, depth_below)
-            return self._contents_piecewise(locations, depth_below)
+                return self._some(locations, there, depth_below, no_deltas)
+            return self._contents_piecewise(locations, depth_below, no_deltas)
 
-    def _some(self, locations: Locations, there: Bools, depth_below: int | None) -> Contents:
+    def _some(self, locations: Locations, there: Bools, depth_below: int | None, no_deltas: bool) -> Contents:
         rows = np.flatnonzero(there)
-        return _spread(self.contents(locations.take(rows), depth_below), rows, locations)
+        return _spread(self.contents(locations.take(rows), depth_below, no_deltas=no_deltas), rows, locations)
 
     def _there(self, locations: Locations) -> Bools:
         """Return which rows are chunks that their containers have."""
@@ -77,22 +78,25 @@ class BaseReader:
             self._missing.add(container)
             return _NO_LENGTHS
 
-    def _contents(self, locations: Locations, depth_below: int | None) -> Contents:
+    def _contents(self, locations: Locations, depth_below: int | None, no_deltas: bool) -> Contents:
         plan = self._reader.plan(locations)
         if depth_below is not None:
-            plan = self._replaced(plan, depth_below)
+            plan = self._replaced(plan, depth_below, no_deltas)
         distinct, which = _distinct(plan.locations)
         kept = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
         pieces = self._reader.lent(plan.take(distinct[kept]))
         pieces = Pieces.placed(len(distinct), [(np.flatnonzero(kept), pieces)])
         return Contents(plan.locations, pieces.take(which), plan.depths, kept[which])
 
-    def _replaced(self, plan: Plan, depth_below: int) -> Plan:
-        """Return the plan of the first ancestor of each row that is less deep than `depth_below`."""
+    def _replaced(self, plan: Plan, depth_below: int, no_deltas: bool) -> Plan:
+        """Return the plan of the first ancestor of each row that is less deep than `depth_below`, and no delta."""
         containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
         replaced = Plan(Locations(containers, ordinals), plan.rows)
         for _ in range(DEPTH_MAX + 1):
-            deep = np.flatnonzero(replaced.depths >= depth_below)
+            unfit = replaced.depths >= depth_below
+            if no_deltas:
+                unfit |= replaced.kinds == layout.XDELTA3
+            deep = np.flatnonzero(unfit)
             if not len(deep):
                 return replaced
             below = self._reader.plan(replaced.bases.take(deep))
@@ -100,7 +104,7 @@ class BaseReader:
             replaced.rows[deep] = below.rows
         raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
 
-    def _contents_piecewise(self, locations: Locations, depth_below: int | None) -> Contents:
+    def _contents_piecewise(self, locations: Locations, depth_below: int | None, no_deltas: bool) -> Contents:
         """Read container by container, leaving out what fails: only on the way through damage."""
         count = len(locations)
         depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
@@ -108,7 +112,7 @@ class BaseReader:
         parts = list[tuple[NDArray[np.intp], Pieces]]()
         for _, rows in grouped(locations.containers):
             try:
-                part = self._contents(locations.take(rows), depth_below)
+                part = self._contents(locations.take(rows), depth_below, no_deltas)
             except (Corrupt, NotFound):
                 continue
             depths[rows], available[rows] = part.depths, part.available

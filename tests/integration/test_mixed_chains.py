@@ -1,0 +1,31 @@
+"""Patches lean on no deltas: put under one codec after the other, no chunk costs a tree of blocks."""
+
+from __future__ import annotations
+
+from nearkin import open_store
+from nearkin.store.chunks import ChunkReader
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import settings
+
+MIB = 1 << 20
+SMALL_CACHES = {"base": {"cache_bytes": MIB}, "restore": {"cache_bytes": 8 * MIB}}
+
+
+def test_versions_put_under_patch_and_xdelta3_in_turn_need_few_blocks_each(tmp_path, monkeypatch):
+    by_themselves = []
+    before = ChunkReader._by_itself
+
+    def counted(reader, name, record):
+        by_themselves.append(name)
+        return before(reader, name, record)
+
+    monkeypatch.setattr(ChunkReader, "_by_itself", counted)
+    content = text_like(4 * MIB, 1)
+    for version in range(10):
+        codec = ("patch", "xdelta3")[version % 2]
+        with open_store(tmp_path / "s", settings=settings(SMALL_CACHES, {"delta": {"codec": codec, "max_depth": 16}})) as store:
+            by_themselves.clear()
+            store.put("k", content)
+            assert store.get("k").read() == content
+            assert len(by_themselves) < 20, version
+        content = mutated(content, version, edits=300, edit_bytes_max=300)
