@@ -23,7 +23,9 @@ def test_versions_put_under_patch_and_xdelta3_in_turn_need_few_blocks_each(tmp_p
     content = text_like(4 * MIB, 1)
     for version in range(10):
         codec = ("patch", "xdelta3")[version % 2]
-        with open_store(tmp_path / "s", settings=settings(SMALL_CACHES, {"delta": {"codec": codec, "max_depth": 16}})) as store:
+        with open_store(
+            tmp_path / "s", settings=settings(SMALL_CACHES, {"delta": {"codec": codec, "max_depth": 16}})
+        ) as store:
             by_themselves.clear()
             store.put("k", content)
             assert store.get("k").read() == content

@@ -58,8 +58,8 @@ class BaseFinder:
         self._local = policy != "first-fit" and delta.codec != "none"
         self._similar = policy != "locality" and delta.codec != "none"
         self._no_deltas = kind == PATCH
-        """A patch block that leans on VCDIFF deltas, which lean on patches, and so on: each is decoded by itself, and what a
-        read costs doubles and more with each level."""
+        """A patch leans on no VCDIFF delta: of patches on deltas on patches each block is decoded by itself, and what
+        a read costs doubles and more with each level."""
         self._tries = self._local or kind == PATCH
         """Whether bases are tried before they are used, and too deep ones replaced by their own."""
         self._alignment = Alignment()
@@ -99,9 +99,7 @@ class BaseFinder:
             return self._late_question(batch, facts, stream)
         paired = self.with_bases(batch, facts)
         asked = self._asked(paired, facts, stream)
-        return Reads(
-            similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas
-        )
+        return Reads(similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas)
 
     def with_bases(self, batch: PairedBatch, facts: Facts) -> PairedBatch:
         """Return `batch` with the candidates that were found when this stage asked for them."""

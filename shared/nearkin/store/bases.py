@@ -36,8 +36,8 @@ class BaseReader:
     def contents(self, locations: Locations, depth_below: int | None = None, *, no_deltas: bool = False) -> Contents:
         """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
 
-        With `depth_below` chunks as deep as that are replaced as `Reads` says, and deltas with `no_deltas`. What comes after CONTENTS_BYTES_MAX is
-        not available either.
+        With `depth_below` chunks as deep as that are replaced as `Reads` says, and deltas with `no_deltas`. What comes
+        after CONTENTS_BYTES_MAX is not available either.
         """
         if self._missing and not (there := self._there(locations)).all():
             return self._some(locations, there, depth_below, no_deltas)
