@@ -312,7 +312,10 @@ class Store:
     # --- get ---------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> Blob:
-        """Return a version (the newest by default) or its bytes [start, stop). Raises NotFound, Corrupt, BadInput."""
+        """Return a version (the newest by default) or its bytes [start, stop).
+
+        Raises NotFound, Corrupt, BadInput, Erased, StoreUnavailable.
+        """
         manifest = self._manifest(key, version)
         end = manifest.size_bytes if stop is None else min(stop, manifest.size_bytes)
         if not 0 <= start <= end:
@@ -320,11 +323,11 @@ class Store:
         return Blob(manifest.info, manifest, self._containers.counting(), self._fingerprinter, start, end)
 
     def info(self, key: str, version: int | None = None) -> VersionInfo:
-        """Return what is known of a version, the newest by default. Raises NotFound, Corrupt."""
+        """Return what is known of a version, the newest by default. Raises as `get` does."""
         return self._manifest(key, version).info
 
     def explain(self, key: str, version: int | None = None) -> Explanation:
-        """Return how each chunk of a version is kept. Raises NotFound, Corrupt."""
+        """Return how each chunk of a version is kept. Raises as `get` does."""
         from nearkin.explain import explain
 
         manifest = self._manifest(key, version)
@@ -365,8 +368,8 @@ class Store:
 
         They are gone for every reader when this returns, and stay gone whatever fails; their bytes are freed later, and
         until `deletion.undelete_seconds` are over `undelete` brings them back. A number is never given again. A version
-        whose put is committed meanwhile stays. Raises NotFound, BadInput, StoreLocked, StoreUnavailable (perhaps some
-        are gone: the same call ends it).
+        whose put is committed meanwhile stays. Raises NotFound, BadInput, Retained (one is younger than the settings
+        allow: none goes), Erased, StoreLocked, StoreUnavailable (perhaps some are gone: the same call ends it).
         """
         return self._deletions.delete(
             self.settings.tenant,
@@ -380,7 +383,8 @@ class Store:
     def undelete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
         """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), StoreLocked, StoreUnavailable.
+        Raises NotFound (nothing of it is deleted, or its time is over), BadInput, Erased, StoreLocked,
+        StoreUnavailable.
         """
         who = user_and_host() if who is None else who
         return self._deletions.undelete(self.settings.tenant, key, version, who=who, reason=reason)

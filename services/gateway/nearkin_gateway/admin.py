@@ -25,7 +25,7 @@ from nearkin_gateway.state import Gateway, gateway_of
 PATCH_BYTES_MAX = 64 * 1024
 MERGE_PATCH = "application/merge-patch+json"
 router = APIRouter()
-_PROBLEMS = responses(400, 401, 403, 404, 405, 414, 422, 429, 431, 500, 503)
+_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 414, 422, 429, 431, 500, 503)
 _PLAIN = responses(400, 401, 403, 405, 422, 429, 431, 500, 503)
 _PATCH: dict[str, Any] = {
     "requestBody": {
@@ -98,7 +98,7 @@ async def explain(
 
 @router.get(
     "/v1/stats",
-    responses={**_PLAIN, **responses(404)},
+    responses={**_PLAIN, **responses(404, 410)},
     response_model=models.Stats,
     operation_id="getStats",
     tags=["insight"],

@@ -65,11 +65,14 @@ _PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
     202: {
         "model": models.Outcome,
         "description": "Durable; it will end committed or visibly failed.",
-        "headers": {"Location": {"description": "Where its outcome will be.", "schema": {"type": "string"}}},
+        "headers": {
+            "Location": {"description": "Where its outcome will be.", "schema": {"type": "string"}},
+            "Retry-After": {"description": "Seconds until it is worth asking.", "schema": {"type": "string"}},
+        },
     },
-    **responses(400, 401, 403, 405, 408, 409, 412, 413, 414, 415, 422, 429, 431, 500, 503),
+    **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 422, 429, 431, 500, 503),
 }
-_READ_PROBLEMS = responses(400, 401, 403, 404, 405, 412, 414, 422, 429, 431, 500, 503)
+_READ_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 414, 422, 429, 431, 500, 503)
 
 
 @router.put(
@@ -95,7 +98,7 @@ async def put_blob(
     """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded."""
     gateway = gateway_of(request)
     bytes_max = int(gateway.bounds.body_bytes_max)
-    check_open(gateway, caller.tenant)
+    await check_open(gateway, caller.tenant)
     check_declared(request, bytes_max)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)

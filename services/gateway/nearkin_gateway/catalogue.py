@@ -289,6 +289,10 @@ class Catalogue:
         """Return how far scrubbing has come, and what is quarantined by container."""
         return ScrubStates(self._objects).read(), Quarantine(self._objects, time.time).read()
 
+    def check_tenant(self, tenant: str) -> None:
+        """Raise Erased where a tenant was. Raises StoreUnavailable."""
+        check_tenant(self._objects, tenant)
+
     def check(self) -> None:
         """Raise where the object store does not answer."""
         try:

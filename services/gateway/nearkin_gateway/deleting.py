@@ -30,7 +30,7 @@ IdempotencyKey = Annotated[
     str | None, Header(description="A repeat with the same one is answered as the first call was.")
 ]
 _COUNT = {"X-Nearkin-Versions": {"description": "How many versions.", "schema": {"type": "integer"}}}
-_PROBLEMS = responses(400, 401, 403, 404, 405, 414, 422, 429, 431, 500, 503)
+_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 414, 422, 429, 431, 500, 503)
 _DONE: dict[int | str, dict[str, Any]] = {204: {"description": "Done, durably.", "headers": _COUNT}, **_PROBLEMS}
 
 

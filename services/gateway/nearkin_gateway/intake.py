@@ -43,8 +43,8 @@ def check_writable(gateway: Gateway) -> None:
         raise Problem(503, "read-only", "service.read_only is set: blobs are read, nothing is changed", headers=retry)
 
 
-def check_open(gateway: Gateway, tenant: str) -> None:
-    """Refuse uploads where none are taken. Raises Problem."""
+async def check_open(gateway: Gateway, tenant: str) -> None:
+    """Refuse uploads where none are taken. Raises Problem, Erased, StoreUnavailable."""
     check_writable(gateway)
     if not gateway.ingest.accepts(tenant):
         raise Problem(
@@ -52,6 +52,8 @@ def check_open(gateway: Gateway, tenant: str) -> None:
             "foreign-tenant",
             f"this gateway runs embedded and stores for tenant {gateway.settings.tenant!r} alone, not for {tenant!r}",
         )
+    if gateway.settings.storage.encryption != "none":  # before a byte is taken that no stage could store
+        await asyncio.to_thread(gateway.catalogue.check_tenant, tenant)
 
 
 def check_idempotency_key(gateway: Gateway, tenant: str, key: str, given: str | None) -> bytes | None:

@@ -70,7 +70,7 @@ _REPLAY: dict[str, Any] = {
 
 @router.get(
     "/v1/reduction",
-    responses={**_PLAIN, **responses(404)},
+    responses={**_PLAIN, **responses(404, 410)},
     response_model=models.Reduction,
     operation_id="getReduction",
     tags=["insight"],
@@ -92,7 +92,7 @@ async def tenants(request: Request, caller: Admin) -> Response:
 
 @router.get(
     "/v1/growth",
-    responses={**_PLAIN, **responses(404)},
+    responses={**_PLAIN, **responses(404, 410)},
     response_model=models.Growth,
     operation_id="getGrowth",
     tags=["insight"],

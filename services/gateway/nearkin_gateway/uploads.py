@@ -43,7 +43,7 @@ _BODY = {
         "content": {OFFSET_MEDIA: {"schema": {"type": "string", "format": "binary"}}},
     }
 }
-_PROBLEMS = responses(400, 401, 403, 404, 405, 412, 422, 429, 431, 500, 503)
+_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 422, 429, 431, 500, 503)
 Tus = Annotated[str | None, Header(alias="Tus-Resumable", description=f"`{VERSION}`.")]
 
 
@@ -94,7 +94,7 @@ async def create(
     """Begin a resumable upload; a body is its first part."""
     gateway = gateway_of(request)
     _check_version(tus_resumable)
-    check_open(gateway, caller.tenant)
+    await check_open(gateway, caller.tenant)
     bytes_max = int(gateway.bounds.body_bytes_max)
     if upload_length is None or re.fullmatch("[0-9]{1,19}", upload_length, re.ASCII) is None:
         raise Problem(400, "bad-length", "Upload-Length: want the bytes of the whole; it cannot be told later")
@@ -201,7 +201,7 @@ async def patch(
     """Add bytes at the end. The last ones hand the whole over; `GET` tells where its outcome will be."""
     gateway = gateway_of(request)
     _check_version(tus_resumable)
-    check_open(gateway, caller.tenant)
+    await check_open(gateway, caller.tenant)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OFFSET_MEDIA:
         raise Problem(415, "bad-media-type", f"Content-Type: want {OFFSET_MEDIA}")
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)

@@ -233,8 +233,9 @@ def forget(
     """Delete the versions that no rule keeps.
 
     Of keys that start with PREFIX. Rules are restic's: a version stays that any of them keeps; days, weeks, months and
-    years are UTC's, and those without a version do not count. Without a rule retention.policies of the settings hold;
-    keys without a policy keep all. Versions younger than retention.min_age_seconds stay, whatever is said here.
+    years are UTC's, and those without a version do not count; while a rule could keep more, the oldest version stays
+    too. Without a rule retention.policies of the settings hold; keys without a policy keep all. Versions younger than
+    retention.min_age_seconds stay, whatever is said here.
 
     nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
     nearkin forget db/ --keep-within 30d

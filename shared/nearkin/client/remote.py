@@ -125,14 +125,15 @@ class RemoteStore:
     def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
         """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
 
-        Sent again where the connection fails; it is done once all the same. Raises NotFound, Denied, StoreUnavailable.
+        Sent again where the connection fails; it is done once all the same. Raises NotFound, Retained (one is younger
+        than the settings allow: none goes), Denied, Erased, StoreUnavailable.
         """
         return self._hold(conversations.delete(key, version, reason))
 
     def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
         """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), Denied, StoreUnavailable.
+        Raises NotFound (nothing of it is deleted, or its time is over), Denied, Erased, StoreUnavailable.
         """
         return self._hold(conversations.undelete(key, version, reason))
 
