@@ -178,6 +178,8 @@ class ManifestStore:
             self._objects.get(mark_name(tenant, key, version, 1))
         except NotFound:
             return True
+        except Corrupt:  # sealed, and damaged: it is there, and names alone say more
+            pass
         history = self.histories(tenant, key).get(version)
         return history is not None and self.shows(tenant, key, history)
 
