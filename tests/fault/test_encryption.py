@@ -154,6 +154,22 @@ def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root:
                     assert store.repair().damage == ()
 
 
+def test_a_version_whose_mark_is_damaged_stays_deleted(root: Path) -> None:
+    before = set(root.rglob("*.nkt"))
+    with open_store(root, settings=CHOSEN) as store:
+        store.put("gone", CONTENTS["alone", 1])
+        store.delete("gone")
+    (mark,) = set(root.rglob("*.nkt")) - before
+    flip(mark, mark.stat().st_size // 2, 1)
+    with open_store(root, settings=CHOSEN) as store:
+        heard: list[object] = []
+        assert "gone" not in {info.key for info in store.versions(broken=heard.append)}
+        assert not heard
+        with pytest.raises(NotFound):
+            store.get("gone")
+        assert [damage.object_name for damage in store.verify().damage] == [str(mark.relative_to(root))]
+
+
 def test_one_broken_page_touches_the_versions_that_need_it_and_no_others(tmp_path: Path) -> None:
     contents = {(f"key{number}", 1): random_bytes(3 * PAGE_BYTES, 50 + number) for number in range(4)}
     root = tmp_path / "store"

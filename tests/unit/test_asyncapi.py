@@ -15,7 +15,7 @@ import pytest
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import Corrupt
-from nearkin.formats.message import End, Frame, Fresh, Kind, Message, Paired, Placed, Segments, encode
+from nearkin.formats.message import COLUMNS, End, Frame, Fresh, Kind, Message, Paired, Placed, Segments, encode
 from nearkin.records import Locations
 from nearkin.reports import Ledger, PutResult
 from nearkin.runners.kafka import asyncapi
@@ -130,6 +130,14 @@ def test_the_header_is_that_of_the_format_page() -> None:
     rows = re.findall(r"^\| ([0-9]+) \| ([0-9]+) \|", page, re.MULTILINE)
     told = [(str(field["offset"]), str(field["bytes"])) for field in asyncapi.header_layout()]
     assert [row for row in rows if row not in (("51", "1"), ("54", "10"))] == told  # these two are zeros
+
+
+def test_columns_are_in_the_order_of_the_format_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/formats/message.md").read_text()
+    rows = re.findall(r"^\| ([a-z_, ]+) \| [^|]*\b(?:u8|u16|u32|u64|bytes), [^|]*\| ([2-5 ]+) \|", page, re.MULTILINE)
+    for kind, columns in COLUMNS.items():
+        told = [name for names, kinds in rows if str(int(kind)) in kinds.split() for name in names.split(", ")]
+        assert told == [name for name, _, _ in columns], kind
 
 
 def test_headers_of_messages_are_those_that_are_sent() -> None:

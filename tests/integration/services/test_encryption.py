@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import nearkin
+from nearkin.config_layers import with_changes
 from nearkin.errors import Erased
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.restore import Blob
@@ -17,10 +19,12 @@ from nearkin.runners.kafka.dead_replay import list_letters
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_keys, open_store_of
+from nearkin.testing.gateways import running
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.pipeline import Pipeline, uploading
 from nearkin.testing.stores import objects
 from nearkin.wrapping import generate
+from nearkin_gateway import tokens
 
 FIRST = text_like(2_000_000, 1)
 
@@ -53,6 +57,21 @@ def restored(pipeline: Pipeline, tenant: str, key: str, version: int) -> bytes:
     return Blob(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).read()
 
 
+def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
+    """Ask for what an erased tenant had, and put more, through a gateway: 410 before a body is taken."""
+    text, _ = tokens.create(folder / "tokens.json", "db", tokens.SCOPES)
+    auth = {"auth": {"tokens_file": str(folder / "tokens.json")}, "gateway": {"port": 0}}
+    with running(with_changes(pipeline.settings, auth)) as gateway:
+        with nearkin.connect(gateway.url, text) as store:
+            for refused in (lambda: store.put("k", FIRST), lambda: store.get("a-secret-key"), store.versions):
+                with pytest.raises(Erased):
+                    refused()
+        tus = {"Tus-Resumable": "1.0.0", "Upload-Length": "5", "Upload-Metadata": "key a2V5"}
+        with gateway.client(text) as client:
+            assert client.put("/v1/blobs/k", content=b"bytes").status_code == 410
+            assert client.post("/v1/uploads", headers=tus).status_code == 410
+
+
 def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipeline, tmp_path: Path) -> None:
     versions = [FIRST, mutated(FIRST, 2, edits=40, edit_bytes_max=90)]
     for tenant in ("db", "web"):
@@ -73,6 +92,7 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
         pipeline.start(service)
     with pytest.raises(Erased):
         restored(pipeline, "db", "a-secret-key", 1)
+    asked_at_a_gateway(pipeline, tmp_path)
     event = uploaded(pipeline, "db", "another", FIRST)
     assert event["state"] == "failed", (event, pipeline.logs())
     assert "its keys were erased" in event["failure"]
