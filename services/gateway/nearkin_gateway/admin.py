@@ -108,6 +108,7 @@ async def stats(request: Request, caller: Reader) -> Response:
     catalogue = gateway_of(request).catalogue
 
     def summed() -> dict[str, object]:
+        catalogue.check_tenant(caller.tenant)
         whole = catalogue.whole
         return {**stats_json(catalogue.stats(caller.tenant)), "whole": whole}
 

@@ -77,7 +77,9 @@ _REPLAY: dict[str, Any] = {
 )
 async def reduction(request: Request, caller: Reader) -> Response:
     """Return what the caller's tenant takes by prefix; the shares add up to the stored bytes."""
-    found = await asyncio.to_thread(gateway_of(request).insight.reduction, caller.tenant)
+    gateway = gateway_of(request)
+    await asyncio.to_thread(gateway.catalogue.check_tenant, caller.tenant)
+    found = await asyncio.to_thread(gateway.insight.reduction, caller.tenant)
     return JSONResponse({"tenants": [tenant_json(caller.tenant, found)]})
 
 
@@ -99,7 +101,9 @@ async def tenants(request: Request, caller: Admin) -> Response:
 )
 async def growth(request: Request, caller: Reader) -> Response:
     """Return how what the caller's tenant has now came to be: logical and stored bytes over time."""
-    return JSONResponse(growth_json(await asyncio.to_thread(gateway_of(request).insight.growth, caller.tenant)))
+    gateway = gateway_of(request)
+    await asyncio.to_thread(gateway.catalogue.check_tenant, caller.tenant)
+    return JSONResponse(growth_json(await asyncio.to_thread(gateway.insight.growth, caller.tenant)))
 
 
 @router.get(

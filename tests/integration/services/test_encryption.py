@@ -63,13 +63,19 @@ def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
     auth = {"auth": {"tokens_file": str(folder / "tokens.json")}, "gateway": {"port": 0}}
     with running(with_changes(pipeline.settings, auth)) as gateway:
         with nearkin.connect(gateway.url, text) as store:
-            for refused in (lambda: store.put("k", FIRST), lambda: store.get("a-secret-key"), store.versions):
+            for refused in (
+                lambda: store.put("k", FIRST),
+                lambda: store.get("a-secret-key"),
+                store.versions,
+                store.stats,
+            ):
                 with pytest.raises(Erased):
                     refused()
         tus = {"Tus-Resumable": "1.0.0", "Upload-Length": "5", "Upload-Metadata": "key a2V5"}
         with gateway.client(text) as client:
             assert client.put("/v1/blobs/k", content=b"bytes").status_code == 410
             assert client.post("/v1/uploads", headers=tus).status_code == 410
+            assert {client.get(path).status_code for path in ("/v1/reduction", "/v1/growth")} == {410}
 
 
 def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipeline, tmp_path: Path) -> None:
