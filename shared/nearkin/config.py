@@ -82,6 +82,7 @@ class Settings:
     __pydantic_config__ = FORBID_OTHERS
 
     profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
+    """What all other settings are where nothing says so: docs/decisions/0019-archive.md."""
     store: str | None = None
     """Folder of the local store."""
     server: Annotated[str | None, PLAIN_FIELDS["server"]] = None
@@ -89,6 +90,7 @@ class Settings:
     token: Annotated[str | None, PLAIN_FIELDS["token"]] = field(default=None, repr=False)
     """What the gateway knows the caller by."""
     tenant: Annotated[str, TenantName()] = "default"
+    """Whose blobs a command or an embedded gateway puts and gets; services take it from the token."""
     chunker: ChunkerSettings = ChunkerSettings()
     segment: SegmentSettings = SegmentSettings()
     features: FeatureSettings = FeatureSettings()

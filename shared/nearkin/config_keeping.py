@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import field
 from typing import Annotated
 
@@ -11,6 +10,8 @@ from nearkin.config_rules import (
     Between,
     OneOf,
     ParityScheme,
+    Refused,
+    ServerUrl,
     Share,
     Size,
     TenantName,
@@ -77,7 +78,9 @@ class IndexSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     backend: Annotated[str, OneOf(INDEXES)] = "lmdb"
+    """Of a local store; services have their index in Redis."""
     map_bytes: Annotated[int, Size(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
+    """The most that a local index may grow to: some 276 bytes a chunk."""
 
 
 @held
@@ -87,6 +90,7 @@ class RestoreSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     cache_bytes: Annotated[int, Size(8 * MIB, 64 * GIB)] = 128 * MIB
+    """Of decoded blocks, in a restore."""
 
 
 @held
@@ -96,13 +100,9 @@ class RunnerSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     batch_bytes: Annotated[int, Size(2 * MIB, 64 * MIB)] = 16 * MIB
+    """What is cut, named and reduced at a time; three of them are in memory."""
     queue_batches: Annotated[int, Between(0, 16)] = 0
     """Wait between two threads at most; 0: a batch is handed over when the next thread is free. Each takes memory."""
-
-
-def _is_endpoint(text: str) -> bool:
-    match = re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(/[!-~]*)?", text)
-    return match is not None and int(match[2] or "80") <= 65_535 and "?" not in text and "#" not in text
 
 
 @held
@@ -116,18 +116,27 @@ class ObjectStoreSettings:
     endpoint: str | None = None
     """URL of a server other than Amazon's."""
     region: Annotated[str, Text(64)] = "us-east-1"
+    """Of the bucket."""
     access_key_id: str | None = None
+    """With `secret_access_key`; unset: AWS_ACCESS_KEY_ID and so on, or the role of the machine."""
     secret_access_key: str | None = None
+    """Better in NEARKIN_OBJECT_STORE__SECRET_ACCESS_KEY than in a file."""
     session_token: str | None = None
+    """Of keys that are lent for a time."""
     allow_http: bool = False
+    """Take an `endpoint` that is not encrypted."""
     virtual_hosted: bool = False
     """Ask `bucket.endpoint/name`, not `endpoint/bucket/name`; an `endpoint` that is set then names the bucket."""
     ca_file: str | None = None
+    """PEM certificates of who has issued the server's."""
     checksum: Annotated[str, OneOf(OBJECT_CHECKSUMS)] = "sha256"
     """Sent with each object and checked by the server before it acknowledges."""
     connect_timeout_seconds: Annotated[int, Between(1, 60)] = 5
+    """For making a connection."""
     request_timeout_seconds: Annotated[int, Between(1, 600)] = 60
+    """For a whole request, its bytes included."""
     retries: Annotated[int, Between(0, 100)] = 12
+    """After the first try."""
     retry_seconds: Annotated[int, Between(1, 3600)] = 60
     """No try begins later than this after the first."""
 
@@ -142,8 +151,10 @@ class ObjectStoreSettings:
         if self.endpoint is not None:
             if "@" in self.endpoint.partition("://")[2].partition("/")[0]:
                 raise ValueError("endpoint: holds a name or password: want access_key_id and secret_access_key")
-            if not _is_endpoint(self.endpoint):
-                raise ValueError(f'endpoint "{self.endpoint}": want a URL such as https://s3.example.org')
+            try:
+                ServerUrl().check(self.endpoint)
+            except Refused as err:
+                raise ValueError(f'endpoint "{self.endpoint}": want a URL such as https://s3.example.org') from err
             scheme = self.endpoint.partition("://")[0]
             if scheme == "http" and not self.allow_http:
                 raise ValueError(f'endpoint "{self.endpoint}": is not encrypted: want https://, or allow_http = true')
@@ -173,13 +184,19 @@ class RetentionPolicy:
     __pydantic_config__ = FORBID_OTHERS
 
     prefix: str = ""
+    """Of keys; the empty one is of all."""
     tenant: Annotated[str | None, TenantName()] = None
     """Of this tenant alone."""
     keep_last: Annotated[int, _KEPT] = 0
+    """The newest so many versions."""
     keep_daily: Annotated[int, _KEPT] = 0
+    """The newest version of each of so many days, by UTC, that have one."""
     keep_weekly: Annotated[int, _KEPT] = 0
+    """Of so many ISO weeks."""
     keep_monthly: Annotated[int, _KEPT] = 0
+    """Of so many months."""
     keep_yearly: Annotated[int, _KEPT] = 0
+    """Of so many years."""
     keep_within_seconds: Annotated[int, _SECONDS] = 0
     """Of the key's newest version."""
     min_age_seconds: Annotated[int, _SECONDS] = 0

@@ -29,9 +29,13 @@ class ChunkerSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     algorithm: Annotated[str, OneOf(CHUNKERS)] = "leastcdc"
+    """`leastcdc` (SIMD, the fastest), `fastcdc`, `rabin`, `inck`; `fixed` and `whole` look at no content."""
     min_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 2 * KIB
+    """No chunk is smaller, but for the last of a blob."""
     target_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 8 * KIB
+    """About the mean of what lies between the two bounds: smaller finds more, and names more."""
     max_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 64 * KIB
+    """No chunk is larger."""
 
     def __post_init__(self) -> None:
         """Refuse bounds that are out of order."""
@@ -53,7 +57,9 @@ class SegmentSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     target_chunks: Annotated[int, Between(1, 1024, power_of_two=True)] = 16
+    """Chunks of a segment on average: runs that are known are found a segment at a time."""
     max_bytes: Annotated[int, Size(64 * KIB, SEGMENT_BYTES_MAX)] = SEGMENT_BYTES_MAX
+    """No segment is larger."""
 
 
 @held
@@ -63,10 +69,15 @@ class FeatureSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     algorithm: Annotated[str, OneOf(FEATURES)] = "finesse"
+    """`finesse`, `ntransform` or `odess` super-features; `none`: bases by locality alone."""
     count: Annotated[int, Between(1, 64)] = 12
+    """Features of a chunk, a multiple of `super_features`."""
     super_features: Annotated[int, Between(1, 16)] = 3
+    """Groups of features; two chunks are similar where one of these is equal."""
     window_bytes: Annotated[int, Between(48, 64)] = 48
+    """Of the rolling hash."""
     sampling_bits: Annotated[int, Between(0, 16)] = 7
+    """`odess` alone: one position in 2 to this power counts."""
 
     def __post_init__(self) -> None:
         """Refuse groups of unequal size, and an odess window that cannot hold its hash."""
@@ -101,6 +112,7 @@ class DeltaSettings:
     level: Annotated[int, Between(1, 9)] = 1
     """Of xdelta3; blocks are compressed at `block.level`."""
     max_depth: Annotated[int, Between(1, DEPTH_MAX - 1)] = 4
+    """Deltas to decode at most before bytes appear: deeper stores less and restores slower."""
 
 
 @held
@@ -112,6 +124,7 @@ class BlockSettings:
     raw_bytes: Annotated[int, Size(64 * KIB, 30 * MIB)] = 4 * MIB
     """Of decoded bytes: what one read of a chunk may cost. A chunk more must stay below 32 MiB."""
     delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 256 * KIB
+    """Of decoded bytes of a block of deltas or patches."""
     level: Annotated[int, Between(1, 22)] = 3
     """Of zstd. At 3, the default, raw blocks that compress badly are written at 2: docs/decisions/0023."""
     far_matches: bool = False
@@ -125,3 +138,4 @@ class ContainerSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     target_bytes: Annotated[int, Size(256 * KIB, 256 * MIB)] = 4 * MIB
+    """A container is sealed once it holds so much."""

@@ -39,10 +39,15 @@ class RedisSettings:
     url: Annotated[str, Text(1024)] = field(default="redis://127.0.0.1:6379/0", repr=False)
     """`redis://`, `rediss://` (TLS), `unix://`; `redis+cluster://` or `rediss+cluster://` for a Cluster."""
     username: str | None = None
+    """Of an ACL; unset: the default user."""
     password: str | None = field(default=None, repr=False)
+    """Better in NEARKIN_REDIS__PASSWORD than in a file."""
     ca_file: str | None = None
+    """PEM certificates of who has issued the server's."""
     cert_file: str | None = None
+    """Our own certificate, where the server asks for one."""
     key_file: str | None = None
+    """The key of `cert_file`."""
     timeout_seconds: Annotated[int, Between(1, 300)] = 5
     """For connecting, and for each answer."""
     retries: Annotated[int, Between(0, 100)] = 6
@@ -72,19 +77,29 @@ class KafkaSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     bootstrap_servers: Annotated[str, Text(4096)] = "127.0.0.1:9092"
+    """`host:port`, with commas between several."""
     topic_prefix: Annotated[str, OneMatch(r"[A-Za-z0-9._-]{1,100}")] = "nearkin."
+    """Of our topics and groups: two stores may share brokers."""
     partitions: Annotated[int, Between(1, 1024)] = 4
+    """Of each topic, when it is made: as many workers of a stage can share the work."""
     replication: Annotated[int, Between(1, 9)] = 1
+    """Of each topic, when it is made; 3 where there are three brokers."""
     security_protocol: Annotated[str, OneOf(KAFKA_PROTOCOLS)] = "plaintext"
+    """How brokers are reached."""
     sasl_mechanism: Annotated[str, OneOf(SASL_MECHANISMS)] = "SCRAM-SHA-512"
+    """How we prove who we are, with `sasl_*` protocols."""
     sasl_username: str | None = None
+    """Of SASL."""
     sasl_password: str | None = None
+    """Better in NEARKIN_KAFKA__SASL_PASSWORD than in a file."""
     ca_file: str | None = None
+    """PEM certificates of who has issued the brokers'."""
     compression: Annotated[str, OneOf(KAFKA_COMPRESSIONS)] = "lz4"
     """lz4 halves the work of the broker for 5 % more of ours, on data that compress at all (bench/pipeline.py)."""
     batch_messages: Annotated[int, Between(1, 256)] = 32
     """Messages a worker takes at a time: 32 MiB at their largest."""
     session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000
+    """A worker that is silent for so long loses its partitions to the others."""
     upload_idle_seconds: Annotated[int, Between(1, 86_400)] = 300
     """An upload whose frames stop coming is ended as failed after this long. Want more than `gateway.slow_seconds` and
     10: a client may be silent for that long."""
@@ -111,9 +126,11 @@ class IngestSettings:
     null_values: Annotated[str, OneOf(NULL_VALUES)] = "reject"
     """A record without value is a dead letter, or passed over."""
     value_bytes_max: Annotated[int, Size(1, GIB)] = 64 * MIB
+    """A record with a larger value is a dead letter."""
     dataref_prefix: Annotated[str | None, ObjectPrefix(STORE_FOLDERS)] = None
     """Where in the object store the objects lie that records may name; {tenant} stands for theirs. Unset: none may."""
     dataref_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
+    """An object that is larger is a dead letter."""
     retry_seconds: Annotated[int, Between(1, 604_800)] = 3600
     """How long one record may hold its partition back while what it needs is away; then it is a dead letter."""
 
@@ -141,10 +158,15 @@ class GatewaySettings:
     port: Annotated[int, Between(0, 65_535)] = 8080
     """0 takes any free port and says which."""
     ingest: Annotated[str, OneOf(INGESTS)] = "kafka"
+    """`kafka`: in front of the services; `embedded`: a whole store in this process (`nearkin serve`)."""
     body_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
+    """A larger body is refused with 413."""
     key_bytes_max: Annotated[int, Between(1, KEY_BYTES_MAX)] = KEY_BYTES_MAX
+    """A longer key is refused with 400."""
     header_bytes_max: Annotated[int, Size(4 * KIB, MIB)] = 64 * KIB
+    """Of a request's head, metadata and all; more is refused with 431."""
     connections_max: Annotated[int, Between(1, 65_536)] = 1024
+    """More are refused with 503."""
     uploads_max: Annotated[int, Between(1, 4096)] = 128
     """Uploads at a time; each holds a frame of at most 900 KiB."""
     downloads_max: Annotated[int, Between(1, 1024)] = 32
@@ -152,19 +174,25 @@ class GatewaySettings:
     requests_per_second: Annotated[int, Between(0, 1_000_000)] = 1000
     """For each token (without tokens: each address), in bursts of as many; 0 is without bound."""
     upload_unacknowledged_bytes: Annotated[int, Size(MIB, GIB)] = 8 * MIB
+    """Of one upload on its way into Kafka."""
     unacknowledged_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 48 * MIB
+    """Of all uploads together on their way into Kafka."""
     slow_seconds: Annotated[int, Between(1, 3600)] = 30
+    """See `slow_bytes_per_second`."""
     slow_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 1024
     """A client slower than this over `slow_seconds`, sending or taking, is let go."""
     outcomes_bytes: Annotated[int, Size(MIB, 4 * GIB)] = 64 * MIB
+    """Memory for what has become of uploads; the oldest go first."""
     outcomes_minutes: Annotated[int, Between(1, 10_080)] = 60
     """How far back a gateway that starts reads what has become of uploads."""
     resumable_hours: Annotated[int, Between(1, 720)] = 24
+    """A resumable upload must be whole so long after it began."""
     resumable_max: Annotated[int, Between(1, 1_000_000)] = 10_000
     """Resumable uploads that are open at a time, of all tenants."""
     checked_patch_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 64 * MIB
     """A PATCH with `Upload-Checksum` waits on local disk until its checksum agrees."""
     shutdown_seconds: Annotated[int, Between(1, 3600)] = 30
+    """What is under way has so long to end once the gateway is told to stop."""
 
 
 @held
@@ -174,6 +202,7 @@ class DashboardSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     enabled: bool = True
+    """Serve them."""
     session_hours: Annotated[int, Between(1, 168)] = 8
     """A login counts for so long, and never longer than its token."""
 
@@ -195,6 +224,7 @@ class MonitorSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     host: Annotated[str, Text(255)] = "127.0.0.1"
+    """The address that is listened on."""
     port: Annotated[int | None, Between(0, 65_535)] = None
     """Unset: nowhere. 0 takes any free port and says which."""
     stall_seconds: Annotated[int, Between(10, 86_400)] = 300

@@ -449,29 +449,34 @@ def explain(key: str, version: int | None, segments: bool) -> None:
 
 
 @nearkin.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--set", "changes", metavar="NAME=VALUE", multiple=True, help="Change a running server; repeatable.")
 @click.option("--local", is_flag=True, help="This command's own settings, even if a server is named.")
 @shared_options
-def config(changes: tuple[str, ...], local: bool) -> None:
-    """Show every setting, its value and where it came from.
+def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> None:
+    """Show every setting, its value and where it came from; of those that are named, what they take and do.
 
+    NAME is a setting, or a section such as gc.
+
+    nearkin config delta base.policy
     nearkin --config nearkin.toml config
     NEARKIN_DELTA__MAX_DEPTH=1 nearkin config --json
     nearkin --server http://127.0.0.1:8080 config                       # what the services run with
     nearkin --server http://127.0.0.1:8080 config --set features.algorithm=odess
     """
     from nearkin.cli.arguments import parse_changes
-    from nearkin.cli.settings import local_settings, print_settings, server_settings
+    from nearkin.cli.settings import chosen, local_settings, print_settings, print_told, server_settings
 
     session = current_session()
-    patch = parse_changes(changes)
+    told, patch = chosen(names) if names else None, parse_changes(changes)
     server = None if local else session.load()[0].server
-    if server is not None:
-        print_settings(session, server_settings(session, server, patch))
-    elif patch:
+    if server is None and patch:
         raise BadInput("--set changes running services: name their --server; settings of your own go into --config")
+    rows = local_settings(session) if server is None else server_settings(session, server, patch)
+    if told is None:
+        print_settings(session, rows)
     else:
-        print_settings(session, local_settings(session))
+        print_told(session, rows, told)
 
 
 @nearkin.command()

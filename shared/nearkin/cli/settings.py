@@ -5,11 +5,15 @@ No secret is among them: `nearkin.config.load` hides its own, the gateway those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+from nearkin.errors import BadInput
 
 if TYPE_CHECKING:
     from nearkin.cli.session import Session
+    from nearkin.config_told import Told
 
 SettingRows = Mapping[str, tuple[object, str]]
 """By dotted name: the value and where it came from."""
@@ -28,6 +32,46 @@ def server_settings(session: Session, server: str, patch: Mapping[str, object]) 
         told = store.change_config(patch) if patch else store.config()
     source = f"{server} revision {told['revision']}" if "revision" in told else server
     return {name: (value, source) for name, value in _flat(told.get("settings", told), "")}
+
+
+def chosen(names: Sequence[str]) -> list[Told]:
+    """Return the settings and sections of these names, with what they mean. Raises BadInput for one that is neither."""
+    from nearkin.config_told import told
+
+    known = list(told())
+    found: dict[str, Told] = {}
+    for name in names:
+        some = {
+            each.name: each for each in known if each.name == name or each.name.startswith((f"{name}.", f"{name}["))
+        }
+        if not some:
+            near = get_close_matches(name, {part for each in known for part in (each.name, each.name.split(".")[0])})
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; `nearkin config` lists them all"
+            raise BadInput(f'setting "{name}": there is none, and no such section{hint}')
+        found |= some
+    return list(found.values())
+
+
+def print_told(session: Session, rows: SettingRows, settings: Sequence[Told]) -> None:
+    """Print some settings with what they take and do, as a table or as JSON."""
+    from nearkin.cli.output import console, print_json
+    from nearkin.printing import printable
+
+    if session.as_json:
+        parts = {each.name: {"takes": each.wants, "meaning": each.meaning, "hot": each.hot} for each in settings}
+        values = {name: {"value": value, "source": source} for name, (value, source) in rows.items()}
+        print_json({name: values.get(name, {}) | part for name, part in parts.items()})
+        return
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table("setting", "value", "source", "takes", "what it does", box=SIMPLE, pad_edge=False)
+    for each in settings:
+        value, source = rows.get(each.name, (None, "-"))
+        shown = "-" if value is None else printable(str(value))
+        meaning = f"{each.meaning} (hot)" if each.hot else each.meaning
+        table.add_row(each.name, shown, printable(source), each.wants.replace("`", ""), meaning.replace("`", ""))
+    console().print(table)
 
 
 def print_settings(session: Session, rows: SettingRows) -> None:

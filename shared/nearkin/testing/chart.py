@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import yaml
 
 from nearkin import config, config_rules
 from nearkin.config import HOT_FIELDS, SECRETS, Settings
+from nearkin.config_told import given
 from nearkin.limits import TENANT_BYTES_MAX
 
 CHART = Path("deploy/helm/nearkin")
@@ -61,17 +61,12 @@ def _section(section: type[Any], prefix: str) -> dict[str, Any]:
 
 def _value(kind: Any) -> dict[str, Any]:
     """Return the schema of one field; a rule that has no counterpart here is left to the services."""
-    plain = _given(kind)
+    plain, _ = given(kind)
     rule: object = None
     if get_origin(plain) is Annotated:
         plain, rule = get_args(plain)
-        plain = _given(plain)
+        plain, _ = given(plain)
     return _ruled(rule) or {"type": {bool: "boolean", int: "integer"}.get(plain, "string")}
-
-
-def _given(kind: Any) -> Any:
-    """Return what a field that may be None is when it is not."""
-    return next(part for part in get_args(kind) if part is not NoneType) if isinstance(kind, UnionType) else kind
 
 
 def _ruled(rule: object) -> dict[str, Any] | None:

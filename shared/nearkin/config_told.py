@@ -1,0 +1,150 @@
+"""What settings mean. Invariant: the words are those below each field in the source; none is said twice.
+
+    told()  ->  Told("delta.max_depth", "1 to 63", 4, "Deltas to decode at most ...", hot=True, secret=False), ...
+
+Python drops these words when it compiles: they are read from the source, which every installation has.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from nearkin import config_rules
+from nearkin.config import HOT_FIELDS, SECRETS, Settings
+from nearkin.frozen import frozen
+from nearkin.limits import GIB, KIB, MIB
+
+_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@frozen
+class Told:
+    """A setting: its dotted name, what it takes, its default, and what it does."""
+
+    name: str
+    wants: str
+    default: object
+    meaning: str
+    hot: bool
+    secret: bool
+
+
+@frozen
+class ToldSection:
+    """A section, "" for what lies in none: what it is about, and its settings."""
+
+    name: str
+    meaning: str
+    settings: tuple[Told, ...]
+
+
+def sections() -> list[ToldSection]:
+    """Return all sections, in the order of `nearkin config`."""
+    found = {"": ToldSection("", "What every command may be told.", tuple(_settings(Settings, "")))}
+    for field in fields(Settings):
+        section = _section_of(get_type_hints(Settings)[field.name])
+        if section is not None:
+            meaning = inspect.cleandoc(section.__doc__ or "")
+            found[field.name] = ToldSection(field.name, meaning, tuple(_settings(section, f"{field.name}.")))
+    return list(found.values())
+
+
+def told() -> Iterator[Told]:
+    """Yield all settings, section by section."""
+    for section in sections():
+        yield from section.settings
+
+
+def _settings(section: type[Any], prefix: str) -> Iterator[Told]:
+    hints, words = get_type_hints(section, include_extras=True), _words(section.__module__)[section.__name__]
+    for field in fields(section):
+        kind, name = hints[field.name], f"{prefix}{field.name}"
+        if _section_of(kind) is not None:
+            continue
+        default = field.default
+        yield Told(name, _wants(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS)
+        if get_origin(kind) is tuple and (entry := _section_of(get_args(kind)[0])) is not None:
+            yield from _settings(entry, f"{name}[].")
+
+
+def _section_of(kind: Any) -> type[Any] | None:
+    return kind if isinstance(kind, type) and is_dataclass(kind) else None
+
+
+def _wants(kind: Any) -> str:
+    """Return in a few words what a field takes."""
+    rule: object = None
+    plain, optional = given(kind)
+    if get_origin(plain) is Annotated:
+        plain, rule = get_args(plain)
+        plain, unset = given(plain)
+        optional |= unset
+    said = _ruled(rule) or ("tables" if get_origin(plain) is tuple else _PLAIN.get(plain, "text"))
+    return f"{said}, or unset" if optional else said
+
+
+def given(kind: Any) -> tuple[Any, bool]:
+    """Return what a field is when it is set, and whether it may be unset."""
+    if get_origin(kind) not in (UnionType, Union):
+        return kind, False
+    return next(part for part in get_args(kind) if part is not NoneType), NoneType in get_args(kind)
+
+
+def _ruled(rule: object) -> str | None:
+    said: str | None = None
+    match rule:
+        case config_rules.OneOf():
+            said = ", ".join(f"`{name}`" for name in rule.known)
+        case config_rules.Size():
+            said = f"bytes, {in_units(rule.least)} to {in_units(rule.most)}"
+        case config_rules.Between():
+            said = f"{rule.least} to {rule.most}{', a power of two' if rule.power_of_two else ''}"
+        case config_rules.Share():
+            said = f"a share, 0 to {rule.most:g}"
+        case config_rules.ParityScheme():
+            said = "`none`, or `rs-K-M`"
+        case config_rules.ServerUrl():
+            said = "a URL"
+        case config_rules.TopicTenants():
+            said = "a list, a table, or text with commas"
+        case config_rules.ObjectPrefix():
+            said = "a folder of names that ends in /"
+    return said
+
+
+def in_units(size_bytes: int) -> str:
+    """Return bytes by the largest binary unit that divides them: 64 KiB, 1000."""
+    for unit, name in _UNITS:
+        if size_bytes and size_bytes % unit == 0:
+            return f"{size_bytes // unit} {name}"
+    return str(size_bytes)
+
+
+@cache
+def _words(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the words below each field of each class of a module, paragraphs as one line."""
+    source = inspect.getsourcefile(__import__(module, fromlist=[""]))
+    assert source is not None
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        below = found.setdefault(node.name, {})
+        for field, after in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                below[field.target.id] = " ".join(after.value.value.split())
+    return found
