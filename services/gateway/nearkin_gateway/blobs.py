@@ -49,6 +49,19 @@ _TAG_HEADERS = {
     "ETag": {"description": "The digest, quoted.", "schema": {"type": "string"}},
     "X-Nearkin-Version": {"description": "The version.", "schema": {"type": "integer"}},
 }
+_READ_HEADERS = {
+    **_TAG_HEADERS,
+    "Last-Modified": {"description": "When the version was put.", "schema": {"type": "string"}},
+    "Accept-Ranges": {"description": "`bytes`.", "schema": {"type": "string"}},
+    "Repr-Digest": {
+        "description": "SHA-256 (RFC 9530), where the put told or asked for it.",
+        "schema": {"type": "string"},
+    },
+    "X-Nearkin-Meta-Omitted": {
+        "description": "In place of `X-Nearkin-Meta-NAME` headers, percent-encoded, where these are many: how many.",
+        "schema": {"type": "integer"},
+    },
+}
 _PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
     201: {
         "model": models.Outcome,
@@ -157,7 +170,15 @@ async def list_versions(
     return JSONResponse({"versions": [info_json(info) for info in listed.found], "next": following, **_damaged(listed)})
 
 
-@router.get("/v1/blobs", responses=_READ_PROBLEMS, response_model=models.Page, operation_id="listBlobs")
+_LINK = {"Link": {"description": 'The next page, `rel="next"`, where there is one.', "schema": {"type": "string"}}}
+
+
+@router.get(
+    "/v1/blobs",
+    responses={200: {"headers": _LINK}, **_READ_PROBLEMS},
+    response_model=models.Page,
+    operation_id="listBlobs",
+)
 async def list_blobs(
     request: Request,
     caller: Reader,
@@ -185,15 +206,18 @@ def _damaged(listed: Listed) -> dict[str, object]:
     return {"damaged": damaged_json(listed.damaged)}
 
 
+_WHOLE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The bytes.", "content": _OCTETS, "headers": _READ_HEADERS},
+    304: {"description": "Not modified.", "headers": _READ_HEADERS},
+    **_READ_PROBLEMS,
+}
 _RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The bytes.", "content": _OCTETS, "headers": _TAG_HEADERS},
+    **_WHOLE_ANSWERS,
     206: {
         "description": "A range of them.",
         "content": _OCTETS,
-        "headers": {**_TAG_HEADERS, "Content-Range": {"description": "Which.", "schema": {"type": "string"}}},
+        "headers": {**_READ_HEADERS, "Content-Range": {"description": "Which.", "schema": {"type": "string"}}},
     },
-    304: {"description": "Not modified.", "headers": _TAG_HEADERS},
-    **_READ_PROBLEMS,
     **responses(416),
 }
 
@@ -213,7 +237,7 @@ async def get_blob(
     return await _read(request, key, caller.tenant, version)
 
 
-@router.head("/v1/blobs/{key:path}", responses=_RANGE_ANSWERS, response_class=Response, operation_id="headBlob")
+@router.head("/v1/blobs/{key:path}", responses=_WHOLE_ANSWERS, response_class=Response, operation_id="headBlob")
 async def head_blob(request: Request, key: BlobKey, caller: Reader, version: VersionQuery = None) -> Response:
     """Return what GET would, without the bytes."""
     return await _read(request, key, caller.tenant, version)

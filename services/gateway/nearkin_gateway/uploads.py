@@ -37,6 +37,14 @@ router = APIRouter(tags=["resumable uploads"])
 _TUS: dict[str, Any] = {"Tus-Resumable": {"schema": {"type": "string"}, "description": VERSION}}
 _OFFSET = {**_TUS, "Upload-Offset": {"schema": {"type": "integer"}, "description": "Bytes that are durable."}}
 _EXPIRES = {"Upload-Expires": {"schema": {"type": "string"}, "description": "Taken up to then."}}
+_LENGTH = {"Upload-Length": {"schema": {"type": "integer"}, "description": "Bytes of the whole."}}
+_ABLE = {
+    **_TUS,
+    "Tus-Version": {"schema": {"type": "string"}, "description": "Versions of tus, with commas between several."},
+    "Tus-Extension": {"schema": {"type": "string"}, "description": "Its extensions."},
+    "Tus-Max-Size": {"schema": {"type": "integer"}, "description": "The most bytes that an upload may have."},
+    "Tus-Checksum-Algorithm": {"schema": {"type": "string"}, "description": "What `Upload-Checksum` may name."},
+}
 _BODY = {
     "requestBody": {
         "required": False,
@@ -51,7 +59,7 @@ Tus = Annotated[str | None, Header(alias="Tus-Resumable", description=f"`{VERSIO
     "/v1/uploads",
     status_code=204,
     response_class=Response,
-    responses={204: {"headers": _TUS, "description": "What the server can do, in headers."}, **responses(405, 431)},
+    responses={204: {"headers": _ABLE, "description": "What the server can do, in headers."}, **responses(405, 431)},
     operation_id="tusOptions",
 )
 async def options(request: Request) -> Response:
@@ -136,7 +144,7 @@ async def create(
 @router.head(
     "/v1/uploads/{id}",
     response_class=Response,
-    responses={200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES}}, **_PROBLEMS},
+    responses={200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES, **_LENGTH}}, **_PROBLEMS},
     operation_id="headUpload",
 )
 async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
