@@ -9,6 +9,7 @@ version; all within a time of the newest one. Calendars are UTC's, weeks begin o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Protocol
@@ -67,10 +68,13 @@ def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
 def check_age(settings: RetentionSettings, tenant: str, info: VersionInfo, now: float) -> None:
     """Raise Retained where a version is too young to be deleted."""
     seconds = min_age_seconds(settings, tenant, info.key)
-    until = info.created + timedelta(seconds=seconds)
-    if seconds and now < until.timestamp():
+    if seconds and now < info.created.timestamp() + seconds:
+        try:
+            until = f"{(info.created + timedelta(seconds=seconds)).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        except OverflowError:  # dated by a clock that was wrong
+            until = "after the year 9999"
         raise Retained(
-            f"key {info.key!r} version {info.version}: is kept until {until.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} "
+            f"key {info.key!r} version {info.version}: is kept until {until} "
             "(retention.min_age_seconds); nothing was deleted"
         )
 
@@ -95,8 +99,13 @@ def keeps_some(policy: RetentionPolicy) -> bool:
 
 
 def decide(versions: Sequence[VersionInfo], policy: RetentionPolicy, now: float, min_age: int = 0) -> list[Decision]:
-    """Return what becomes of the versions of one key, newest first. `min_age` seconds: younger ones stay."""
+    """Return what becomes of the versions of one key, newest first. `min_age` seconds: younger ones stay.
+
+    Newest by time; by number where a clock that was wrong may have dated it: what `get` answers is never forgotten, and
+    `keep-within` counts from it.
+    """
     newest_first = sorted(versions, key=lambda info: (info.created, info.version), reverse=True)
+    current = max(versions, key=lambda info: info.version, default=None)
     rules = [
         _Rule("last", policy.keep_last, lambda info: info.version),
         _Rule("daily", policy.keep_daily, lambda info: _utc(info).date()),
@@ -109,12 +118,16 @@ def decide(versions: Sequence[VersionInfo], policy: RetentionPolicy, now: float,
     for place, info in enumerate(newest_first):
         oldest = place == len(newest_first) - 1
         reasons = [rule.name for rule in rules if rule.keeps(info, oldest=oldest)]
-        if info.created >= newest_first[0].created - timedelta(seconds=policy.keep_within_seconds) and (
+        if (
             policy.keep_within_seconds
+            and current is not None
+            and ((current.created - info.created).total_seconds() <= policy.keep_within_seconds)
         ):
             reasons.append("within")
         if min_age and now < info.created.timestamp() + min_age:
             reasons.append("min-age")
+        if info is current and not reasons:
+            reasons.append("newest")
         found.append(Decision(info, tuple(reasons) if keeps_any else ("no policy",)))
     return found
 
@@ -175,7 +188,8 @@ def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[D
     for decision in sorted(found, key=lambda decision: (decision.info.key, decision.info.version)):
         try:
             if not decision.kept:
-                store.delete(decision.info.key, decision.info.version, reason=reason)
+                with suppress(NotFound):  # somebody else was faster
+                    store.delete(decision.info.key, decision.info.version, reason=reason)
             done.append(decision)
         except Retained:
             done.append(Decision(decision.info, ("min-age",)))

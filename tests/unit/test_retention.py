@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from nearkin.cli.forgetting import parse_duration
 from nearkin.config_keeping import RetentionPolicy, RetentionSettings
-from nearkin.errors import BadInput, ConfigError, Retained
+from nearkin.errors import BadInput, ConfigError, NotFound, Retained
 from nearkin.reports import VersionInfo
-from nearkin.retention import check_age, decide, min_age_seconds, policy_of
+from nearkin.retention import Decision, check_age, decide, forget, min_age_seconds, policy_of
 
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -35,7 +35,18 @@ def days(*numbers: float) -> list[datetime]:
 def test_the_last_ones_stay():
     assert kept(days(0, 1, 2, 3), keep_last=2) == [3, 4]
     assert kept(days(0, 1, 2, 3), keep_last=-1) == [1, 2, 3, 4]
-    assert kept(days(3, 2, 1, 0), keep_last=2) == [1, 2]  # by time, not by number
+    assert kept(days(3, 2, 1, 0), keep_last=2) == [1, 2, 4]  # by time, not by number; what `get` answers stays
+
+
+def test_what_a_wrong_clock_dated_takes_nothing_of_the_key_along():
+    lost, ahead = datetime(1970, 1, 1, tzinfo=UTC), datetime(2036, 1, 1, tzinfo=UTC)
+    assert kept([*days(0, 1, 2), lost], keep_last=2) == [2, 3, 4]
+    assert kept([*days(0, 1), ahead, *days(2, 3)], keep_within_seconds=30 * 86_400) == [1, 2, 3, 4, 5]
+    assert kept([*days(0, 1), ahead, *days(2, 3)], keep_last=1) == [3, 5]
+    assert kept([*days(0, 1), lost], keep_within_seconds=30 * 86_400) == [1, 2, 3]
+    versions = [info(number, when) for number, when in enumerate([*days(0, 1), lost], 1)]
+    found = decide(versions, RetentionPolicy(keep_daily=1), START.timestamp())
+    assert [(d.info.version, d.reasons) for d in found] == [(2, ("daily",)), (1, ()), (3, ("newest",))]
 
 
 def test_of_a_day_the_newest_stays_and_days_without_any_do_not_count():
@@ -94,6 +105,7 @@ def test_rules_are_what_they_say(hours, last, daily, yearly):
         wanted |= set(chosen)
         if versions and (count < 0 or len(chosen) < count):
             wanted.add(versions[-1][0])
+    wanted |= {len(hours)} - {0}  # what `get` answers, however it is dated
     if not (last or daily or yearly):
         wanted = {number for number, _ in versions}
     assert set(kept(created, keep_last=last, keep_daily=daily, keep_yearly=yearly)) == wanted
@@ -126,6 +138,30 @@ def test_a_version_too_young_is_refused_with_its_time():
     check_age(POLICIES, "t", young, START.timestamp() + 1000)
     with pytest.raises(Retained, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
         check_age(POLICIES, "t", young, START.timestamp() + 999)
+    with pytest.raises(Retained, match="is kept until after the year 9999"):
+        check_age(POLICIES, "t", info(3, datetime.max.replace(tzinfo=UTC), "db/legal/x"), START.timestamp())
+
+
+def test_who_forgets_beside_another_goes_on_where_that_one_was_faster():
+    class Racing:
+        """A store of which somebody else deletes the first version meanwhile."""
+
+        def __init__(self) -> None:
+            self.deleted: list[int | None] = []
+
+        def versions(self, prefix="", *, all_versions=False, broken=None):
+            return [info(1, START), info(2, START)]
+
+        def delete(self, key, version=None, *, reason=""):
+            if version == 1:
+                raise NotFound("gone")
+            self.deleted.append(version)
+            return 1
+
+    store = Racing()
+    done = forget(store, [Decision(found, ()) for found in store.versions()], "")
+    assert store.deleted == [2]
+    assert [decision.kept for decision in done] == [False, False]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("36h", 129_600), ("1y6w", 35_164_800), ("90s", 90), ("2m", 120)])
