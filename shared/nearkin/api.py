@@ -23,7 +23,7 @@ from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.manifest import Manifest
+from nearkin.formats.manifest import CREATED_US_MAX, Manifest
 from nearkin.frozen import frozen
 from nearkin.interrupts import interrupts_wait
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
@@ -653,13 +653,13 @@ class Store:
     def gc_state(self) -> GcState:
         """Return whether collection is paused, and what waits for its grace to pass. Raises StoreUnavailable."""
         pause, condemned = self.pauses.read(), self._condemned.read()
-        due_us = min((entry.at_us for entry in condemned.values()), default=None)
-        grace_us = self.settings.gc.grace_seconds * 1_000_000
+        at_us = min((entry.at_us for entry in condemned.values()), default=None)
+        due = None if at_us is None else min(at_us / 1e6 + self.settings.gc.grace_seconds, CREATED_US_MAX // 1_000_000)
         return GcState(
             None if pause is None else datetime.fromtimestamp(pause.at_us / 1e6, UTC),
             "" if pause is None else pause.who,
             len(condemned),
-            None if due_us is None else datetime.fromtimestamp((due_us + grace_us) / 1e6, UTC),
+            None if due is None else datetime.fromtimestamp(due, UTC),
         )
 
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import Corrupt, NotFound, Permanent, StoreLocked
+from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest
 from nearkin.records import Locations
@@ -52,6 +52,20 @@ def test_what_nothing_needs_goes_and_all_else_restores(opened, clock):
     assert stored_bytes(store.root) - alone < 200  # the mark that keeps the number taken
     assert store.get("kept").read() == kept
     assert store.put("gone", b"again").info.version == 3
+
+
+@pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])
+def test_a_clock_that_no_record_can_hold_condemns_nothing(opened, clock, now):
+    good = clock.now
+    with opened() as store:
+        store.put("a", random_bytes(100_000, 1))
+        store.delete("a")
+        clock.now = now
+        with pytest.raises(BadInput, match="want a time from 1970 to 9999; set it"):
+            store.gc()
+        assert store.verify().damage == ()
+        clock.now = good + 30 * DAY
+        assert (store.gc().versions, store.gc_state().condemned_containers) == (1, 1)
 
 
 def test_nothing_goes_while_it_can_be_brought_back(opened, clock):

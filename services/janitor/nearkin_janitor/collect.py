@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from nearkin.config_keeping import MARK_SWEEP, GcSettings
-from nearkin.errors import ConfigError, Corrupt, Erased, NoRoom, NotFound, Permanent, Retryable
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NoRoom, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned, fitting
 from nearkin.formats.directory import Directory
@@ -159,6 +159,7 @@ class Collector:
 
     def _round(self, turns: Turns, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
         started, sums, state = time.perf_counter(), _Sums(), turns.state()
+        self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
         if not self._to_mark(generations, roots):
@@ -243,7 +244,7 @@ class Collector:
             freed_bytes=sums.freed_bytes,
             condemned_containers=len(record),
             freed_later_bytes=sums.later_bytes,
-            due=None if due_us is None else datetime.fromtimestamp(due_us / 1e6, UTC),
+            due=None if due_us is None else datetime.fromtimestamp(min(due_us / 1e6, CREATED_US_MAX // 1_000_000), UTC),
             held=sums.held,
             seconds=time.perf_counter() - started,
         )
@@ -259,6 +260,15 @@ class Collector:
             if self._steps is not None:
                 self._steps(done, len(items), text)
             yield item
+
+    def _check_clock(self) -> None:
+        """Refuse to condemn by a time that no record can hold."""
+        now_us = self._now_us()
+        if not 0 <= now_us <= CREATED_US_MAX:
+            raise BadInput(
+                f"the clock says {now_us} us after 1970: want a time from 1970 to 9999; set it, no garbage is "
+                "collected meanwhile"
+            )
 
     def _now_us(self) -> int:
         return int(self._clock() * 1e6)
