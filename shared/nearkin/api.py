@@ -511,7 +511,10 @@ class Store:
             lambda: (self._index.to_check() or (None, False))[1],
         )
         index, whole = self._index.to_check() or (None, False)
+        unreadable = self._index.damage
         report = verifier.run(choice, progress, index, index_whole=whole)
+        if unreadable is not None and choice.everything:
+            report = replace(report, damage=(*report.damage, Damage("index", unreadable, ())))
         if not verifier.broken and not self._quarantine.listed():
             return report
 

@@ -56,6 +56,10 @@ class NoRoom(StoreUnavailable):
     """The store's device is full: what was to be written is not there."""
 
 
+class IndexDamaged(StoreUnavailable):
+    """The index in files cannot be read: it is to be made anew."""
+
+
 class IndexUnfinished(StoreUnavailable):
     """The index's file is there, what belongs in it is not: as good as no index."""
 

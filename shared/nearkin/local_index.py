@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nearkin.config import Settings
-from nearkin.errors import FormatTooNew, IndexClosed, IndexUnfinished, StoreLocked, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, IndexDamaged, IndexUnfinished, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.interrupts import interrupts_wait
@@ -86,6 +86,8 @@ class LocalIndex:
         """Whether the index says so because of a note in that turn."""
         self._said = False
         """Whether the index says, because of this Store, that the store may hold more than it."""
+        self.damage: str | None = None
+        """Why the index could not be read when `remembered` was asked last."""
         self.crossing = Crossing(str(root))
         self._index: LmdbIndex | None = None
         self.putting = False
@@ -280,6 +282,7 @@ class LocalIndex:
 
     def remembered(self) -> list[tuple[str, CatalogEntry]]:
         """Return (tenant, version) of all where there is a sound index: `verify` can do without, and makes none."""
+        self.damage = None
         return self._of_sound(lambda index: list(index.catalogs()))
 
     def numbers(self, tenant: str, key: str) -> list[int]:
@@ -298,6 +301,9 @@ class LocalIndex:
                     return []
                 self._kept(index)
             return self.read(ask)
+        except IndexDamaged as err:
+            self.damage = str(err)
+            return []
         except (StoreUnavailable, StoreLocked, FormatTooNew):
             return []
 

@@ -335,6 +335,21 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("kept_pages", [0, 3, 9])
+def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(root, kept_pages, read_only):
+    data = root / "index" / "data.mdb"
+    data.write_bytes(data.read_bytes()[: kept_pages * 4096] or b"x" * 8192)
+    manifests(root)[0].write_bytes(b"")
+    with open_store(root, settings=CHOSEN, read_only=read_only) as store:
+        named_by = {d.object_name: d.problem for d in store.verify().damage}
+        assert named_by.keys() == {named(root, manifests(root)[0]), "index"}
+        assert "rebuild-index" in named_by["index"]
+    with open_store(root, settings=CHOSEN) as store:
+        store.rebuild_index()
+        assert {d.object_name for d in store.verify().damage} == {named(root, manifests(root)[0])}
+
+
 @pytest.mark.parametrize("harm", ["garbage", "empty", "cut", "zeros"])
 def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm):
     data = root / "index" / "data.mdb"

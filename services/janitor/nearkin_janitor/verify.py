@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import NotFound, Permanent
+from nearkin.errors import IndexDamaged, NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
 from nearkin.records import U64, ZERO, ContainerId, Locations, distinct, grouped
@@ -264,7 +264,7 @@ class Verifier:
             name = object_name(container, self._containers.generation(container))
         return replace(damage, repairable=self._objects.mended(name) is not None)
 
-    def _index(self, index: ReadableIndex, whole: bool) -> int:
+    def _index(self, index: ReadableIndex, whole: bool) -> int | None:
         """Compare the index with what was read; return how many entries. An index that is wrong touches no version."""
         known = set(self._remembered)
         unlisted = {
@@ -272,7 +272,11 @@ class Verifier:
             for name, (_, key, version) in self._seen.items()
             if whole and name not in known and name not in self._marked and self._is_unlisted(name)
         }
-        found = IndexCheck(self._containers, self._tenants).run(index, unlisted)
+        try:
+            found = IndexCheck(self._containers, self._tenants).run(index, unlisted)
+        except IndexDamaged as err:
+            self._findings.found("index", str(err))
+            return None
         if found.problems:
             self._findings.found("index", f"{'; '.join(found.problems)}: run `nearkin rebuild-index`")
         return found.entries

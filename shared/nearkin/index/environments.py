@@ -16,7 +16,7 @@ from typing import Any
 import lmdb
 
 from nearkin import tally
-from nearkin.errors import IndexUnfinished, NoRoom, StoreUnavailable
+from nearkin.errors import IndexDamaged, IndexUnfinished, NoRoom, StoreUnavailable
 
 READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
@@ -106,7 +106,10 @@ def _refused(folder: Path, err: Exception) -> StoreUnavailable:
         return NoRoom(f"index {folder}: no room left on the device: make room and run the same again")
     if any(os.strerror(number) in str(err) for number in (errno.EACCES, errno.EPERM)):
         return StoreUnavailable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
-    return StoreUnavailable(f"index {folder}: {err}; if it persists delete that folder and run rebuild-index")
+    damaged = isinstance(err, (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError))
+    return (IndexDamaged if damaged else StoreUnavailable)(
+        f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
+    )
 
 
 def release(shared: Environment) -> None:

@@ -27,7 +27,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
-from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, IndexDamaged, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
@@ -435,7 +435,7 @@ class LmdbIndex:
 
 def _unavailable(err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError):
-        return StoreUnavailable(f"index: {err}: it is damaged; run rebuild-index, which makes a new one")
+        return IndexDamaged(f"index: {err}: it is damaged; run rebuild-index, which makes a new one")
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
     return StoreUnavailable(f"index: {err}; all before is as it was: make room and run the same again")
