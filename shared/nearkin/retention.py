@@ -8,6 +8,7 @@ version; all within a time of the newest one. Calendars are UTC's, weeks begin o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ from itertools import groupby
 from typing import Protocol
 
 from nearkin.config_keeping import RetentionPolicy, RetentionSettings
-from nearkin.errors import NotFound, Retained
+from nearkin.errors import BadInput, NotFound, Retained
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
 from nearkin.frozen import frozen
 from nearkin.reports import Damage, VersionInfo
@@ -24,6 +25,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.shown import infos_of
 
 WHO, REASON = "retention", "retention.policies"
+_log = logging.getLogger("nearkin")
 ALL = -1
 """As a number of versions to keep."""
 
@@ -193,6 +195,9 @@ def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[D
             done.append(decision)
         except Retained:
             done.append(Decision(decision.info, ("min-age",)))
+        except BadInput as err:  # it was deleted and undeleted as often as there are marks
+            _log.warning("forget: %s", err)
+            done.append(Decision(decision.info, ("marks",)))
     return done
 
 
@@ -235,6 +240,9 @@ def apply_policies(
                     tenant, info.key, info.version, undelete_seconds=undelete_seconds, who=WHO, reason=REASON
                 )
             except (NotFound, Retained):  # somebody else was faster; or the clock that guards is behind
+                continue
+            except BadInput as err:  # it was deleted and undeleted as often as there are marks: others go all the same
+                _log.warning("retention.policies: %s", err)
                 continue
         count, marks_bytes = count + 1, marks_bytes + len(encode_mark(mark))
     return count, marks_bytes

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nearkin.api import open_store
 from nearkin.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin.formats.manifest import Manifest
-from nearkin.formats.mark import SEQUENCE_MAX, Kind, Mark
+from nearkin.formats.mark import SEQUENCE_MAX, Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
 from nearkin.records import Locations
 from nearkin.reports import Ledger, VersionInfo
@@ -25,6 +26,7 @@ from nearkin.store.s3 import S3Objects
 from nearkin.testing.clock import Clock
 from nearkin.testing.faulty import FaultyObjects
 from nearkin.testing.servers import S3
+from nearkin.testing.stores import SMALL, settings
 
 WEEK = 604_800.0
 SETTINGS = {"undelete_seconds": WEEK}
@@ -485,3 +487,18 @@ def test_a_put_during_a_deletion_stays_or_was_there_before(objects: ObjectStore)
         if not left:
             numbers.append(put(manifests))
     assert numbers == sorted(set(numbers))
+
+
+def test_a_version_with_all_marks_that_it_may_have_keeps_no_other_from_being_forgotten(tmp_path):
+    chosen = settings(SMALL, {"retention": {"policies": [{"keep_last": 1}]}})
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        for key in ("a", "b"):
+            for content in (b"1", b"2"):
+                store.put(key, content)
+        mark = Mark("default", "a", 1, 1000, Kind.UNDELETED, 1, 0)
+        (tmp_path / "s" / mark_name("default", "a", 1, 1000)).write_bytes(encode_mark(mark))
+        assert store.gc().forgotten == 1
+        left = [(info.key, info.version) for info in store.versions(all_versions=True)]
+        assert left == [("a", 1), ("a", 2), ("b", 2)]
+        reasons = {decision.info.version: decision.reasons for decision in store.forget("a")}
+        assert reasons == {1: ("marks",), 2: ("last",)}
