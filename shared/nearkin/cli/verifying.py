@@ -73,7 +73,7 @@ def repair_lines(report: RepairReport) -> Iterable[str]:
     if report.parity_added:
         yield f"parity added to {counted(report.parity_added, 'object')}"
     yield from damage_lines(report.damage)
-    if report.damage:
+    if any(one.object_name != "index" for one in report.damage):  # which names its own remedy
         yield "put the same content again, or give a copy with --from, to heal what is left"
     left = counted(len(report.damage), "damaged object") if report.damage else "no damage"
     yield f"{left} left in {report.seconds:.2f} s"
