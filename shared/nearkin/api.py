@@ -7,6 +7,7 @@ root/index/         lock          tmp/            rebuildable, transient
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
@@ -142,8 +144,15 @@ def _folder(path: str | Path) -> tuple[Path, bool]:
     return root, exists
 
 
+_STORES: WeakSet[Store] = WeakSet()
+"""All of this process."""
+
+
 class Store:
-    """An open store: one writer (the first write takes the lock, `close` gives it back), any number of readers."""
+    """An open store: one writer (the first write takes the lock, `close` gives it back), any number of readers.
+
+    In a process that is forked it is open too, and holds nothing of its parent's: neither the lock nor a put at work.
+    """
 
     def __init__(
         self,
@@ -187,6 +196,7 @@ class Store:
         self._writer: EmbeddedWriter | None = None
         """Of that put."""
         self._spares: Spares | None = None
+        _STORES.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -218,6 +228,11 @@ class Store:
         self._spares = None
         self._containers.forget_read()
         self._containers.buffers.let_go()
+
+    def forked(self) -> None:
+        """Begin anew in a process that was forked."""
+        self._putting, self._writer, self._spares = False, None, None
+        self._index.forked()
 
     # --- put ---------------------------------------------------------------------------------------------------------
 
@@ -258,7 +273,8 @@ class Store:
         if self._putting:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of another put; let that end first")
         check_tenant(self._covered, self.settings.tenant)
-        self._index.crossing.enter()  # left by whichever thread ends this
+        crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
+        crossing.enter()  # left by whichever thread ends this
         try:
             self._putting, self._put_by = True, threading.get_ident()
             self._containers.blocks.bound(int(self.settings.base.cache_bytes))  # a put has much else in memory
@@ -267,7 +283,7 @@ class Store:
             self._containers.blocks.bound(self._cache_bytes)
             self._putting, self._writer = False, None
             self._index.put_ends()
-            self._index.crossing.leave()
+            crossing.leave()
 
     def _put_in_groups(
         self, items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]], progress: Progress | None
@@ -679,3 +695,12 @@ class Store:
 def _warn(damage: Damage) -> None:
     for key, version in damage.versions:
         _log.warning("%r version %d cannot be read: %s; run `nearkin verify`", key, version, damage.problem)
+
+
+def _forked() -> None:
+    for store in list(_STORES):
+        store.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

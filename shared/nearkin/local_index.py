@@ -97,6 +97,14 @@ class LocalIndex:
         self.behind = False
         """Whether the store may hold more than the index: set while a put is at work, left set where one failed."""
 
+    def forked(self) -> None:
+        """Begin anew in a process that was forked: the index that is open, and the lock, are its parent's."""
+        self._changing, self._swapping = threading.RLock(), threading.Lock()
+        self.crossing = Crossing(str(self._folder.parent))
+        self._index = None
+        self._held, self._forgetting = "", 0
+        self._said = self._noted = self.putting = self.behind = False
+
     def close(self) -> None:
         """Release the lock and the index."""
         with self._changing:

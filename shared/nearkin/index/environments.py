@@ -1,5 +1,7 @@
 """LMDB environments. Invariant: a process opens each file once, whoever asks (LMDB's rule); the last user closes it.
 
+One that was open when a process forked stays its parent's: the child opens its own.
+
 Two Stores of one process, of two tenants say, share one: each would else be told that the file is open already.
 """
 
@@ -9,7 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ LOCK_BYTES = 64 * READERS_MAX + 4096
 _LOCK = threading.Lock()
 _OPEN: dict[tuple[int, int], Environment] = {}
 """By device and inode of the data file; as many as stores are open, each holding two file descriptors."""
+_PARENTS: list[Environment] = []
+"""What was at work when this process was forked: kept, since whoever frees one closes it."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -36,6 +40,8 @@ class Environment:
     writable: bool
     file: tuple[int, int]
     users: int = 0
+    process: int = field(default_factory=os.getpid)
+    """Who opened it. A process forked from that one must not use it, nor close it (LMDB's rule)."""
 
     def open(self, names: Sequence[str], *, writable: bool) -> None:
         """Open databases, and with `writable` make those that are not there."""
@@ -83,6 +89,11 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
                 folder.mkdir(parents=True, exist_ok=True)
             file = _file(folder)
             shared = _OPEN.get(file) if file is not None else None
+            if any(left.file == file for left in _PARENTS):  # LMDB has it open here, and cannot have it twice
+                raise StoreUnavailable(
+                    f"index {folder}: was being read or written when this process was forked: spawn the process, or "
+                    "fork it before the store is opened"
+                )
             if shared is None:
                 shared = _opened(folder, map_bytes, writable=writable, durable=durable)
             try:
@@ -114,6 +125,8 @@ def _refused(folder: Path, err: Exception) -> StoreUnavailable:
 
 def release(shared: Environment) -> None:
     """Let go of an environment."""
+    if shared.process != os.getpid():
+        return
     with _LOCK:
         shared.users -= 1
         if not shared.users:
@@ -195,3 +208,19 @@ def _file(folder: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+
+def forked(at_work: Sequence[Any]) -> None:
+    """Leave all to the parent, in a process just forked from it; `at_work`: what it was reading or writing then.
+
+    That must not even be closed: it would end the parent's transaction. All else is, without a trace in the files.
+    """
+    global _LOCK  # noqa: PLW0603 - a thread that this process does not have may hold it
+    _LOCK = threading.Lock()
+    for shared in _OPEN.values():
+        if any(shared.env is env for env in at_work):
+            _PARENTS.append(shared)
+        else:
+            shared.env.close()
+    _OPEN.clear()

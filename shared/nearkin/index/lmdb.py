@@ -12,6 +12,7 @@ meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from struct import Struct
 from typing import Any
+from weakref import WeakSet
 
 import lmdb
 import numpy as np
@@ -31,7 +33,7 @@ from nearkin.errors import FormatTooNew, IndexClosed, IndexDamaged, StoreUnavail
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
-from nearkin.index.environments import Environment, acquire, release
+from nearkin.index.environments import Environment, acquire, forked, release
 from nearkin.index.forgetting import ENTRIES_AT_ONCE, LOCATION_BYTES, Found, by_table, drop, look_up
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
@@ -53,6 +55,9 @@ _KEY_BYTES = {"chunks": NAME_BYTES, "segments": SEGMENT_ID_BYTES, "features": FE
 _KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
 
+_ALL: WeakSet[LmdbIndex] = WeakSet()
+"""All of this process."""
+
 
 class LmdbIndex:
     """The embedded index: one folder, one writer, many readers."""
@@ -69,6 +74,7 @@ class LmdbIndex:
         self._users_lock = threading.Lock()
         self._users = 0
         """Who reads or writes at this moment; the last one ends what was closed meanwhile."""
+        _ALL.add(self)
         self._shared: Environment | None = None
         self._shared = shared = acquire(folder, map_bytes, TABLES, writable=not read_only, durable=durable)
         self._env = shared.env
@@ -100,7 +106,7 @@ class LmdbIndex:
         """
         with self._users_lock:
             shared = self._shared
-            if shared is None:
+            if shared is None or shared.process != os.getpid():
                 raise IndexClosed("index: was closed meanwhile; run the same again")
             self._users += 1
         try:
@@ -431,6 +437,19 @@ class LmdbIndex:
         """Return whether this is the index that lies in its folder; a rebuild, by whom ever, puts a new one there."""
         shared = self._shared
         return shared is not None and shared.is_at(self._folder)
+
+    @property
+    def at_work(self) -> Any:
+        """Return LMDB's environment where it is read or written at this moment, else None."""
+        return self._env if self._users else None
+
+
+def _forked() -> None:
+    forked([env for index in list(_ALL) if (env := index.at_work) is not None])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _unavailable(err: lmdb.Error) -> StoreUnavailable:

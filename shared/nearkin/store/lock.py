@@ -1,6 +1,7 @@
 """The writer's lock. Invariant: one process writes a store at a time; a dead holder's lock is free at once.
 
 The kernel holds the lock (flock), so it ends with its process; a file beside it only names the holder for the error.
+A process that is forked does not hold what its parent does.
 
     lock            held by whoever writes, from its first write to its close, or for one step of a round
     lock.round      held by whoever does a round of garbage collection, from its beginning to its end
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakSet
 
 from nearkin.errors import StoreLocked, StoreUnavailable
 
@@ -31,6 +33,9 @@ ROUNDS = "garbage collection"
 _BEING = {ROUNDS: "is being collected by", ROUND: "is being written, in a step of garbage collection, by"}
 NAMES = frozenset({"lock", "lock.holder", "lock.round", "lock.round.holder", "lock.wanted"})
 
+_LOCKS: WeakSet[WriterLock] = WeakSet()
+"""All of this process."""
+
 
 class WriterLock:
     """Held from `acquire` to `release`."""
@@ -40,6 +45,7 @@ class WriterLock:
         self._holder = root / f"{name}.holder"
         self._wanted = root / "lock.wanted"
         self._descriptor: int | None = None
+        _LOCKS.add(self)
 
     def acquire(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
         """Take the lock, for `what`; wait so long for whoever holds it. Raises StoreLocked, naming the holder.
@@ -74,7 +80,7 @@ class WriterLock:
             return  # a full disk must not stop a delete or a retry; the lock itself is held
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Give the lock back; in a process forked meanwhile, leave it to its parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -142,3 +148,14 @@ def _opened(path: Path | None) -> Iterator[int | None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _forked() -> None:
+    """Leave all to the parent: with a descriptor open here too a lock would be two's, and outlive its holder."""
+    for lock in list(_LOCKS):
+        with suppress(OSError):
+            lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,62 @@
+"""A Store that is open when its process forks: the child has neither its lock, nor its index, nor its put."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD_TRIES = """
+import multiprocessing, sys
+import nearkin
+from nearkin.errors import StoreLocked
+
+def tries(store, go, said):
+    try:
+        store.put("child", b"of the child")
+        said.put("written by two")
+    except StoreLocked as err:
+        said.put(str(err))
+    said.put([info.key for info in store.versions()])
+    go.get()
+    store.put("child", b"of the child")
+    said.put(store.get("child").read())
+    said.put([info.key for info in store.versions()])
+    store.close()
+
+fork = multiprocessing.get_context("fork")
+go, said = fork.Queue(), fork.Queue()
+store = nearkin.open_store(sys.argv[1])
+store.put("parent", b"of the parent")
+many = store.put_many([("first", b"1"), ("second", b"2")]) if sys.argv[2] == "putting" else None
+if many is not None:
+    next(many)
+child = fork.Process(target=tries, args=(store, go, said))
+child.start()
+print(said.get(timeout=20))
+print(said.get(timeout=20))
+store.put("later", b"of the parent") if many is None else list(many)
+store.close()
+with nearkin.open_store(sys.argv[1]) as again:  # the child, which lives, does not keep it locked
+    again.put("again", b"of the parent")
+go.put(None)
+print(said.get(timeout=20))
+print(said.get(timeout=20))
+child.join(20)
+print(child.exitcode)
+with nearkin.open_store(sys.argv[1]) as again:
+    print(again.verify().damage)
+"""
+
+
+@pytest.mark.parametrize(("at", "there"), [("idle", ["later"]), ("putting", ["first", "second"])])
+def test_a_forked_store_leaves_lock_and_index_to_its_parent(tmp_path: Path, at: str, there: list[str]) -> None:
+    run = [sys.executable, "-c", CHILD_TRIES, str(tmp_path / "store"), at]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
+    assert not done.stderr
+    locked, listed, *rest = done.stdout.splitlines()
+    assert "is being written by process" in locked
+    assert "'parent'" in listed
+    assert rest == ["b'of the child'", str(sorted(["again", "child", "parent", *there])), "0", "()"]
