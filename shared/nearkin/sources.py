@@ -148,11 +148,12 @@ def _readable(source: BinaryIO | bytes) -> Any:
 
 def _read_into(file: Any, window: memoryview, name: str) -> int:
     """Fill the window's start from a file; 0 at its end. Files without `readinto` are read and copied."""
+    window = window[:READ_BYTES]  # what a file says it filled beyond it would be bytes of earlier blobs
     try:
         if hasattr(file, "readinto"):
-            count = file.readinto(window[:READ_BYTES])
+            count = file.readinto(window)
         else:
-            data = file.read(min(len(window), READ_BYTES))
+            data = file.read(len(window))
             if not isinstance(data, bytes | bytearray | memoryview | None):
                 raise BadInput(f'{name}: gives {type(data).__name__}; open it for reading bytes, such as with "rb"')
             count = None if data is None else len(data)
