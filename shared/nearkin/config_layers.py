@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "NEARKIN_"
 OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint"})
 """`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
+FILE_BYTES_MAX = 1 << 20
+TABLES_DEPTH_MAX = 32
+"""Of tables within tables; the settings have three."""
 
 
 class Origin(NamedTuple):
@@ -99,11 +102,29 @@ def _plain(name: str, value: str, sources: Mapping[str, str]) -> str:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            text = file.read(FILE_BYTES_MAX + 1)
+        if len(text) > FILE_BYTES_MAX:
+            raise ConfigError(f'config file "{path}": has more than {FILE_BYTES_MAX:,} bytes')
+        found = tomllib.loads(text.decode())
     except FileNotFoundError as err:
         raise ConfigError(f'config file "{path}": no such file') from err
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as err:
+    except (OSError, ValueError, RecursionError) as err:  # broken TOML, and a number of 5,000 digits: ValueErrors
         raise ConfigError(f'config file "{path}": {err}') from err
+    _check_depth(found, path)
+    return found
+
+
+def _check_depth(found: object, path: Path) -> None:
+    """Refuse what would be too deep for whoever walks it. Raises ConfigError."""
+    level = [found]
+    for _ in range(TABLES_DEPTH_MAX):
+        level = [
+            below
+            for value in level
+            for below in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        ]
+    if level:
+        raise ConfigError(f'config file "{path}": has tables or lists more than {TABLES_DEPTH_MAX} deep')
 
 
 def _read_environment() -> dict[str, Any]:

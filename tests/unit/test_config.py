@@ -292,7 +292,13 @@ def test_a_variable_below_what_has_nothing_below_it_is_refused_by_name(
         load()
 
 
-@pytest.mark.parametrize("text", ["[delta", "delta = 1\n[delta]", "\x00", "a = 1\na = 2", f"a = {'[' * 9000}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[delta", "delta = 1\n[delta]", "\x00", "a = 1\na = 2", f"a = {'[' * 9000}", f"delta.max_depth = {'9' * 5000}",
+        f"delta.{'a.' * 900}b = 1", f"# {'a' * (1 << 20)}",
+    ],
+)  # fmt: skip
 def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"nearkin\.toml"):
         load(toml(tmp_path, text))
