@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C, and SIGTERM where Python handles it, back for as long as the block runs.
+    """Hold Ctrl-C, and SIGTERM and SIGHUP where Python handles them, back for as long as the block runs.
 
     One that falls into the import of a compiled module is lost, one that falls into the making of a dataclass becomes
     a RuntimeError. For imports that a put waits for: they take milliseconds. A mask of signals would not do: they are
@@ -19,7 +19,7 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # no signal is handled in this thread
         return
-    handled = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handled = {number: handler for number, handler in handled.items() if callable(handler)}  # not ignored, nor C's own
     sent: list[int] = []
     try:

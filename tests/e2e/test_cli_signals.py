@@ -98,7 +98,8 @@ def reading(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "line"), [(signal.SIGINT, 130, b"interrupted"), (signal.SIGTERM, 143, b"terminated")]
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, b"interrupted"), (signal.SIGTERM, 143, b"terminated"), (signal.SIGHUP, 129, b"hung up")],
 )
 def test_an_interrupted_put_says_so_in_one_line_and_stores_no_version(
     reading: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals, code: int, line: bytes, call: InProcess
@@ -115,3 +116,19 @@ def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Po
     assert done.returncode == 1
     assert json.loads(done.stderr)["error"]["kind"] == "StoreLocked"
     assert reading.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_get_that_is_ended_leaves_nothing_beside_its_file(tmp_path: Path, number: signal.Signals) -> None:
+    run("put", "key", "-", "--store", tmp_path / "store", stdin=os.urandom(1 << 20) * 200)
+    (tmp_path / "out").mkdir()
+    with subprocess.Popen(
+        command("get", "key", "-o", tmp_path / "out" / "key", "--store", tmp_path / "store"), env=environment()
+    ) as process:
+        deadline = time.monotonic() + 30
+        while not list((tmp_path / "out").iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert not list((tmp_path / "out").iterdir())

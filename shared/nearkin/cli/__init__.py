@@ -3,7 +3,8 @@
     0    done
     1    the store says no: not found, damaged, locked, unreachable, denied, out of room
     2    the command says no: wrong usage, a setting, key, range or file that is refused
-    130  interrupted (Ctrl-C); 143 terminated; 141 the reader of a pipe went away (silent)
+    130  interrupted (Ctrl-C); 143 terminated; 129 its terminal went away (SIGHUP)
+    141  the reader of a pipe went away (silent)
 
 Only click and the standard library are imported before a command is known: `nearkin --help` answers in under 0.2 s.
 """
@@ -26,6 +27,7 @@ from nearkin.errors import BadInput, NearkinError
 EXIT_OK = 0
 EXIT_STORE = 1
 EXIT_USAGE = 2
+EXIT_HUNG_UP = 129
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 EXIT_TERMINATED = 143
@@ -34,7 +36,7 @@ __all__ = ["main", "run"]
 
 
 class _Terminated(BaseException):
-    """SIGTERM, as an exception: unfinished files are removed on the way out."""
+    """SIGTERM or SIGHUP, its argument, as an exception: unfinished files are removed on the way out."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = given[: given.index("--")] if "--" in given else given
     as_json = "--json" in options
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _terminate)} if in_main_thread else {}
+    if in_main_thread and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _terminate)
     try:
         code = _run(given, as_json)
         if sys.stdout is not None:
@@ -55,11 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
         return _drop_stdout(code)
     except KeyboardInterrupt:
         return _fail("Interrupted", "interrupted", EXIT_INTERRUPTED, as_json)
-    except _Terminated:
+    except _Terminated as err:
+        if err.args[0] == signal.SIGHUP:
+            with suppress(OSError):  # of a terminal that is gone nothing can be told
+                _fail("HungUp", "hung up", EXIT_HUNG_UP, as_json)
+            return EXIT_HUNG_UP
         return _fail("Terminated", "terminated", EXIT_TERMINATED, as_json)
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code
 
 
@@ -138,7 +146,8 @@ def _drop_stdout(code: int) -> int:
     return code
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     # once: `timeout` sends it twice, and the second would cut short what cleans up after the first
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise _Terminated
+    for ends in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ends, signal.SIG_IGN)
+    raise _Terminated(number)

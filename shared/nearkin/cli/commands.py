@@ -50,7 +50,7 @@ def nearkin() -> None:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
     Exit codes: 0 done, 1 the store says no (not found, damaged, locked), 2 wrong usage, 130 interrupted,
-    143 terminated.
+    143 terminated, 129 hung up.
     """
 
 
