@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from nearkin import cli
-from nearkin.testing.commands import InProcess, assert_refused, environment, run
+from nearkin.testing.commands import InProcess, assert_refused, command, environment, run
 
 COMMANDS = (
     "put",
@@ -170,3 +170,14 @@ def test_the_command_starts_no_threads_that_it_never_uses(
     with pytest.raises(SystemExit, match="7"):
         cli.run()
     assert os.environ["OPENBLAS_NUM_THREADS"] == threads
+
+
+def test_an_index_for_which_there_are_no_addresses_names_limit_and_setting(tmp_path: Path) -> None:
+    run("put", "key", "-", "--store", tmp_path / "s", stdin=b"x")
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", *command("--store", tmp_path / "s", "ls")],
+        capture_output=True, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert b"index.map_bytes" in done.stderr
+    assert b"delete" not in done.stderr

@@ -108,13 +108,18 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
     except lmdb.NotFoundError as err:
         raise IndexUnfinished(f"index {folder}: its maker did not finish it; run rebuild-index") from err
     except (lmdb.Error, OSError) as err:
-        raise _refused(folder, err) from err
+        raise _refused(folder, err, map_bytes) from err
 
 
-def _refused(folder: Path, err: Exception) -> StoreUnavailable:
+def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
     """Return why an index could not be opened, and what helps. LMDB gives the system's reasons as text alone."""
     if any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT)):
         return NoRoom(f"index {folder}: no room left on the device: make room and run the same again")
+    if os.strerror(errno.ENOMEM) in str(err):
+        return StoreUnavailable(
+            f"index {folder}: {map_bytes:,} bytes of addresses cannot be had: raise the limit (ulimit -v), or lower "
+            "index.map_bytes"
+        )
     if any(os.strerror(number) in str(err) for number in (errno.EACCES, errno.EPERM)):
         return StoreUnavailable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
     damaged = isinstance(err, (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError))
@@ -208,7 +213,6 @@ def _file(folder: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
-
 
 
 def forked(at_work: Sequence[Any]) -> None:
