@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,30 @@ def later(log: Log, seconds: float) -> None:
     """Let time pass for what is gathering."""
     for blob in log.handler._open.values():
         blob.last_seen -= seconds
+
+
+def test_what_another_tenant_says_of_a_blob_makes_no_version_of_it(log: Log) -> None:
+    """It would name segments in a domain where they are not, or another blob's end would be this one's (I9)."""
+    log.placed(1, 0)
+    whole = End(replace(envelope(1, 1), tenant="other"), *began_of(1), SEGMENT_BYTES, bytes(32), None, 1)
+    log._add(1, whole)
+    log._add(1, replace(whole, envelope=replace(whole.envelope, tenant="t", key="k2")))
+    log._add(1, replace(whole, envelope=replace(whole.envelope, key="k3"), failure="another tenant's"))
+    assert log.read() == {"k3": "failed"}
+    log.end(1, 1)
+    assert log.read(4) == {"k3": "failed", "k1": "committed"}
+    assert (log.manifests.versions("t", "k1"), log.manifests.versions("other", "k1")) == ([1], [])
+
+
+def test_a_copy_in_another_partition_holds_no_offset_of_its_own_back(log: Log) -> None:
+    log.handler.assigned(1, "")
+    log.placed(1, 0)
+    log.handler.handle([replace(log.records[0], partition=1)])
+    log.read()
+    log.handler.dropped(1)  # to another committer; what partition 0 has of the blob stays
+    log.end(1, 1)
+    assert log.read(1) == {"k1": "committed"}
+    assert log.committable() == 2
 
 
 # --- what is there is committed --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -297,3 +298,20 @@ def test_offsets_move_past_what_is_done_and_no_further() -> None:
     assert offsets.committable == 9
     offsets.taken(7)  # read again after a rebalance
     assert offsets.committable == 7
+
+
+def test_what_another_tenant_says_of_an_open_blob_is_put_aside() -> None:
+    """An end would make the blob that tenant's, a frame would be bytes of it (I9)."""
+    data = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
+    messages = frames(b"a" * 16, data, [100_000] * 3)
+    foreign = [decode(messages[number], "test") for number in (1, 3)]
+    aside = [encode(replace(one, envelope=replace(one.envelope, tenant="other"))) for one in foreign]  # type: ignore[type-var]
+    outbox = Kept()
+    worker = handler(outbox)
+    worker.assigned(0, "")
+    worker.handle([record(offset, value) for offset, value in enumerate([messages[0], *aside, *messages[1:]])])
+    segments, ends = told(outbox)
+    assert [row for _, row in sorted(segments[b"a" * 16].items())] == in_one_piece(data)
+    end = ends[b"a" * 16]
+    assert (end.failure, end.envelope.tenant) == (None, "t")
+    assert len(outbox.dead) == 2

@@ -113,7 +113,7 @@ def waiting_for_a_segment(
     for number, blob in enumerate(blobs):
         end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))
         handler.handle([Record("placed", 0, number, blob, end, {}, ())])
-        handler._open[blob].last_seen = clock.now
+        handler._open[0, blob, "t", "key"].last_seen = clock.now
     return handler
 
 
@@ -159,6 +159,6 @@ def test_what_a_stage_held_up_has_its_whole_time_again_once_that_stage_has_caugh
 def test_those_that_wait_anew_are_the_last_for_whom_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, other = Clock(), b"another-blob-16b"
     handler = waiting_for_a_segment(monkeypatch, Waiting(oldest_seconds=61), clock, (BLOB, other))
-    handler._open[BLOB].last_seen -= 61
+    handler._open[0, BLOB, "t", "key"].last_seen -= 61
     handler.idle()
-    assert list(handler._open) == [other, BLOB], "last seen last"
+    assert [name[1] for name in handler._open] == [other, BLOB], "last seen last"

@@ -185,6 +185,8 @@ class ChunkHandler:
             if len(part.open) > OPEN_BLOBS_MAX:
                 oldest = min(part.open.values(), key=lambda other: other.last_seen)
                 self._fail(part, oldest, f"more than {OPEN_BLOBS_MAX} uploads at once", None)
+        elif not self._guard.belongs(record, envelope, blob.envelope):
+            return None
         blob.last_seen = time.monotonic()
         start, stop = envelope.position, envelope.position + len(payload)
         if start > blob.end:
@@ -205,6 +207,8 @@ class ChunkHandler:
                 return  # read again; it was ended before
             position, sequence = state or (0, 0)
             blob = _Open(end.envelope, position, sequence, record.offset)
+        elif not self._guard.belongs(record, end.envelope, blob.envelope):
+            return
         if end.failure is None and end.size_bytes != blob.end:
             self._fail(part, blob, f"{blob.end} bytes came of {end.size_bytes}", trace_of(record))
             return

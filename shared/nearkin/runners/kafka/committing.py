@@ -59,11 +59,16 @@ CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 """A version older than its blob's beginning by more is not its own."""
 
 
+_Name = tuple[int, bytes, str, str]
+"""Partition, blob id, tenant, key: what another tenant, or another partition, says of an id is of another blob (I9)."""
+
+
 @dataclass(slots=True)
 class _Open:
     """A blob whose segments are gathering."""
 
     envelope: Envelope
+    name: _Name
     placed: dict[int, Placed] = field(default_factory=dict)
     end: End | None = None
     records: list[tuple[int, int]] = field(default_factory=list)
@@ -107,11 +112,11 @@ class CommitHandler:
         self._outbox = Outbox(settings, f"{worker}-committed")
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
         self._offsets: dict[int, PartitionOffsets] = {}
-        self._open: OrderedDict[bytes, _Open] = OrderedDict()
+        self._open: OrderedDict[_Name, _Open] = OrderedDict()
         """Last seen last."""
         self._records = 0
         self._looked = -math.inf
-        self._finished: OrderedDict[bytes, None] = OrderedDict()
+        self._finished: OrderedDict[_Name, None] = OrderedDict()
         for state in ("committed", "failed"):
             metrics.BLOBS.labels(state)
 
@@ -141,7 +146,7 @@ class CommitHandler:
         if self._unread(waiting) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds:
             for blob in waiting:
                 blob.last_seen = now
-                self._open.move_to_end(blob.envelope.blob)
+                self._open.move_to_end(blob.name)
             return IDLE_SECONDS
         for blob in waiting:
             if now - blob.last_seen > LATE_TIMES * seconds:
@@ -161,8 +166,8 @@ class CommitHandler:
     def dropped(self, partition: int) -> None:
         """Forget a partition and its blobs."""
         self._offsets.pop(partition, None)
-        for blob in [blob for blob in self._open.values() if blob.records[0][0] == partition]:
-            del self._open[blob.envelope.blob]
+        for blob in [blob for blob in self._open.values() if blob.name[0] == partition]:
+            del self._open[blob.name]
             self._records -= len(blob.records)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
@@ -185,13 +190,14 @@ class CommitHandler:
         """Return the records that are done with this one."""
         place = (record.partition, record.offset)
         message = self._guard.decoded(record)
-        if message is None or message.envelope.blob in self._finished:
+        name = None if message is None else _name(record.partition, message.envelope)
+        if message is None or name is None or name in self._finished:
             return [place]
         if not isinstance(message, Placed | End):
             _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
             return [place]
-        blob = self._open.setdefault(message.envelope.blob, _Open(message.envelope))
-        self._open.move_to_end(blob.envelope.blob)
+        blob = self._open.setdefault(name, _Open(message.envelope, name))
+        self._open.move_to_end(name)
         self._records += 1
         blob.records.append(place)
         blob.last_seen = time.monotonic()
@@ -230,9 +236,9 @@ class CommitHandler:
         return blob.segments >= segments and blob.runs()[1] >= segments
 
     def _finish(self, blob: _Open) -> list[tuple[int, int]]:
-        del self._open[blob.envelope.blob]
+        del self._open[blob.name]
         self._records -= len(blob.records)
-        self._finished[blob.envelope.blob] = None
+        self._finished[blob.name] = None
         if len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
         return blob.records
@@ -393,6 +399,10 @@ class CommitHandler:
         headers = headers_of("committer", what["state"], envelope, traceparent)
         value = json.dumps(event, ensure_ascii=False).encode()
         self._outbox.send("committed", envelope.blob, value, headers)
+
+
+def _name(partition: int, envelope: Envelope) -> _Name:
+    return partition, envelope.blob, envelope.tenant, envelope.key
 
 
 def _gathered(blob: _Open, end: End) -> tuple[Locations, np.ndarray[Any, np.dtype[np.bool_]], Ledger]:

@@ -133,6 +133,17 @@ class RecordGuard:
             for record, message in zip(records, found, strict=True)
         ]
 
+    def belongs(self, record: Record, envelope: Envelope, blob: Envelope) -> bool:
+        """Return whether a message is of the blob that has its id; False after putting it aside (I9)."""
+        if (envelope.tenant, envelope.key) == (blob.tenant, blob.key):
+            return True
+        problem = Corrupt(
+            f"{record.named}: is of key {envelope.key!r:.80} of tenant {envelope.tenant!r:.80}, "
+            f"and blob {blob.blob.hex()} of another one"
+        )
+        send_dead_letter(self._settings, self._outbox, record, self._stage, problem)
+        return False
+
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
         """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""
         with about(envelope.blob, envelope.tenant, trace_of(record)):
