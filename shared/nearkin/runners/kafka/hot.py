@@ -196,7 +196,7 @@ class HotSettings:
             changes = whole = checked_changes(message["changes"])
             if over is not None and self._heard not in (None, over):
                 changes = merged(self.changes, checked_changes(message["patch"]))
-            self._apply(self._from_file, changes)
+            self._apply(from_topic=changes)
             self._remember(message, changes)
         except (NearkinError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
             failure = err
@@ -222,13 +222,21 @@ class HotSettings:
             if content == self._content:
                 return  # something else in its folder has changed
             self._content = content
-            self._apply(hot_values(self._reload()), self._from_topic)
+            self._apply(from_file=hot_values(self._reload()))
         except (NearkinError, OSError) as err:
             metrics.CONFIG_REFUSED.inc()
             _log.error("%s: refused, revision %s stays: %s", self._file, self.revision, err)
 
-    def _apply(self, from_file: Mapping[str, Any], from_topic: dict[str, dict[str, Any]]) -> None:
+    def _apply(
+        self, *, from_file: Mapping[str, Any] | None = None, from_topic: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Put in force what one watcher found, over what the other one found last: which is asked under the lock.
+
+        Asked before, what the topic said meanwhile was undone, and with the gateway's next change everywhere.
+        """
         with self._lock:
+            from_file = self._from_file if from_file is None else from_file
+            from_topic = self._from_topic if from_topic is None else from_topic
             nested: dict[str, dict[str, Any]] = {}
             for name, value in from_file.items():
                 section, _, field = name.partition(".")
