@@ -47,6 +47,7 @@ from nearkin.runners.kafka.clients import (
 )
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.loop import as_bytes
+from nearkin.runners.kafka.membership import SecondRound
 from nearkin.store.objects import ObjectStore
 from nearkin_gateway.ingest_frames import STAGE, Away, attempt_id, frames_of, header_pairs, object_frames, send_blob
 from nearkin_gateway.ingest_records import Intake, UserRecord, intake_of, origin_of, tenants_of
@@ -99,6 +100,7 @@ class IngestConsumer:
             f"{worker}-ingest",
             **{"group.instance.id": f"{STAGE}-{worker}"},
         )
+        self._second_round = SecondRound(settings, settings.ingest.group or group(settings, STAGE))
         self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
         self._cluster = ""
         self._topic_ids: dict[str, str] = {}
@@ -126,6 +128,7 @@ class IngestConsumer:
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
         finally:
+            self._second_round.end()
             try:
                 self._outbox.close()
             finally:
@@ -306,6 +309,7 @@ class IngestConsumer:
 
     def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
         client.incremental_assign(parts)
+        self._second_round.begin()
         for part in parts:
             self._topic_ids.pop(part.topic, None)  # it may have been made anew
         self._mine |= {(part.topic, part.partition) for part in parts}

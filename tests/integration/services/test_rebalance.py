@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,3 +206,79 @@ def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_ow
         wait_until(lambda: first.handled > handled + PARTITIONS)
     assert not first.foreign
     assert not second.foreign
+
+
+MEMBER = """
+import os, sys, threading, time
+from pathlib import Path
+from nearkin.config_layers import load
+from nearkin.runners.kafka.loop import Loop
+
+config, name, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+mine = set()
+
+def tell():
+    (folder / f"{name}.new").write_text(" ".join(map(str, sorted(mine))))
+    os.replace(folder / f"{name}.new", folder / name)
+
+class Handler:
+    def assigned(self, partition, metadata):
+        mine.add(partition)
+        tell()
+
+    def dropped(self, partition):
+        mine.discard(partition)
+        tell()
+
+    def drain(self, partition):
+        (folder / f"{name}.gives").touch()
+        time.sleep(2)
+
+    def idle(self):
+        return 0.1
+
+    def committable(self):
+        return []
+
+tell()
+Loop(load(config)[0], "chunker", "frames", name, Handler()).run(threading.Event(), lambda: False)
+"""
+
+
+def test_a_worker_killed_as_it_gives_partitions_away_leaves_none_without_an_owner(
+    kafka: object, topic_prefix: str, tmp_path: Path
+) -> None:
+    settings = with_topics(kafka, topic_prefix)
+    config = tmp_path / "nearkin.toml"
+    config.write_text(
+        f'[kafka]\nbootstrap_servers = "{settings.kafka.bootstrap_servers}"\ntopic_prefix = "{topic_prefix}"\n'
+        f"partitions = {PARTITIONS}\nsession_timeout_ms = 6000\n"
+    )
+    (tmp_path / "member.py").write_text(MEMBER)
+    members: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(name: str) -> None:
+        members[name] = subprocess.Popen([sys.executable, tmp_path / "member.py", config, name, tmp_path])
+
+    def kill(name: str) -> None:
+        members[name].kill()
+        members[name].wait()
+        (tmp_path / name).unlink()
+
+    def owned(*names: str) -> list[int]:
+        files = [tmp_path / name for name in names]
+        return sorted(int(number) for file in files if file.exists() for number in file.read_text().split())
+
+    try:
+        start("one")
+        wait_until(lambda: owned("one") == list(range(PARTITIONS)))
+        time.sleep(2.0)  # what a start makes of the group is over
+        start("two")
+        wait_until((tmp_path / "one.gives").exists)
+        kill("one")  # and back before its session is over: nobody hears that it was away
+        start("one")
+        wait_until(lambda: owned("one", "two") == list(range(PARTITIONS)))
+    finally:
+        for member in members.values():
+            member.kill()
+            member.wait()

@@ -25,6 +25,7 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.message import is_end
 from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import consumer, group, is_final, on_parts, topic, unavailable
+from nearkin.runners.kafka.membership import SecondRound
 from nearkin.runners.kafka.traced import traced
 from nearkin.runners.tracing import current
 
@@ -125,6 +126,7 @@ class Loop:
         self._consumer: Consumer = consumer(
             settings, group(settings, service), worker, **{"group.instance.id": self._name}
         )
+        self._second_round = SecondRound(settings, group(settings, service))
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
         """Work until `stop`. Raises Retryable after a dependency was away for long."""
@@ -150,6 +152,7 @@ class Loop:
             self._failed = True
             raise
         finally:
+            self._second_round.end()
             try:
                 self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
             finally:
@@ -241,6 +244,7 @@ class Loop:
                 raise KafkaException(part.error)
             self._handler.assigned(part.partition, part.metadata or "")
         client.incremental_assign(parts)
+        self._second_round.begin()
         _log.info("%s: took partitions %s", self._topic, sorted(part.partition for part in parts))
 
     def _revoked(self, client: Consumer, parts: list[TopicPartition]) -> None:
