@@ -454,9 +454,9 @@ def explain(key: str, version: int | None, segments: bool) -> None:
 @click.option("--local", is_flag=True, help="This command's own settings, even if a server is named.")
 @shared_options
 def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> None:
-    """Show every setting, its value and where it came from; of those that are named, what they take and do.
+    """Show settings, their values and where they came from.
 
-    NAME is a setting, or a section such as gc.
+    All of them; or those of NAME, a setting or a section such as gc, and what they take and do.
 
     nearkin config delta base.policy
     nearkin --config nearkin.toml config
