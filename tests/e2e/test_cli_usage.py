@@ -181,3 +181,15 @@ def test_an_index_for_which_there_are_no_addresses_names_limit_and_setting(tmp_p
     assert done.returncode == 1
     assert b"index.map_bytes" in done.stderr
     assert b"delete" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["nearkin", "nearkin.cli"])
+def test_it_can_be_run_as_a_module(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "version", "--json"],
+        capture_output=True,
+        env=environment(),
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == run("version", "--json").stdout
