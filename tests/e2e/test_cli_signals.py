@@ -16,6 +16,14 @@ import pytest
 from nearkin.testing.commands import FIRST, InProcess, command, environment, run
 
 
+@pytest.fixture(autouse=True)
+def _hang_ups_end_commands() -> Iterator[None]:
+    """Whoever runs the tests under nohup has them ignored, and a command leaves that as it is."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("env", [{}, {"FORCE_COLOR": "1", "TERM": "xterm"}])
 def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> None:
     assert run("put", "key", "-", "--store", tmp_path, stdin=FIRST, env=env).stderr == b""
@@ -109,6 +117,23 @@ def test_an_interrupted_put_says_so_in_one_line_and_stores_no_version(
     assert reading.stderr is not None
     assert reading.stderr.read() == b"nearkin: " + line + b"\n"
     assert call.answer("--store", tmp_path / "store", "ls") == []
+
+
+def test_a_command_under_nohup_goes_on_when_its_terminal_goes(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with subprocess.Popen(
+        command("--store", tmp_path, "put", "key", "-"),
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment(),
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(FIRST)
+        process.stdin.flush()
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGHUP)
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert run("get", "key", "--store", tmp_path).stdout == FIRST
 
 
 def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Popen[bytes], tmp_path: Path) -> None:

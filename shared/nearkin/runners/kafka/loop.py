@@ -119,6 +119,9 @@ class Loop:
         self._last_commit = time.monotonic()
         self._paused = False
         self._failed = False
+        self._closing = False
+        self._mine: set[int] = set()
+        """Partitions that the handler has."""
         self._streaming = False
         self._taken: list[KafkaMessage] = []
         """Not handled yet. Whoever waits for more of them may lose a partition meanwhile, and theirs with it."""
@@ -153,6 +156,7 @@ class Loop:
             raise
         finally:
             self._second_round.end()
+            self._closing = True
             try:
                 self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
             finally:
@@ -238,19 +242,24 @@ class Loop:
         self._paused = paused
 
     def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
-        known = client.committed(parts, timeout=30.0) if parts else []
+        # A consumer that is being closed has no coordinator to ask any more: it would wait for all of the timeout.
+        known = client.committed(parts, timeout=30.0) if parts and not self._closing else []
         for part in known:
             if part.error is not None:
                 raise KafkaException(part.error)
             self._handler.assigned(part.partition, part.metadata or "")
+            self._mine.add(part.partition)
         client.incremental_assign(parts)
+        if self._closing:
+            return
         self._second_round.begin()
         _log.info("%s: took partitions %s", self._topic, sorted(part.partition for part in parts))
 
     def _revoked(self, client: Consumer, parts: list[TopicPartition]) -> None:
         if not self._failed:
             for part in parts:
-                self._handler.drain(part.partition)
+                if part.partition in self._mine:
+                    self._handler.drain(part.partition)
             self._commit()
         self._forget(parts)
         client.incremental_unassign(parts)
@@ -264,7 +273,9 @@ class Loop:
         # Whoever has the partition next begins at what is committed, which lies before them.
         self._taken[:] = [message for message in self._taken if message.partition() not in gone]
         for part in parts:
-            self._handler.dropped(part.partition)
+            if part.partition in self._mine:
+                self._mine.remove(part.partition)
+                self._handler.dropped(part.partition)
             self._committed.pop(part.partition, None)
 
     def _commit(self) -> None:
