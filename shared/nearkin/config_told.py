@@ -11,8 +11,7 @@ import ast
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
-from pathlib import Path
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -64,7 +63,7 @@ def told() -> Iterator[Told]:
 
 
 def _settings(section: type[Any], prefix: str) -> Iterator[Told]:
-    hints, words = get_type_hints(section, include_extras=True), _words(section.__module__)[section.__name__]
+    hints, words = get_type_hints(section, include_extras=True), _words(section)
     for field in fields(section):
         kind, name = hints[field.name], f"{prefix}{field.name}"
         if _section_of(kind) is not None:
@@ -128,23 +127,18 @@ def in_units(size_bytes: int) -> str:
     return str(size_bytes)
 
 
-@cache
-def _words(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the words below each field of each class of a module, paragraphs as one line."""
-    source = inspect.getsourcefile(__import__(module, fromlist=[""]))
-    assert source is not None
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        below = found.setdefault(node.name, {})
-        for field, after in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-                and isinstance(after.value.value, str)
-            ):
-                below[field.target.id] = " ".join(after.value.value.split())
+def _words(section: type[Any]) -> Mapping[str, str]:
+    """Return the words below each field of a class, paragraphs as one line."""
+    (made,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(made, ast.ClassDef)
+    found = {}
+    for field, after in pairwise(made.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            found[field.target.id] = " ".join(after.value.value.split())
     return found

@@ -185,9 +185,9 @@ _HEADERS: dict[int, dict[str, Any]] = {
     403: {
         "WWW-Authenticate": {"description": "`Bearer` with the scope that is missing.", "schema": {"type": "string"}}
     },
+    405: {"Allow": {"description": "The methods there are.", "schema": {"type": "string"}}},
     415: {"Accept-Encoding": {"description": "`identity`, of an encoded body.", "schema": {"type": "string"}}},
     416: {"Content-Range": {"description": "`bytes */SIZE`.", "schema": {"type": "string"}}},
-    405: {"Allow": {"description": "The methods there are.", "schema": {"type": "string"}}},
     429: _RETRY,
     503: _RETRY,
 }

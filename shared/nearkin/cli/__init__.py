@@ -149,5 +149,6 @@ def _drop_stdout(code: int) -> int:
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     # once: `timeout` sends it twice, and the second would cut short what cleans up after the first
     for ends in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ends, signal.SIG_IGN)
+        if signal.getsignal(ends) is _terminate:
+            signal.signal(ends, signal.SIG_IGN)
     raise _Terminated(number)

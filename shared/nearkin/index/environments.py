@@ -41,7 +41,7 @@ class Environment:
     file: tuple[int, int]
     users: int = 0
     process: int = field(default_factory=os.getpid)
-    """Who opened it. A process forked from that one must not use it, nor close it (LMDB's rule)."""
+    """Who opened it. A process forked from that one must not use it (LMDB's rule)."""
 
     def open(self, names: Sequence[str], *, writable: bool) -> None:
         """Open databases, and with `writable` make those that are not there."""

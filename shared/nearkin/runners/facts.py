@@ -138,15 +138,15 @@ class EmbeddedFacts:
         if reads.gaps is not None:
             facts = replace(facts, neighbours=self._neighbourhood.between(reads.gaps))
         if reads.contents is not None:
-            facts = replace(facts, contents=self._contents(reads.contents, reads.depth_below, reads.no_deltas))
+            facts = replace(facts, contents=self._contents(reads.contents, reads))
         if reads.similar is not None:
-            facts = replace(facts, similar=self._contents(reads.similar, reads.depth_below, reads.no_deltas))
+            facts = replace(facts, similar=self._contents(reads.similar, reads))
         if reads.lower is not None:
-            facts = replace(facts, lower=self._contents(reads.lower, reads.depth_below, reads.no_deltas))
+            facts = replace(facts, lower=self._contents(reads.lower, reads))
         return facts
 
-    def _contents(self, locations: Locations, depth_below: int | None, no_deltas: bool) -> Contents:
-        found = self._bases.contents(locations, depth_below, no_deltas=no_deltas)
+    def _contents(self, locations: Locations, reads: Reads) -> Contents:
+        found = self._bases.contents(locations, reads.depth_below, no_deltas=reads.no_deltas)
         if self._collected is None:
             return found
         condemned = self._collected.condemned(found.locations)

@@ -190,8 +190,7 @@ class CommitHandler:
         """Return the records that are done with this one."""
         place = (record.partition, record.offset)
         message = self._guard.decoded(record)
-        name = None if message is None else _name(record.partition, message.envelope)
-        if message is None or name is None or name in self._finished:
+        if message is None or (name := _name(record.partition, message.envelope)) in self._finished:
             return [place]
         if not isinstance(message, Placed | End):
             _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
