@@ -43,6 +43,30 @@ def test_many_values_are_numbered(kernel: Any) -> None:
     assert np.array_equal(numbers, np.concatenate([np.arange(100_000), np.arange(100_000)[::-1]]))
 
 
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.data())
+def test_rows_are_taken_until_the_room_is_full(sizes: list[int], data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=60))
+    room_bytes = data.draw(st.integers(-5, 3000))
+    wanted = next((n for n in range(1, len(rows)) if sum(sizes[row] for row in rows[:n]) >= room_bytes), len(rows))
+    for kernel in BOTH:
+        assert kernel.rows_to_fill(np.array(rows, np.intp), np.array(sizes, np.uint32), room_bytes) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "named"),
+    [
+        (np.array([0, 3], np.intp), np.ones(3, np.uint32), "row 3: there are 3"),
+        (np.array([-1], np.intp), np.ones(3, np.uint32), "row -1: there are 3"),
+        (np.array([0], np.int32), np.ones(3, np.uint32), "rows int32"),
+        (np.array([0], np.intp), np.ones(3, np.uint64), "sizes uint64"),
+        (np.array([[0]], np.intp), np.ones(3, np.uint32), "rows int64"),
+    ],
+)
+def test_refuses_rows_to_fill_that_are_not_there(kernel: Any, rows: np.ndarray, sizes: np.ndarray, named: str) -> None:
+    with pytest.raises(BadInput, match=named):
+        kernel.rows_to_fill(rows, sizes, 100)
+
+
 @given(st.data())
 def test_rows_are_those_of_their_tables(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=1, max_size=4))

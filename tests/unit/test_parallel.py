@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin.parallel import ALONE, Helpers, parts_of
+from nearkin.parallel import ALONE, PART_BYTES, Helpers, parts_of
 
 WAIT_SECONDS = 20
 
@@ -95,3 +95,11 @@ def test_parts_cover_all_rows_once_and_have_about_what_they_should(lengths: list
     assert len(parts) <= 1 + sum(lengths) // part_bytes
     for part in parts:
         assert rows[part.start : part.stop - 1].sum() < part_bytes + max(lengths, default=0)
+
+
+def test_rows_are_parted_only_where_somebody_helps(threads: ThreadPoolExecutor) -> None:
+    lengths = np.full(40, PART_BYTES // 4, np.uint32)
+    assert ALONE.parts(lengths) == [slice(0, 40)]
+    assert ALONE.parts(lengths[:0]) == [slice(0, 0)]
+    assert Helpers(threads).parts(lengths) == parts_of(lengths)
+    assert len(parts_of(lengths)) == 10

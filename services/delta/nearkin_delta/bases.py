@@ -17,7 +17,7 @@ from nearkin.formats.layout import LOCALITY_RANK
 from nearkin.frozen import frozen
 from nearkin.kernels.estimate import compressed_bytes_estimate
 from nearkin.kernels.overlap import shared_bytes
-from nearkin.parallel import ALONE, Helpers, parts_of
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U8, U32, U64, Bools, Locations, Pieces, bounds_of
 from nearkin.stage import Contents
 from nearkin_delta.arbiter import RAW_CONTEXT
@@ -116,7 +116,7 @@ def _shared(targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U3
         found[:, 1] += theirs[0]
         return found
 
-    return np.concatenate(helpers.answers(shared, parts_of(np.diff(ends[target_bounds]))))
+    return np.concatenate(helpers.answers(shared, helpers.parts(np.diff(ends[target_bounds]))))
 
 
 def _chosen(targets: Targets, bases: Contents, shared: U32, helpers: Helpers = ALONE) -> Chosen:
@@ -154,7 +154,7 @@ def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64], helpers
     def estimates(part: slice) -> U32:
         return compressed_bytes_estimate(mine.payload, mine.offsets[part], mine.lengths[part])
 
-    estimated = np.concatenate(helpers.answers(estimates, parts_of(mine.lengths))) * RAW_CONTEXT
+    estimated = np.concatenate(helpers.answers(estimates, helpers.parts(mine.lengths))) * RAW_CONTEXT
     exact = np.zeros(len(targets))
     exact[rows] = estimated
     price = exact[sample].sum() / lengths[sample].sum() if len(sample) else PRICE

@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from nearkin.frozen import frozen
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.kernels.prefix import BasePrefix, BaseRows
+from nearkin.kernels.rows import rows_to_fill
 from nearkin.limits import KIB, MIB
 from nearkin.records import U8, U32, U64, ContainerId, Locations, offsets_of
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
@@ -162,8 +162,7 @@ class OpenBlock:
 
     def fitting(self, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Return the first of the rows, up to and with the one that fills the block; it has room for one such more."""
-        sizes = np.cumsum(encoded[rows], dtype=np.int64)
-        return rows[: int(np.searchsorted(sizes, self.limit_bytes - self.used)) + 1]
+        return rows[: rows_to_fill(rows, encoded, self.limit_bytes - self.used)]
 
     def lean_on(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Gather the bases of rows as far as these fit with them; return which do."""
@@ -199,17 +198,22 @@ class ClosedBlock:
     decoded: U8 | None = None
     """What decoding it gives, where that was asked for."""
 
+    def with_decoded(self, decoded: U8 | None) -> ClosedBlock:
+        """Return it with other bytes that decoding gives."""
+        return ClosedBlock(self.block, self.chunk_bytes, self.prefix, self.encoded, decoded)
+
 
 @frozen
 class Encoding:
     """A block that is being encoded: its `place` among those that are encoded together."""
 
-    together: Future[list[ClosedBlock]]
+    together: Future[list[ClosedBlock]] | list[ClosedBlock]
     place: int
 
     def result(self) -> ClosedBlock:
         """Return it, once it is encoded. Raises what encoding raised."""
-        return self.together.result()[self.place]
+        all_of = self.together if isinstance(self.together, list) else self.together.result()
+        return all_of[self.place]
 
 
 class BlockEncoder:
@@ -246,10 +250,10 @@ class BlockEncoder:
         if self._keep_in is None or closed.block.kind == layout.XDELTA3:
             return closed
         if open_block.fills_its_room:
-            return replace(closed, decoded=open_block.bytes_so_far)
+            return closed.with_decoded(open_block.bytes_so_far)
         decoded = self._keep_in(open_block.used)
         decoded[:] = open_block.bytes_so_far
-        return replace(closed, decoded=decoded)
+        return closed.with_decoded(decoded)
 
     def _smallest(self, open_block: OpenBlock) -> ClosedBlock:
         raw, none = open_block.bytes_so_far, Locations.empty()
@@ -357,11 +361,7 @@ class BlockCloser:
 
     def close(self, blocks: Sequence[OpenBlock]) -> list[Encoding]:
         """Return what the blocks will be, which one thread encodes; none must change until then, nor has a prefix."""
-        if self._threads is not None:
-            together = self._threads.submit(self._all, blocks)
-        else:
-            together = Future()
-            together.set_result(self._all(blocks))
+        together = self._all(blocks) if self._threads is None else self._threads.submit(self._all, blocks)
         return [Encoding(together, place) for place in range(len(blocks))]
 
     def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
@@ -385,4 +385,4 @@ class BlockCloser:
         if self._keeper is None or closed.decoded is None:
             return closed
         self._keeper.keep_written(container, block.number, closed.decoded)
-        return replace(closed, decoded=None)
+        return closed.with_decoded(None)

@@ -153,7 +153,7 @@ class Alignment:
         mine = np.flatnonzero(segments.blobs == segments.blobs[-1])
         at = fresh.segment_locations.take(mine)
         known = _Anchors(np.full(len(mine), Anchor.SEGMENT, np.uint8), at, segments.blobs[mine])
-        older = np.flatnonzero(~self._stored_since(known, stream, _lately))
+        older = np.flatnonzero(~self._stored_since(known, _blobs(known), stream, _lately))
         blob = self._pass_last(segments, stream)
         if len(older):
             last = older[-1]
@@ -177,14 +177,17 @@ class Alignment:
 
     def _anchors(self, batch: PairedBatch, stream: Hashable) -> _Anchors:
         anchors = _anchors(batch)
-        own, lately = (self._stored_since(anchors, stream, since) for since in (_began, _lately))
+        blobs = _blobs(anchors)
+        own, lately = (self._stored_since(anchors, blobs, stream, since) for since in (_began, _lately))
         is_history = OWN_SHARE * np.count_nonzero(own & ~lately) >= np.count_nonzero(~batch.fresh.batch.zero)
         anchors.kinds[lately if is_history else own] = Anchor.NONE
         return anchors
 
-    def _stored_since(self, places: _Anchors, stream: Hashable, since: Callable[[_Way], Mark]) -> Bools:
-        """Return which places were stored since the blob in question stood where `since` says."""
-        numbers, of = np.unique(places.blobs, return_inverse=True)
+    def _stored_since(
+        self, places: _Anchors, blobs: tuple[U32, NDArray[np.intp]], stream: Hashable, since: Callable[[_Way], Mark]
+    ) -> Bools:
+        """Return which places, of `_blobs(places)`, were stored since their blob stood where `since` says."""
+        numbers, of = blobs
         ways = [self._ways.get((stream, number)) for number in numbers.tolist()]
         marks = [EVERYTHING_BEFORE if way is None else since(way) for way in ways]
         containers = np.array([mark.container for mark in marks], np.uint64)[of]
@@ -194,6 +197,11 @@ class Alignment:
         at = places.locations
         later: Bools = (at.containers > containers) | ((at.containers == containers) & (at.ordinals >= limit))
         return later
+
+
+def _blobs(places: _Anchors) -> tuple[U32, NDArray[np.intp]]:
+    """Return (uint32[b], intp[n]): the distinct blobs, and which of them each place belongs to."""
+    return np.unique(places.blobs, return_inverse=True)
 
 
 def _began(way: _Way) -> Mark:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin.config import Settings
-from nearkin.parallel import ALONE, Helpers, parts_of
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U64, FreshBatch, Locations, PairedBatch
 from nearkin.stage import Facts, Reads
 from nearkin_resemblance.algorithms import sketcher
@@ -38,7 +38,7 @@ class ResemblanceStage:
         def sketched(part: slice) -> U64:
             return self.sketch.super_features(segments.payload, offsets[part], lengths[part])
 
-        return np.concatenate(self._helpers.answers(sketched, parts_of(lengths)))
+        return np.concatenate(self._helpers.answers(sketched, self._helpers.parts(lengths)))
 
     def decide(self, batch: FreshBatch, facts: Facts) -> PairedBatch:
         """Pair each fresh chunk with its candidate."""

@@ -27,7 +27,7 @@ def view_of(name: str, payload: Buffer, writable: bool = False) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def check_array(name: str, values: object, dtype: type[np.int32 | np.uint32 | np.uint64]) -> None:
+def check_array(name: str, values: object, dtype: type[np.generic]) -> None:
     """Refuse another dtype or more than one dimension."""
     if not isinstance(values, np.ndarray) or values.dtype != dtype or values.ndim != 1:
         found = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__

@@ -78,7 +78,7 @@ def table_bits(lengths: NDArray[np.uint32], bounds: NDArray[np.uint32]) -> NDArr
     reached = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths, dtype=np.uint64)])
     kept = np.diff(reached[bounds]) // STRIDE
     bits = np.frexp(kept.astype(np.float64))[1]
-    return np.clip(bits, TABLE_BITS_MIN, TABLE_BITS_MAX).astype(np.uint32)
+    return np.minimum(np.maximum(bits, TABLE_BITS_MIN), TABLE_BITS_MAX).astype(np.uint32)
 
 
 def shared_bytes(

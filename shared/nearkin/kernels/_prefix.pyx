@@ -203,9 +203,12 @@ cdef class BasePrefix:
         cdef const Py_ssize_t[::1] row_of
         cdef const uint8_t *base
         self.check_unseen()
-        reference.check_rows(rows, bases.chunks)
+        reference.check_array("rows", rows, np.intp)
         row_of = np.ascontiguousarray(rows)
         number = row_of.shape[0]
+        for i in range(number):
+            if row_of[i] < 0 or row_of[i] >= bases.chunks:
+                reference.check_rows(rows, bases.chunks)
         with nogil:
             while taken < number:
                 row = row_of[taken]

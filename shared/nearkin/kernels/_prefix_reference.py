@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput
-from nearkin.kernels._gather_reference import pieces_of
+from nearkin.kernels._gather_reference import check_array, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +31,12 @@ def check_bases(
     lengths: NDArray[np.uint32],
 ) -> None:
     """Raise BadInput for arrays of other types or lengths, and for bounds that leave them."""
-    _check_array("bounds", bounds, np.uint32)
-    _check_array("containers", containers, np.uint64)
-    _check_array("ordinals", ordinals, np.uint32)
-    _check_array("which", which, np.int32)
-    _check_array("offsets", offsets, np.uint64)
-    _check_array("lengths", lengths, np.uint32)
+    check_array("bounds", bounds, np.uint32)
+    check_array("containers", containers, np.uint64)
+    check_array("ordinals", ordinals, np.uint32)
+    check_array("which", which, np.int32)
+    check_array("offsets", offsets, np.uint64)
+    check_array("lengths", lengths, np.uint32)
     count = len(containers)
     if not len(ordinals) == len(which) == len(offsets) == len(lengths) == count:
         found = f"{len(ordinals)} ordinals, {len(which)} of which, {len(offsets)} offsets, {len(lengths)} lengths"
@@ -47,14 +47,9 @@ def check_bases(
 
 def check_rows(rows: NDArray[np.intp], chunks: int) -> None:
     """Raise BadInput for rows of another type, and for those that are not among so many chunks."""
-    _check_array("rows", rows, np.intp)
+    check_array("rows", rows, np.intp)
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= chunks):
         raise BadInput(f"rows up to {int(rows.max())}, from {int(rows.min())}: there are {chunks} chunks")
-
-
-def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-        raise BadInput(f"{name} {getattr(array, 'dtype', type(array).__name__)}: pass a 1-d {np.dtype(dtype)} array")
 
 
 class BaseRows:

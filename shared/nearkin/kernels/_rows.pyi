@@ -12,6 +12,13 @@ def numbered(values: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.
     `values` uint64[n]. Raises BadInput for another dtype. The GIL is released.
     """
 
+def rows_to_fill(rows: NDArray[np.intp], sizes: NDArray[np.uint32], room_bytes: int) -> int:
+    """Return how many of the rows, the first ones, fill the room: up to and with the one by which it is full, or all.
+
+    `rows` intp[n] index `sizes` uint32[m], bytes. One at least, where there is one. Raises BadInput for other dtypes,
+    and for a row that is looked at and is not there.
+    """
+
 def take_rows(
     tables: Sequence[NDArray[Any] | None], which: NDArray[np.int32], ordinals: NDArray[np.uint32], out: NDArray[Any]
 ) -> int:

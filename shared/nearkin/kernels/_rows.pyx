@@ -8,7 +8,7 @@ import os
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -57,6 +57,24 @@ def numbered(values):
             number[i] = <int32_t>(table[slot] - 1)
     free(table)
     return numbers, distinct[:found].copy()
+
+
+def rows_to_fill(rows, sizes, room_bytes):
+    reference.check_array("rows", rows, np.intp)
+    reference.check_array("sizes", sizes, np.uint32)
+    cdef const Py_ssize_t[::1] row_of = np.ascontiguousarray(rows)
+    cdef const uint32_t[::1] size = np.ascontiguousarray(sizes)
+    cdef int64_t left = room_bytes
+    cdef Py_ssize_t taken = 0, row
+    while taken < row_of.shape[0]:
+        row = row_of[taken]
+        if row < 0 or row >= size.shape[0]:
+            reference.check_row(row, size.shape[0])
+        left -= size[row]
+        taken += 1
+        if left <= 0:
+            break
+    return taken
 
 
 cdef class _Rows:

@@ -23,6 +23,25 @@ def numbered(values: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.
     return np.array(found, np.int32), np.array(list(numbers), np.uint64)
 
 
+def rows_to_fill(rows: NDArray[np.intp], sizes: NDArray[np.uint32], room_bytes: int) -> int:
+    """Return how many of the rows fill the room: see `_rows.pyi`."""
+    check_array("rows", rows, np.intp)
+    check_array("sizes", sizes, np.uint32)
+    used = 0
+    for taken, row in enumerate(rows.tolist(), 1):
+        check_row(row, len(sizes))
+        used += int(sizes[row])
+        if used >= room_bytes:
+            return taken
+    return len(rows)
+
+
+def check_row(row: int, count: int) -> None:
+    """Raise BadInput for a row that is not one of `count`."""
+    if not 0 <= row < count:
+        raise BadInput(f"row {row}: there are {count}")
+
+
 def take_rows(
     tables: Sequence[NDArray[Any] | None], which: NDArray[np.int32], ordinals: NDArray[np.uint32], out: NDArray[Any]
 ) -> int:

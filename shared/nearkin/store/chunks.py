@@ -11,6 +11,7 @@ one batch, or a block and its bases.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -255,7 +256,8 @@ class ChunkReader:
 def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
     """Return the rows in parts of about WINDOW_BYTES, one at least."""
     windows = np.cumsum(lengths[rows], dtype=np.int64) // WINDOW_BYTES
-    return np.split(rows, np.flatnonzero(np.diff(windows)) + 1)
+    cuts = np.flatnonzero(np.diff(windows)) + 1
+    return [rows[first:last] for first, last in pairwise([0, *cuts.tolist(), len(rows)])]
 
 
 def _called(name: BlockName) -> str:
