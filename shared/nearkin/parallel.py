@@ -37,8 +37,8 @@ class Helpers:
     def parts(self, lengths: U32 | NDArray[np.int64]) -> list[slice]:
         """Return slices of rows for `answers`: of PART_BYTES each, or all in one where nobody helps.
 
-        To call a kernel costs 0.1 ms, most of it in checks of what it is given; it costs less than that to check ten
-        times as much.
+        A call checks all that it is given: `shared_bytes` with 100 buffers takes 47 us for 2 rows, 57 for 128 and 130
+        for 1,280, a sketch 8, 9 and 14.
         """
         return [slice(0, len(lengths))] if self._threads is None else parts_of(lengths)
 
