@@ -56,7 +56,7 @@ from nearkin.store.lock import NAMES as LOCKS
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects, check_tenant, sync_folder
-from nearkin.store.opening import as_set
+from nearkin.store.opening import as_set, local_objects
 from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.quarantine import Quarantine
@@ -113,7 +113,7 @@ def open_store(
             sync_folder(root.parent)
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err
-    objects = LocalObjects(root)
+    objects = local_objects(root, chosen)
     covered = as_set(objects, chosen)
     if not exists:
         try:

@@ -27,6 +27,7 @@ STORE_FOLDERS = (
     *("index", "tmp", "uploads", "nearkin.json"),
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
+PAGE_CACHES = ("drop", "keep")
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 
 
@@ -42,6 +43,9 @@ class StorageSettings:
     encryption: Annotated[str, OneOf(ENCRYPTIONS)] = "none"
     """aes-256-gcm: all objects are sealed, each tenant's by keys of its own (needs the extra `encryption`). A store is
     made with or without, and stays so."""
+    page_cache: Annotated[str, OneOf(PAGE_CACHES)] = "drop"
+    """Of containers in a folder. `drop`: they leave it once they are durable, as backups should; `keep`: they stay, for
+    a slow disk where the next version comes soon (docs/decisions/0031)."""
     key_file: Annotated[str | None, Text(4096)] = None
     """Holds the key-encryption keys, the newest first: `nearkin keys generate FILE`. Not readable by everybody."""
     key: Annotated[str | None, Text(4096)] = field(default=None, repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from nearkin.config import Settings
 from nearkin.config_layers import load, with_changes
 from nearkin.errors import ConfigError, StoreUnavailable
+from nearkin.limits import MIB
 from nearkin.store.objects import LocalObjects
 from nearkin.store.opening import open_objects
 from nearkin.store.s3 import Where
@@ -32,6 +34,48 @@ def test_a_folder_is_made_and_opened(tmp_path: Path, form: str) -> None:
 def test_the_local_store_is_meant_where_no_url_is_set(tmp_path: Path) -> None:
     open_objects(with_changes(Settings(), {"store": str(tmp_path)})).put_new("a", b"x")
     assert (tmp_path / "a").exists()
+
+
+def in_page_cache(path: Path) -> bool:
+    """Return whether the first page of a file can be read without waiting for the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], 0, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        pytest.skip(f"this file system cannot tell: {error}")
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """Return a folder whose files leave the page cache when they are told to."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("Linux alone tells what is in its page cache")
+    descriptor = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
+    os.write(descriptor, bytes(MIB))
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    if in_page_cache(tmp_path / "probe"):
+        pytest.skip("a file system in memory")
+    return tmp_path
+
+
+LARGE, OTHERS = ("containers/0/a", "parity/containers/0/a"), ("manifests/a", "uploads/a", "containers/0/b")
+
+
+@pytest.mark.parametrize(("choice", "stay"), [("drop", OTHERS), ("keep", (*LARGE, *OTHERS))])
+def test_large_containers_leave_the_page_cache(on_disk: Path, choice: str, stay: tuple[str, ...]) -> None:
+    changed = {"store": str(on_disk), "storage": {"page_cache": choice}}
+    objects = open_objects(with_changes(Settings(), changed))
+    content = {name: os.urandom(MIB if name.endswith("a") else 1000) for name in (*LARGE, *OTHERS)}
+    for name, data in content.items():
+        objects.put_new(name, data[:500], data[500:])
+    assert tuple(name for name in content if in_page_cache(on_disk / name)) == stay
+    assert {name: objects.get(name) for name in content} == content
 
 
 def test_neither_is_refused_with_the_variable_to_set() -> None:

@@ -32,8 +32,7 @@ from nearkin.rounds import Schedule
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.sources import check_key, check_metadata
 from nearkin.store import descriptor
-from nearkin.store.objects import LocalObjects
-from nearkin.store.opening import as_set
+from nearkin.store.opening import as_set, local_objects
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ending, Intent, committed_event
@@ -75,7 +74,7 @@ def embedded_gateway(settings: Settings) -> Gateway:
         raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
     root = Path(settings.store).expanduser()
     store = open_store(root, settings=settings)
-    objects = as_set(LocalObjects(root), settings)
+    objects = as_set(local_objects(root, settings), settings)
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)
 

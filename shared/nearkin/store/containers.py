@@ -24,6 +24,7 @@ from nearkin.records import U8, ContainerId
 from nearkin.store.objects import ObjectStore, Payload, SupportsSalvage
 from nearkin.store.parity import SupportsMending
 
+FOLDER = "containers"
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
 TAIL_BYTES = 64 * 1024
 """Footer and directory of most containers come with one read of the last 64 KiB."""
@@ -183,12 +184,12 @@ def object_name(container: ContainerId, generation: int = 0) -> str:
     """
     digits = f"{container:016x}"
     rewritten = f".{generation:04x}" if generation else ""
-    return f"containers/{digits[:5]}/{digits}{rewritten}.nkc"
+    return f"{FOLDER}/{digits[:5]}/{digits}{rewritten}.nkc"
 
 
 def id_of(name: str) -> ContainerId | None:
     """Return the id of the container that an object's name is of, None for another's."""
-    matched = _NAME.fullmatch(name.rpartition("/")[2]) if name.startswith("containers/") else None
+    matched = _NAME.fullmatch(name.rpartition("/")[2]) if name.startswith(f"{FOLDER}/") else None
     return None if matched is None else ContainerId(int(matched[1], 16))
 
 
@@ -267,7 +268,7 @@ class ContainerStore:
     def generations(self) -> dict[ContainerId, dict[int, int]]:
         """Return by container the bytes of each generation that is there: mostly one."""
         found: dict[ContainerId, dict[int, int]] = {}
-        for container, generation, size_bytes in self._listed("containers"):
+        for container, generation, size_bytes in self._listed(FOLDER):
             found.setdefault(container, {})[generation] = size_bytes
             if generation > self._generations.get(container, 0):
                 self._is_now(container, generation)

@@ -25,7 +25,7 @@ from obstore.store import ObjectStore as ObstoreStore
 from nearkin.buffers import SMALLEST_BYTES, Buffers
 from nearkin.errors import Corrupt, NearkinError, NoRoom, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
-from nearkin.limits import MIB
+from nearkin.limits import KIB, MIB
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Payload = bytes | memoryview
 PARTS_WRITTEN_MAX = 1024
 """Of parts in one call: Linux takes no more."""
+DROPPED_BYTES_MIN = 256 * KIB
+"""Smaller objects stay in the page cache: they are read again and again, and take no room to speak of."""
 
 
 class AlreadyExists(Permanent):
@@ -201,8 +203,10 @@ SWEPT_TRIES_MAX = 8
 class LocalObjects(ObstoreObjects):
     """A folder. obstore lists it; writing is ours, since its LocalStore does not fsync (I1 needs it); so is reading."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, dropped: tuple[str, ...] = ()) -> None:
+        """`dropped`: large objects whose names begin so leave the page cache once they are durable (decision 0031)."""
         self._root = root
+        self._dropped = dropped
         self._scratch = root / "tmp"
         self._settled: set[Path] = set()
         self._buffers = Buffers(SPARE_BYTES_MAX)
@@ -217,7 +221,7 @@ class LocalObjects(ObstoreObjects):
         try:
             self._make_folder(final.parent)
             _make(self._scratch)
-            self._named(parts, lambda temporary: _link(temporary, final))
+            self._named(name, parts, lambda temporary: _link(temporary, final))
             failpoint("object.scratch-removed")
             sync_folder(final.parent)  # 3 the name itself is durable
             failpoint("object.durable")
@@ -232,14 +236,14 @@ class LocalObjects(ObstoreObjects):
         try:
             self._make_folder(final.parent)
             _make(self._scratch)
-            self._named([data], lambda temporary: os.replace(temporary, final))
+            self._named(name, [data], lambda temporary: os.replace(temporary, final))
             failpoint("object.replaced")
             sync_folder(final.parent)
         except OSError as err:
             raise _unavailable(name, err) from err
 
-    def _named(self, parts: Sequence[Payload], name: Callable[[Path], None]) -> None:
-        """Make bytes durable under a name nobody reads, and let `name` give them theirs.
+    def _named(self, name: str, parts: Sequence[Payload], give: Callable[[Path], None]) -> None:
+        """Make an object's bytes durable under a name nobody reads, and let `give` give them theirs.
 
         Whoever takes the store's lock sweeps the scratch folder; a pause, say, or a new store is written without that
         lock, and then once more.
@@ -247,9 +251,9 @@ class LocalObjects(ObstoreObjects):
         for tries_left in reversed(range(SWEPT_TRIES_MAX)):
             temporary = self._scratch / f"{secrets.token_hex(8)}.part"
             try:
-                _write_durably(temporary, parts)  # 1 bytes durable under a name nobody reads
+                _write_durably(temporary, parts, drop=name.startswith(self._dropped))  # 1 under a name nobody reads
                 failpoint("object.synced")
-                name(temporary)  # 2 visible, atomically
+                give(temporary)  # 2 visible, atomically
             except FileNotFoundError:
                 if temporary.exists() or not tries_left:
                     raise
@@ -348,12 +352,16 @@ def memory_objects() -> ObstoreObjects:
     return ObstoreObjects(MemoryStore())
 
 
-def _write_durably(path: Path, parts: Sequence[Payload]) -> None:
+def _write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
+    """Write and sync a new file; `drop`: the pages of a large one are the next one's then, still warm."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         _write_all(descriptor, parts)
         failpoint("object.written")
         os.fsync(descriptor)
+        if drop and hasattr(os, "posix_fadvise") and os.fstat(descriptor).st_size >= DROPPED_BYTES_MIN:
+            with suppress(OSError):  # advice: a file system may have no use for it
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 

@@ -9,7 +9,7 @@ from nearkin import erasure
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NotFound, StoreUnavailable
 from nearkin.formats.parity import scheme_of
-from nearkin.store import descriptor
+from nearkin.store import containers, descriptor, parity
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.keyring import Keyring, open_keyring
 from nearkin.store.objects import AlreadyExists, LocalObjects, ObjectStore
@@ -40,7 +40,13 @@ def open_objects(settings: Settings) -> ObjectStore:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as err:
         raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
-    return LocalObjects(folder)
+    return local_objects(folder, settings)
+
+
+def local_objects(root: Path, settings: Settings) -> LocalObjects:
+    """Return the folder of a store; what takes room in it stays in the page cache only where the settings say so."""
+    large = f"{containers.FOLDER}/", f"{parity.FOLDER}/"
+    return LocalObjects(root, dropped=large if settings.storage.page_cache == "drop" else ())
 
 
 def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:

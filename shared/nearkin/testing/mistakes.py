@@ -45,7 +45,7 @@ from nearkin_delta import FinishedContainer
 def bytes_not_synced() -> None:
     """An object's fsync is dropped."""
 
-    def write(path: Path, parts: Sequence[objects.Payload]) -> None:
+    def write(path: Path, parts: Sequence[objects.Payload], *, drop: bool) -> None:
         layer = vars(objects)["os"]
         descriptor = layer.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         layer.writev(descriptor, parts)
@@ -86,7 +86,7 @@ def create_overwrites() -> None:
         self._make_folder(final.parent)
         self._scratch.mkdir(exist_ok=True)
         temporary = self._scratch / f"{os.urandom(8).hex()}.part"
-        objects._write_durably(temporary, parts)
+        objects._write_durably(temporary, parts, drop=False)
         failpoint("object.synced")
         os.replace(temporary, final)
         objects.sync_folder(final.parent)
