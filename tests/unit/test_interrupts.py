@@ -65,6 +65,7 @@ def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path,
         def read(self, size_bytes):
             raise KeyboardInterrupt
 
+    before = set(threading.enumerate())
     monkeypatch.setattr(embedded, "cores", lambda: 2)
     monkeypatch.setattr(Worker, "stop", interrupted)
     with open_store(tmp_path / "store") as store:
@@ -72,7 +73,7 @@ def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path,
             store.put("k", Source() if in_the_source else text_like(100_000, 1))
         assert pressed
         deadline = time.monotonic() + 20
-        while left := [one.name for one in threading.enumerate() if one.name.startswith("nearkin-")]:
+        while left := {one for one in threading.enumerate() if one.name.startswith("nearkin-")} - before:
             assert time.monotonic() < deadline, left
             time.sleep(0.01)
         assert store.put("k", text_like(200_000, 2)).info.size_bytes == 200_000

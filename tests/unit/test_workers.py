@@ -217,6 +217,7 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_tu
     draw = random.Random(3)
     try:
         for _ in range(300):
+            before_it = set(threading.enumerate())
             worker: Worker[int] = Worker("test", lambda _: None, 1, in_turn=in_turn)
             shots = 2
             with suppress(Interrupt):
@@ -231,6 +232,7 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_tu
             ended.start()
             ended.join(PATIENCE)
             assert not ended.is_alive()
+            assert set(threading.enumerate()) <= before_it
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, lambda *_: None)

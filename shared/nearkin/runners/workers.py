@@ -3,7 +3,9 @@
     Worker    on a thread of its own        Direct    on the caller's
 
 The queue is made of SimpleQueues, whose every step is one call into C: an interrupt (Ctrl-C, SIGTERM) lands before or
-after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for ever.
+after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for ever. Nor
+is the thread asked whether it lives: an interrupt that falls into `is_alive` or `join` has Python up to 3.12 take a
+thread for ended that goes on, and the next put would have begun beside it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from nearkin import tally
 from nearkin.errors import StoreUnavailable
 
 Item = TypeVar("Item")
+
+LOOK_SECONDS = 1.0
+"""So often who waits for a worker looks whether it is over."""
 
 
 def cores() -> int:
@@ -84,6 +90,8 @@ class Worker(Generic[Item]):
         for _ in range(max(1, items_max)):
             self._room.put(None)
         self._failure: BaseException | None = None
+        self._over = False
+        self._ended: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"nearkin-{name}", daemon=True)
         QUEUED.watch(self, name)
         self._thread.start()
@@ -108,18 +116,19 @@ class Worker(Generic[Item]):
 
     def drain(self) -> None:
         """Wait until all queued items are done. Raises what one failed with."""
-        if self._thread.is_alive():
+        if not self._over:
             mark = _Mark()
             self._items.put(mark)
-            mark.reached.get()
+            self._wait(mark.reached)
         self.check()
 
     def stop(self) -> None:
         """Let queued items finish (or be dropped after a failure) and end the thread; again is fine."""
-        if not self._thread.is_alive():
+        if self._over:
             return
         self._items.put(None)
-        self._thread.join()
+        self._wait(self._ended)
+        self._thread.join()  # it has nothing more to do
         QUEUED.leave(self, self._name)
         # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.
         self._carry_out = _stopped
@@ -130,7 +139,21 @@ class Worker(Generic[Item]):
             self._failure = _ended()
         self.stop()
 
+    def _wait(self, told: SimpleQueue[None]) -> None:
+        """Wait until something is told, or the thread's work is over: another may have been told of that."""
+        while not self._over:
+            with suppress(Empty):
+                told.get(timeout=LOOK_SECONDS)
+                return
+
     def _run(self) -> None:
+        try:
+            self._carry_out_all()
+        finally:
+            self._over = True
+            self._ended.put(None)
+
+    def _carry_out_all(self) -> None:
         while True:
             item = self._items.get()
             if item is None:
