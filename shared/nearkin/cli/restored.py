@@ -21,12 +21,19 @@ class Restored:
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> BinaryIO:
+        try:
+            return self._opened()
+        except BaseException:  # a Ctrl-C or SIGTERM too: nobody leaves a context that was not entered
+            self._discard()
+            raise
+
+    def _opened(self) -> BinaryIO:
         if self._target is None:
             if sys.stdout is None:
                 raise BadInput("stdout is closed: name a file with -o")
             # not sys.stdout.buffer: PYTHONUNBUFFERED makes that a raw file, whose write may end short without an error
             sys.stdout.flush()
-            self._file = open(sys.stdout.fileno(), "wb", closefd=False)
+            self._file = os.fdopen(sys.stdout.fileno(), "wb", closefd=False)
             return self._file
         try:
             mode = self._target.stat().st_mode if self._target.exists() else None
@@ -40,7 +47,6 @@ class Restored:
             if mode is not None:
                 self._beside.chmod(stat.S_IMODE(mode))
         except (OSError, ValueError) as err:
-            self._discard()
             reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
             raise BadInput(f'output "{self._target}": {reason.lower()}') from err
         return self._file
@@ -72,5 +78,8 @@ class Restored:
             self._discard()
 
     def _discard(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
         if self._beside is not None:
             self._beside.unlink(missing_ok=True)
