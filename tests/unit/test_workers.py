@@ -171,6 +171,29 @@ def test_the_thread_ends_with_stop() -> None:
     assert "nearkin-a-name-of-its-own" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_stop_that_was_interrupted_is_ended_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Owner:
+        def carry_out(self, _: int) -> None:
+            pass
+
+    owner = Owner()
+    worker = Worker("interrupted-stop", owner.carry_out, 1)
+    wait, gone = Worker._wait, weakref.ref(owner)
+
+    def interrupted(this: Worker[int], told: object) -> None:
+        wait(this, told)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.stop()
+    monkeypatch.undo()
+    del owner
+    worker.stop()
+    assert gone() is None, "its buffers stay until garbage is collected"
+    assert worker not in QUEUED._owners["interrupted-stop"]
+
+
 def test_a_worker_that_has_stopped_is_no_longer_counted() -> None:
     gate = threading.Event()
 

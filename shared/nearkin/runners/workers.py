@@ -123,11 +123,10 @@ class Worker(Generic[Item]):
         self.check()
 
     def stop(self) -> None:
-        """Let queued items finish (or be dropped after a failure) and end the thread; again is fine."""
-        if self._over:
-            return
-        self._items.put(None)
-        self._wait(self._ended)
+        """Let queued items finish (or be dropped after a failure) and end the thread; again ends what was cut short."""
+        if not self._over:
+            self._items.put(None)
+            self._wait(self._ended)
         self._thread.join()  # it has nothing more to do
         QUEUED.leave(self, self._name)
         # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.

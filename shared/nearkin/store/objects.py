@@ -251,7 +251,8 @@ class LocalObjects(ObstoreObjects):
         for tries_left in reversed(range(SWEPT_TRIES_MAX)):
             temporary = self._scratch / f"{secrets.token_hex(8)}.part"
             try:
-                _write_durably(temporary, parts, drop=name.startswith(self._dropped))  # 1 under a name nobody reads
+                # 1 bytes durable under a name nobody reads
+                _write_durably(temporary, parts, drop=name.startswith(self._dropped))
                 failpoint("object.synced")
                 give(temporary)  # 2 visible, atomically
             except FileNotFoundError:
