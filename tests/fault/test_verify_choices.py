@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -72,13 +73,18 @@ def test_all_entries_of_a_sound_index_are_compared(root):
 
 @pytest.mark.parametrize("table", ["chunks", "segments", "features"])
 def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(root, table):
+    with open_store(root, settings=CHOSEN) as store:
+        keys, locations = next(store._index.readable().rows(table))
+    row = len(keys) // 2
+    key, place = keys[row].tobytes(), struct.pack("<QI", int(locations.containers[row]), int(locations.ordinals[row]))
+    other = 1 << 20 if table == "features" else int(locations.ordinals[row]) ^ 1
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         database = env.open_db(table.encode())
         with env.begin(write=True, db=database) as txn:
-            entries = [(bytes(key), bytes(value)) for key, value in txn.cursor()]
-            key, value = entries[len(entries) // 2]
-            other = 1 << 20 if table == "features" else int.from_bytes(value[8:12], "little") ^ 1
-            txn.put(key, value[:8] + other.to_bytes(4, "little") + value[12:])
+            run = bytes(txn.get(bytes(9)))
+            tail = key[:9] if table == "features" else key[8:]
+            assert run.count(tail + place) == 1
+            txn.put(bytes(9), run.replace(tail + place, tail + place[:8] + other.to_bytes(4, "little")))
     with open_store(root, settings=CHOSEN) as store:
         (damage,) = store.verify().damage
         assert (damage.object_name, damage.versions) == ("index", ())

@@ -9,6 +9,7 @@ import numpy as np
 
 from nearkin import open_store
 from nearkin.index.lmdb import LmdbIndex
+from nearkin.index.sorted_runs import PLACE
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import SMALL, settings
 
@@ -40,7 +41,7 @@ def test_what_was_looked_up_is_forgotten_as_if_all_was_read(tmp_path: Path) -> N
     chunks, segments, containers = unwanted(index)
     before = index.entries()
     found = index.look_up(chunks, segments)
-    assert all(found.keys[table] for table in ("chunks", "features", "segments"))
+    assert all(len(found.keys[table]) for table in ("chunks", "features", "segments"))
     index.forget(chunks, segments, containers, found)
     other.forget(chunks, segments, containers)
     assert index.entries() == other.entries()
@@ -68,10 +69,13 @@ def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -
     index.forget(chunks, segments, containers)
     forgotten = index.entries()
     found = index.look_up(chunks, segments)
-    assert not any(found.keys.values())
-    with index._writing() as txn:  # as it was before
-        for table in TABLES:
-            txn.cursor(index._databases[table]).putmulti(list(entries[table].items()))
+    assert not any(len(keys) for keys in found.keys.values())
+    with index._writing(buffers=True) as txn:  # as it was before
+        for table, runs in index._runs.items():
+            keys, places = (b"".join(rows) for rows in zip(*entries[table].items(), strict=True))
+            width = len(keys) * PLACE.itemsize // len(places)
+            runs.add(txn, np.frombuffer(keys, np.uint8).reshape(-1, width), np.frombuffer(places, PLACE))
+        txn.cursor(index._containers).putmulti(list(entries["containers"].items()))
     index.forget(chunks, segments, containers, found)
     assert index.entries() == forgotten
     index.close()

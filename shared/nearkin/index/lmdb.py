@@ -1,8 +1,8 @@
 """LMDB index. Invariant: every write is one transaction; the folder can be deleted at any time and rebuilt.
 
-chunks      name 32                     -> container 8, ordinal 4
-features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       first in stream order
-segments    segment id 20               -> container 8, ordinal 4
+chunks      name 32                     -> container 8, ordinal 4       in sorted runs
+features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       in sorted runs; first in stream order
+segments    segment id 20               -> container 8, ordinal 4       in sorted runs
 counts      container 8, ordinal 4      -> how many versions hold that segment, 4
 containers  container 8 (big-endian)    -> ContainerSummary as JSON
 versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as JSON
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -34,24 +34,27 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, forked, release
-from nearkin.index.forgetting import ENTRIES_AT_ONCE, LOCATION_BYTES, Found, by_table, drop, look_up
+from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
+from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
 from nearkin.reports import Ledger
 
-VERSION = 3
+VERSION = 4
 """Of an index of another version the store makes a new one, as if it were lost."""
 TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
 Entry = tuple[bytes, bytes]
-_LOCATION = Struct("<QI")
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
 _MARKED = Struct("<IQ")
 _MARK_HEAD = b"mark"
 _NO_MARKS = _MARKED.pack(0, 0)
-_LOCATION_DTYPE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
-assert _LOCATION.size == LOCATION_BYTES
-_KEY_BYTES = {"chunks": NAME_BYTES, "segments": SEGMENT_ID_BYTES, "features": FEATURE_KEY_BYTES}
+_SHAPES = {
+    "chunks": KeyShape(NAME_BYTES),
+    "segments": KeyShape(SEGMENT_ID_BYTES),
+    "features": FeatureShape(FEATURE_KEY_BYTES),
+}
+"""Tables of entries that come by the thousand."""
 _KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
 
@@ -79,7 +82,7 @@ class LmdbIndex:
         self._shared = shared = acquire(folder, map_bytes, TABLES, writable=not read_only, durable=durable)
         self._env = shared.env
         self._databases = databases = shared.databases
-        self._chunks, self._features, self._segments = (databases[name] for name in TABLES[:3])
+        self._runs = {name: SortedRuns(databases[name], shape) for name, shape in _SHAPES.items()}
         self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
         try:
             self._check_version(read_only)
@@ -119,18 +122,18 @@ class LmdbIndex:
                 release(shared)
 
     @contextmanager
-    def _reading(self) -> Iterator[Any]:
+    def _reading(self, *, buffers: bool = False) -> Iterator[Any]:
         try:
-            with self._in_use(), self._env.begin() as txn:
+            with self._in_use(), self._env.begin(buffers=buffers) as txn:
                 yield txn
         except lmdb.Error as err:
             raise _unavailable(err) from err
 
     @contextmanager
-    def _writing(self) -> Iterator[Any]:
+    def _writing(self, *, buffers: bool = False) -> Iterator[Any]:
         try:
             with self._in_use(), self._write_lock:
-                with self._env.begin(write=True) as txn:
+                with self._env.begin(write=True, buffers=buffers) as txn:
                     yield txn
                     failpoint("index.writing")
                 failpoint("index.written")
@@ -139,34 +142,20 @@ class LmdbIndex:
 
     def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[n, 32] names."""
-        return self._locate(self._chunks, _rows(names, NAME_BYTES))
+        return self.at("chunks", names)
 
     def locate_segments(self, segment_ids: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[s, 20] segment ids."""
-        return self._locate(self._segments, _rows(segment_ids, SEGMENT_ID_BYTES))
+        return self.at("segments", segment_ids)
 
     def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint64[n, k] super-features: k * n rows, all of a rank one behind the other."""
         asked = np.flatnonzero(super_features.T)
         keys = feature_keys(sketch, self._domain, super_features)[asked]
-        located, there = self._locate(self._features, _rows(keys, FEATURE_KEY_BYTES))
+        located, there = self.at("features", keys)
         locations, found = Locations.empty(super_features.size), np.zeros(super_features.size, np.bool_)
         locations.containers[asked], locations.ordinals[asked] = located.containers, located.ordinals
         found[asked] = there
-        return locations, found
-
-    def _locate(self, db: Any, keys: list[bytes]) -> tuple[Locations, Bools]:
-        locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
-        if not keys:
-            return locations, found
-        with self._reading() as txn:
-            values = dict(txn.cursor(db).getmulti(keys))
-        if values:
-            there = [i for i, key in enumerate(keys) if key in values]
-            data = b"".join([bytes(values[keys[i]])[: _LOCATION.size] for i in there])
-            rows = np.frombuffer(data, _LOCATION_DTYPE)
-            locations.containers[there], locations.ordinals[there] = rows["container"], rows["ordinal"]
-            found[there] = True
         return locations, found
 
     def publish(self, claims: ContainerClaims) -> None:
@@ -175,7 +164,7 @@ class LmdbIndex:
 
     def publish_many(self, many: Sequence[ContainerClaims]) -> None:
         """Add durable containers' entries in one transaction; of one key the first stays."""
-        chunks, segments, features = _Entries(NAME_BYTES), _Entries(SEGMENT_ID_BYTES), _Entries(FEATURE_KEY_BYTES)
+        chunks, segments, features = (_Entries(_SHAPES[name].key_bytes) for name in ("chunks", "segments", "features"))
         summaries: list[Entry] = []
         for claims in many:
             directory = claims.directory
@@ -189,9 +178,9 @@ class LmdbIndex:
                     keys = feature_keys(sketch, directory.domain, super_features)[rows]
                     features.add(keys, container, bases[rows % len(super_features)])
             summaries.append((container.to_bytes(8, "big"), json.dumps(asdict(summarise(claims))).encode()))
-        with self._writing() as txn:
-            for db, entries in ((self._chunks, chunks), (self._features, features), (self._segments, segments)):
-                txn.cursor(db).putmulti(entries.in_order(), overwrite=False)
+        with self._writing(buffers=True) as txn:
+            for table, entries in (("chunks", chunks), ("features", features), ("segments", segments)):
+                self._runs[table].add(txn, *entries.joined)
             txn.cursor(self._containers).putmulti(summaries)
 
     def renew(self, summary: ContainerSummary) -> None:
@@ -325,7 +314,8 @@ class LmdbIndex:
         """Return what `forget` would have to look for: a full scan of three tables, in which others may write."""
         file, containers = self.last_written[0], self.container_ids()  # before the entries
         unwanted = by_table(chunks, segments)
-        return Found(file, containers, {table: look_up(self.rows(table), rows) for table, rows in unwanted.items()})
+        keys = {table: look_up(self.rows(table), rows, _SHAPES[table].key_bytes) for table, rows in unwanted.items()}
+        return Found(file, containers, keys)
 
     def forget(
         self,
@@ -344,9 +334,11 @@ class LmdbIndex:
         found = looked_up if isinstance(looked_up, Found) else None
         if found is not None and not found.holds(self.last_written[0], self.container_ids(), unwanted):
             found = None
-        with self._writing() as txn:
+        with self._writing(buffers=True) as txn:
             for table, rows in unwanted.items():
-                drop(txn, self._databases[table], rows, None if found is None else found.keys[table])
+                if rows:
+                    keys = None if found is None else found.keys[table]
+                    self._runs[table].drop(txn, partial(named, unwanted=rows), keys)
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
                 _drop_under(txn, self._counts, container.to_bytes(8, "little"))
@@ -358,32 +350,36 @@ class LmdbIndex:
         return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
 
     def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
-        """Yield (keys, locations) of a table that has these, ENTRIES_AT_ONCE at a time, each time as it is then."""
-        width, last = _KEY_BYTES[table], b""
+        """Yield (keys, locations) of a table that has these, run by run: none is missed, some may come twice."""
+        name = b""
         while True:
-            with self._reading() as txn:
-                cursor = txn.cursor(self._databases[table])
-                there = cursor.set_range(last + b"\0") if last else cursor.first()
-                found = list(islice(cursor, ENTRIES_AT_ONCE)) if there else []
-                if not found:
-                    return
-                keys = np.frombuffer(b"".join([k for k, _ in found]), np.uint8).reshape(-1, width)
-                rows = np.frombuffer(b"".join([bytes(v)[: _LOCATION.size] for _, v in found]), _LOCATION_DTYPE)
-                last = bytes(found[-1][0])
-            yield keys, Locations(rows["container"].astype(np.uint64), rows["ordinal"].astype(np.uint32))
+            with self._reading(buffers=True) as txn:
+                found = self._runs[table].after(txn, name)
+            if found is None:
+                return
+            name, keys, locations = found
+            yield keys, locations
 
     def at(self, table: str, keys: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) of keys of a table, uint8[n, width]."""
-        return self._locate(self._databases[table], _rows(keys, _KEY_BYTES[table]))
+        if not len(keys):
+            return Locations.empty(), np.zeros(0, np.bool_)
+        with self._reading(buffers=True) as txn:
+            return self._runs[table].locate(txn, keys)
 
     def entries(self) -> dict[str, dict[bytes, bytes]]:
         """Return every entry of every table: for comparing two indexes in tests."""
+        tables: dict[str, dict[bytes, bytes]] = {name: {} for name in _SHAPES}
+        for name, shape in _SHAPES.items():
+            for keys, locations in self.rows(name):
+                places = np.empty(len(locations), PLACE)
+                places["container"], places["ordinal"] = locations.containers, locations.ordinals
+                tables[name].update(
+                    zip(_rows(keys, shape.key_bytes), _rows(places.view(np.uint8), PLACE.itemsize), strict=True)
+                )
         with self._reading() as txn:
-            tables = {
-                name: {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
-                for name in TABLES
-                if name != "meta"
-            }
+            for name in ("counts", "containers", "versions"):
+                tables[name] = {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
             return {**tables, "marks": dict(_marks(txn, self._meta, b""))}
 
     @property
@@ -480,39 +476,36 @@ def _drop_under(txn: Any, db: Any, head: bytes) -> None:
     """Delete all keys that start with `head`."""
     cursor = txn.cursor(db)
     there = cursor.set_range(head)
-    while there and cursor.key().startswith(head):
+    while there and bytes(cursor.key()).startswith(head):
         there = cursor.delete()
 
 
 def _held_segments(manifest: Manifest) -> list[bytes]:
     """Return the keys in `counts` of the segments that a version holds, each once."""
-    rows = np.empty(len(manifest.segments), _LOCATION_DTYPE)
+    rows = np.empty(len(manifest.segments), PLACE)
     rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
     # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
     distinct, _ = np.unique(rows, return_index=True)
-    return _rows(distinct.view(np.uint8), _LOCATION.size)
+    return _rows(distinct.view(np.uint8), PLACE.itemsize)
 
 
 class _Entries:
-    """Keys of one width and the locations that they name, to be put in the order of the keys."""
+    """Keys of one width and the locations that they name, in the order in which they come."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._keys = [np.zeros((0, width), np.uint8)]
-        self._locations = [np.zeros(0, _LOCATION_DTYPE)]
+        self._locations = [np.zeros(0, PLACE)]
 
     def add(self, keys: U8, container: ContainerId, ordinals: Any) -> None:
         """Take uint8[n, width] keys and the ordinals that they name."""
         self._keys.append(keys)
         self._locations.append(_located(container, ordinals))
 
-    def in_order(self) -> Iterator[Entry]:
-        """Return the entries: neighbours one after another touch each page once; of equal keys the order stays."""
-        keys = np.ascontiguousarray(np.concatenate(self._keys)).view(f"S{self._width}").ravel()
-        order = np.argsort(keys, kind="stable")
-        locations = np.concatenate(self._locations)[order]
-        rows = _rows(keys[order].view(np.uint8), self._width)
-        return zip(rows, _rows(locations.view(np.uint8), _LOCATION.size), strict=True)
+    @property
+    def joined(self) -> tuple[U8, NDArray[np.void]]:
+        """Return (keys, locations)."""
+        return np.concatenate(self._keys), np.concatenate(self._locations)
 
 
 def _rows(array: U8, width: int) -> list[bytes]:
@@ -521,7 +514,7 @@ def _rows(array: U8, width: int) -> list[bytes]:
 
 
 def _located(container: ContainerId, ordinals: Any) -> NDArray[np.void]:
-    rows = np.empty(len(ordinals), _LOCATION_DTYPE)
+    rows = np.empty(len(ordinals), PLACE)
     rows["container"], rows["ordinal"] = container, ordinals
     return rows
 

@@ -1,0 +1,301 @@
+"""Sorted runs: a table of an LMDB index. Invariant: a key is in one run at most, and the first place put for it stays.
+
+    run 0            all heads                           8 children, by the next 3 bits of a head
+    runs 1, 0..7     heads that begin with 3 bits        ...
+    runs 2, 0..63    with 6 bits
+
+    name             depth 1, these bits 8 (big-endian)
+    value            children 8 | head 8 ... | rest of the key, place 12 ...
+
+A run is one value: a batch of keys is looked up in it by one call of a kernel, and one that is written anew lies in
+pages that follow each other. New entries are merged into run 0; a run of more than ENTRIES_MAX gives all to its
+children. So an entry is written some five times a depth, where a tree of single entries writes a page for each that is
+put, and entries are packed. What a run gives on comes to all of its children at once, and keys being even these fill
+together: at most SPILLS_MAX give on in one transaction, the shallowest first; others are a little fuller meanwhile.
+
+An entry moves to a deeper run only: who goes through the runs by name, in several transactions, misses none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from struct import Struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.errors import BadInput, IndexDamaged
+from nearkin.frozen import frozen
+from nearkin.kernels.nametable import first_occurrence
+from nearkin.kernels.runs import find_in_runs
+from nearkin.records import U8, U64, Bools, Locations
+
+ENTRIES_MAX = 1 << 14
+SPILLS_MAX = 4
+"""So many give on in one transaction, 0.7 MB each of chunks: as much as may come in before a depth has to once."""
+PLACE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
+Get = Callable[[bytes], memoryview | None]
+_NAME = Struct(">BQ")
+_FULL = b"\xff"
+"""Names of the runs that have too much, one behind the other: the last key of the table."""
+_FAN_BITS = 3
+_FAN = 1 << _FAN_BITS
+_DEPTH_MAX = 20
+"""Below it runs are as long as they get: 60 bits that are the same."""
+_HEAD_BYTES = 8
+_CHILDREN_BYTES = 8
+
+
+@frozen
+class _Run:
+    """n entries: `heads` uint64[n] ascending, `rows` V[n] of the rest of the key and the place. `children`: bits."""
+
+    children: int
+    heads: U64
+    rows: NDArray[np.void]
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def take(self, chosen: Bools | slice) -> _Run:
+        return _Run(0, self.heads[chosen], self.rows[chosen])
+
+
+class KeyShape:
+    """How a key of some width is parted: 8 bytes that are even over all keys, its head, and the rest, its tail."""
+
+    def __init__(self, key_bytes: int) -> None:
+        self.key_bytes = key_bytes
+        self.tail_bytes = key_bytes - _HEAD_BYTES
+        self.row_dtype = np.dtype(f"V{self.tail_bytes + PLACE.itemsize}")
+        self.entry_bytes = _HEAD_BYTES + self.row_dtype.itemsize
+
+    def part(self, keys: U8) -> tuple[U64, U8]:
+        """Return (heads uint64[n], tails uint8[n, width - 8]) of uint8[n, width] keys."""
+        heads = np.ascontiguousarray(keys[:, :_HEAD_BYTES]).view(np.uint64).ravel()
+        return heads, np.ascontiguousarray(keys[:, _HEAD_BYTES:])
+
+    def join(self, heads: U64, tails: U8) -> U8:
+        """Return the keys of these heads and tails."""
+        keys = np.empty((len(heads), self.key_bytes), np.uint8)
+        keys[:, :_HEAD_BYTES] = heads.view(np.uint8).reshape(-1, _HEAD_BYTES)
+        keys[:, _HEAD_BYTES:] = tails
+        return keys
+
+
+class FeatureShape(KeyShape):
+    """A super-feature's key: its namespace and rank, which many share, are the tail, and stirred into the head."""
+
+    def part(self, keys: U8) -> tuple[U64, U8]:
+        """Return (heads, tails): the super-feature is the last 8 bytes."""
+        tails = np.ascontiguousarray(keys[:, :-_HEAD_BYTES])
+        own = np.ascontiguousarray(keys[:, -_HEAD_BYTES:]).view(np.uint64).ravel()
+        return own ^ self._stirred(tails), tails
+
+    def join(self, heads: U64, tails: U8) -> U8:
+        """Return the keys of these heads and tails."""
+        keys = np.empty((len(heads), self.key_bytes), np.uint8)
+        keys[:, :-_HEAD_BYTES] = tails
+        keys[:, -_HEAD_BYTES:] = (heads ^ self._stirred(tails)).view(np.uint8).reshape(-1, _HEAD_BYTES)
+        return keys
+
+    @staticmethod
+    def _stirred(tails: U8) -> U64:
+        namespaces = np.ascontiguousarray(tails[:, :_HEAD_BYTES]).view(np.uint64).ravel()
+        return namespaces ^ (tails[:, _HEAD_BYTES].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+class SortedRuns:
+    """One table. Each call is given the transaction in which it works; `txn` must give buffers."""
+
+    def __init__(self, db: Any, shape: KeyShape) -> None:
+        self._db = db
+        self._shape = shape
+
+    def locate(self, txn: Any, keys: U8) -> tuple[Locations, Bools]:
+        """Return (locations, found) for uint8[n, width] keys; rows not found are zeros."""
+        heads, tails = self._shape.part(keys)
+        order = np.argsort(heads)
+        places, there = self._places(self._get(txn), heads[order], tails[order])
+        found = np.zeros(len(keys), np.bool_)
+        found[order] = there
+        rows = np.zeros(len(keys), PLACE)
+        rows[order] = places
+        return Locations(rows["container"].astype(np.uint64), rows["ordinal"].astype(np.uint32)), found
+
+    def _get(self, txn: Any) -> Get:
+        return partial(txn.get, db=self._db)
+
+    def _places(self, get: Get, heads: U64, tails: U8) -> tuple[NDArray[np.void], Bools]:
+        """Return (places, found) of keys whose heads ascend."""
+        places, found = np.zeros((len(heads), PLACE.itemsize), np.uint8), np.zeros(len(heads), np.bool_)
+        try:
+            find_in_runs(get, heads, tails, places, found)
+        except BadInput as err:
+            raise _damaged(err) from err
+        return places.view(PLACE).ravel(), found
+
+    def _value(self, txn: Any, depth: int, bits: int) -> memoryview | None:
+        value: memoryview | None = txn.get(_NAME.pack(depth, bits), db=self._db)
+        return value
+
+    def _run(self, value: memoryview | None) -> _Run:
+        """Return a run as it lies there, no copy: it is good until its transaction writes or ends."""
+        held = np.frombuffer(value if value is not None else bytes(_CHILDREN_BYTES), np.uint8)
+        count, rest = divmod(len(held) - _CHILDREN_BYTES, self._shape.entry_bytes)
+        if count < 0 or rest:
+            raise _damaged(f"a run of {len(held)} bytes")
+        rows = _CHILDREN_BYTES + count * _HEAD_BYTES
+        heads = held[_CHILDREN_BYTES:rows].view(np.uint64)
+        if (heads[1:] < heads[:-1]).any():
+            raise _damaged("the entries of a run are in no order")
+        return _Run(int(held[0]), heads, held[rows:].view(self._shape.row_dtype))
+
+    def add(self, txn: Any, keys: U8, places: NDArray[np.void]) -> None:
+        """Put places for uint8[n, width] keys that have none; of one key the first stays."""
+        heads, tails = self._shape.part(keys)
+        order = _first(keys, heads, np.argsort(heads))
+        heads, tails = heads[order], tails[order]
+        _, there = self._places(self._get(txn), heads, tails)
+        rows = np.empty((len(order), self._shape.row_dtype.itemsize), np.uint8)
+        rows[:, : self._shape.tail_bytes] = tails
+        rows[:, self._shape.tail_bytes :] = places.view(np.uint8).reshape(-1, PLACE.itemsize)[order]
+        more = _Run(0, heads, rows.view(self._shape.row_dtype).ravel())
+        if there.any():
+            more = more.take(~there)
+        if not len(more):
+            return
+        full = self._full(txn)
+        before = set(full)
+        self._merge(txn, 0, 0, more, full)
+        for depth, bits in sorted(full)[:SPILLS_MAX]:
+            full.remove((depth, bits))
+            self._spill(txn, depth, bits, full)
+        if full != before:
+            self._set_full(txn, full)
+
+    def _merge(self, txn: Any, depth: int, bits: int, more: _Run, full: set[tuple[int, int]]) -> None:
+        held = self._run(self._value(txn, depth, bits))
+        self._write(txn, depth, bits, held.children, held, more)
+        if len(held) + len(more) > ENTRIES_MAX and depth < _DEPTH_MAX:
+            full.add((depth, bits))
+
+    def _spill(self, txn: Any, depth: int, bits: int, full: set[tuple[int, int]]) -> None:
+        """Give all of a run to its children."""
+        value = self._value(txn, depth, bits)
+        held = self._run(None if value is None else memoryview(bytes(value)))
+        parts = _parts(held.heads, 0, len(held), depth)
+        children = held.children
+        for i, _ in parts:
+            children |= 1 << i
+        self._write(txn, depth, bits, children, held.take(slice(0)))
+        for i, (start, end) in parts:
+            self._merge(txn, depth + 1, bits * _FAN + i, held.take(slice(start, end)), full)
+
+    def _write(self, txn: Any, depth: int, bits: int, children: int, held: _Run, more: _Run | None = None) -> None:
+        """Write a run of what it held and what comes to it."""
+        count = len(held) + (0 if more is None else len(more))
+        value = np.empty(_CHILDREN_BYTES + count * self._shape.entry_bytes, np.uint8)
+        value[:_CHILDREN_BYTES] = 0
+        value[0] = children
+        rows_at = _CHILDREN_BYTES + count * _HEAD_BYTES
+        heads, rows = value[_CHILDREN_BYTES:rows_at].view(np.uint64), value[rows_at:].view(self._shape.row_dtype)
+        if more is None:
+            heads[:], rows[:] = held.heads, held.rows
+        else:
+            at = np.searchsorted(held.heads, more.heads)
+            at += np.arange(len(more))
+            old = np.ones(count, np.bool_)
+            old[at] = False
+            heads[at], rows[at] = more.heads, more.rows
+            heads[old], rows[old] = held.heads, held.rows
+        txn.put(_NAME.pack(depth, bits), memoryview(value), db=self._db)
+
+    def _full(self, txn: Any) -> set[tuple[int, int]]:
+        names = bytes(txn.get(_FULL, b"", db=self._db))
+        return {_parsed(names[at : at + _NAME.size]) for at in range(0, len(names), _NAME.size)}
+
+    def _set_full(self, txn: Any, full: set[tuple[int, int]]) -> None:
+        if full:
+            txn.put(_FULL, b"".join(_NAME.pack(*run) for run in sorted(full)), db=self._db)
+        else:
+            txn.delete(_FULL, db=self._db)
+
+    def after(self, txn: Any, name: bytes) -> tuple[bytes, U8, Locations] | None:
+        """Return (name, keys, locations) of the run that comes after the one of that name, copied; None at the end."""
+        cursor = txn.cursor(self._db)
+        if not (cursor.set_range(name + b"\0") if name else cursor.first()) or bytes(cursor.key()) == _FULL:
+            return None
+        run = self._run(cursor.value())
+        tails, places = self._parted(run)
+        return bytes(cursor.key()), self._shape.join(run.heads, tails), _located(places)
+
+    def _parted(self, run: _Run) -> tuple[U8, NDArray[np.void]]:
+        rows = run.rows.view(np.uint8).reshape(len(run), self._shape.row_dtype.itemsize)
+        tails, places = rows[:, : self._shape.tail_bytes], rows[:, self._shape.tail_bytes :]
+        return np.ascontiguousarray(tails), np.ascontiguousarray(places).view(PLACE).reshape(len(run))
+
+    def drop(self, txn: Any, unwanted: Callable[[Locations], Bools], keys: U8 | None = None) -> None:
+        """Take out the entries whose location is unwanted: of the runs that may have `keys`, or of all."""
+        for name in self._names(txn, keys):
+            depth, bits = _parsed(name)
+            run = self._run(self._value(txn, depth, bits))
+            gone = unwanted(_located(self._parted(run)[1]))
+            if gone.any():
+                self._write(txn, depth, bits, run.children, run.take(~gone))
+
+    def _names(self, txn: Any, keys: U8 | None) -> list[bytes]:
+        """Return the names of all runs, or of those that may have one of `keys`."""
+        if keys is None:
+            return [bytes(name) for name in txn.cursor(self._db).iternext(keys=True, values=False) if name != _FULL]
+        names = list[bytes]()
+
+        def get(name: bytes) -> memoryview | None:
+            value = self._value(txn, *_parsed(name))
+            if value is not None:
+                names.append(name)
+            return value
+
+        heads, tails = self._shape.part(keys)
+        order = np.argsort(heads)
+        self._places(get, heads[order], tails[order])
+        return names
+
+
+def _parsed(name: bytes) -> tuple[int, int]:
+    """Return (depth, bits) of a run's name."""
+    if len(name) != _NAME.size or name[0] > _DEPTH_MAX:
+        raise _damaged(f"no run is named {name.hex()}")
+    depth, bits = _NAME.unpack(name)
+    return depth, bits
+
+
+def _damaged(said: object) -> IndexDamaged:
+    return IndexDamaged(f"index: {said}: it is damaged; run rebuild-index, which makes a new one")
+
+
+def _first(keys: U8, heads: U64, order: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return `order`, in which heads ascend, without the rows whose key an earlier row has."""
+    ordered = heads[order]
+    shared = np.zeros(len(order), np.bool_)
+    np.equal(ordered[1:], ordered[:-1], out=shared[1:])
+    if not shared.any():
+        return order
+    shared[:-1] |= shared[1:]
+    rows = np.sort(order[shared])
+    gone = np.zeros(len(order), np.bool_)
+    gone[rows[first_occurrence(keys[rows]) != np.arange(len(rows))]] = True
+    return order[~gone[order]]
+
+
+def _parts(heads: U64, start: int, end: int, depth: int) -> list[tuple[int, tuple[int, int]]]:
+    """Return (child, (first and last row)) of the ascending heads `start` to `end` of a run of that depth."""
+    bits = (heads[start:end] >> np.uint64(64 - _FAN_BITS * (depth + 1))) & np.uint64(_FAN - 1)
+    cuts = [start, *(np.searchsorted(bits, np.arange(1, _FAN, dtype=np.uint64)) + start).tolist(), end]
+    return [(i, (cuts[i], cuts[i + 1])) for i in range(_FAN) if cuts[i] < cuts[i + 1]]
+
+
+def _located(places: NDArray[np.void]) -> Locations:
+    return Locations(places["container"].astype(np.uint64), places["ordinal"].astype(np.uint32))

@@ -1,0 +1,14 @@
+"""Runs of a tree, in an index. Invariant: no byte outside a run is read, whatever is in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nearkin.kernels._select import USE_CYTHON
+
+if TYPE_CHECKING or USE_CYTHON:
+    from nearkin.kernels._runs import find_in_runs
+else:
+    from nearkin.kernels._runs_reference import find_in_runs
+
+__all__ = ["find_in_runs"]
