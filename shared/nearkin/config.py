@@ -71,8 +71,6 @@ HOT_FIELDS = frozenset(
 )
 """What a running service takes from a changed file or `PATCH /v1/config`; all else needs a restart."""
 PROFILE_NAMES = ("default", "archive", "finesse-paper")
-PLAIN_FIELDS: dict[str, ServerUrl | Token | None] = {"store": None, "server": ServerUrl(), "token": Token()}
-"""Settings that every command may be given: read and checked without pydantic, whose import takes 130 ms."""
 
 
 @held
@@ -85,9 +83,9 @@ class Settings:
     """What all other settings are where nothing says so: docs/decisions/0019-archive.md."""
     store: str | None = None
     """Folder of the local store."""
-    server: Annotated[str | None, PLAIN_FIELDS["server"]] = None
+    server: Annotated[str | None, ServerUrl()] = None
     """URL of a gateway, used instead of a local store."""
-    token: Annotated[str | None, PLAIN_FIELDS["token"]] = field(default=None, repr=False)
+    token: Annotated[str | None, Token()] = field(default=None, repr=False)
     """What the gateway knows the caller by."""
     tenant: Annotated[str, TenantName()] = "default"
     """Whose blobs a command or an embedded gateway puts and gets; services take it from the token."""

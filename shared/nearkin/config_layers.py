@@ -9,12 +9,13 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nearkin import config
-from nearkin.config import HIDDEN, PLAIN_FIELDS, PROFILES, SECRET_URLS, SECRETS, Settings
+from nearkin.config import HIDDEN, PROFILES, SECRET_URLS, SECRETS, Settings
+from nearkin.config_plain import SECTIONS, nested, settings_of
 from nearkin.config_rules import (
     Refused,
     Unknown,
@@ -79,24 +80,15 @@ def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
 
 
 def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
-    if all(name in PLAIN_FIELDS and isinstance(value, str) for name, value in merged.items()):
-        checked: dict[str, Any] = {name: _plain(name, value, sources) for name, value in merged.items()}
-        return replace(Settings(), **checked)
+    plain = settings_of(merged)
+    if plain is not None:
+        return plain
     from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(Settings).validate_python(merged)
     except ValidationError as err:
         raise _one_line(err, sources) from err
-
-
-def _plain(name: str, value: str, sources: Mapping[str, str]) -> str:
-    """Check one of PLAIN_FIELDS as pydantic would: the same refusals in the same words."""
-    rule = PLAIN_FIELDS[name]
-    try:
-        return value if rule is None else rule.check(value)
-    except Refused as err:
-        raise _refused(name, value, err, sources) from err
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -129,16 +121,17 @@ def _check_depth(found: object, path: Path) -> None:
 
 def _read_environment() -> dict[str, Any]:
     given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
-    sections = {name for name in Settings.__dataclass_fields__ if name not in PLAIN_FIELDS}
     for name in sorted(given):
         first, *below = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-        if first not in sections | set(PLAIN_FIELDS) | OTHER_VARIABLES or (below and first in PLAIN_FIELDS):
+        known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
+        if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
             raise ConfigError(f"environment {name}: no such setting; `nearkin config` lists them all")
-    if not any(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0] in sections for name in given):
-        # Whatever their case, as pydantic-settings reads them below.
-        folded = {name.upper(): value for name, value in os.environ.items()} | dict(os.environ)
-        plain = {name: folded.get(f"{ENVIRONMENT_PREFIX}{name.upper()}") for name in PLAIN_FIELDS}
-        return {name: value for name, value in plain.items() if value is not None}
+    # Whatever their case, as pydantic-settings reads them below.
+    folded = {name.upper(): value for name, value in os.environ.items()} | dict(os.environ)
+    named = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): folded[name] for name in given}
+    plain = nested({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
+    if plain is not None:
+        return plain
     from pydantic import create_model
     from pydantic_settings import BaseSettings as FromEnvironment
     from pydantic_settings import EnvSettingsSource
