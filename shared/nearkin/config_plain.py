@@ -18,9 +18,8 @@ from nearkin.config_rules import Rule, Size
 from nearkin.limits import GIB, KIB, MIB
 
 UNITS = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": KIB, "mib": MIB, "gib": GIB}
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_SIZE = re.compile(rf"([0-9]{{1,6}})({'|'.join(UNITS)})", re.IGNORECASE)
-_SIZE_BYTES = re.compile(r"([0-9]{1,15})()")
+_NUMBER = r"[0-9]{1,9}"
+_SIZE = rf"(?i)([0-9]{{1,6}})({'|'.join(UNITS)})|[0-9]{{1,15}}"
 """What stays below 2^53: pydantic counts in floats."""
 _BOOLS = {"true": True, "false": False}
 SECTIONS: Mapping[str, Any] = {
@@ -71,6 +70,8 @@ def nested(variables: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _taken(section: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as a section holds them. Raises ValueError where one is refused, or is not plain."""
+    if not values:
+        return {}
     kinds = _kinds(section)
     if not values.keys() <= kinds.keys():
         raise _NotPlain
@@ -90,9 +91,9 @@ def _read(kind: _Kind, text: str) -> object:
     if kind.of is bool:
         return _BOOLS.get(text)
     if kind.of is int and isinstance(kind.rule, Size):
-        size = _SIZE.fullmatch(text) or _SIZE_BYTES.fullmatch(text)
-        return size and int(size[1]) * UNITS.get(size[2].lower(), 1)
-    return int(text) if kind.of is int and _NUMBER.fullmatch(text) else None
+        size = re.fullmatch(_SIZE, text)
+        return size and (int(size[1]) * UNITS[size[2].lower()] if size[2] else int(text))
+    return int(text) if kind.of is int and re.fullmatch(_NUMBER, text) else None
 
 
 @cache
