@@ -130,6 +130,24 @@ def test_an_index_made_anew_does_not_find_what_is_condemned(opened, clock, how):
     assert store.get("again").read() == content
 
 
+def test_a_rebuilt_index_counts_what_is_condemned_as_the_one_before(opened, clock):
+    store = opened()
+    store.put("gone", random_bytes(500_000, 1))
+    store.close()
+    store = opened()  # another container
+    store.put("kept", random_bytes(200_000, 2))
+    store.delete("gone")
+    clock.now += 8 * DAY
+    store.gc()
+    before = store.stats()
+    assert before.parts["raw_blocks"] >= 700_000
+    store.rebuild_index()
+    assert store.stats().parts == before.parts
+    assert collected(store, clock) > 500_000
+    assert store.stats().parts["raw_blocks"] < 300_000
+    assert store.verify().damage == ()
+
+
 def test_bases_stay_as_long_as_a_version_leans_on_them(opened, clock):
     store = opened()
     first = text_like(900_000, 1)

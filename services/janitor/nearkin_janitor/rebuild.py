@@ -85,8 +85,9 @@ def rebuild_index(
             try:
                 directory = everyones.directory(ContainerId(container))
                 own = containers.of(directory.domain)
-                if container in condemned and condemned[container].whole:
-                    continue  # it may lean on what is gone already
+                if container in condemned and condemned[container].whole:  # it may lean on what is gone already
+                    publisher.add(_counted_alone(directory))
+                    continue
                 claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned)
             except Permanent:
                 skipped.append(object_name(ContainerId(container)))
@@ -258,6 +259,12 @@ def claims_of(
     if mine is not None:
         segment_ids[mine.segments] = 0
     return ContainerClaims(directory, segment_ids, features, only)
+
+
+def _counted_alone(directory: Directory) -> ContainerClaims:
+    """Return the claims of a container that takes up room until it goes, and in which nothing is to be found."""
+    none = np.zeros((len(directory.segments), SEGMENT_ID_BYTES), np.uint8)
+    return ContainerClaims(directory, none, {}, np.zeros(0, np.uint32))
 
 
 def _findable(directory: Directory, ordinals: U32, condemned: Record) -> Bools:
