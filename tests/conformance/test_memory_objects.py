@@ -8,8 +8,9 @@ import pytest
 
 from nearkin.errors import NotFound
 from nearkin.formats.parity import Scheme
+from nearkin.store.clients import ObstoreObjects, memory_objects
 from nearkin.store.encrypted import EncryptedObjects
-from nearkin.store.objects import AlreadyExists, ObstoreObjects, memory_objects
+from nearkin.store.objects import AlreadyExists
 from nearkin.store.overlay import Overlay
 from nearkin.store.parity import ParityObjects
 from nearkin.store.sealing import SealedObjects, Sealing

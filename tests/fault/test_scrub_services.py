@@ -15,7 +15,8 @@ from nearkin.config_layers import with_changes
 from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.store import descriptor
-from nearkin.store.objects import LocalObjects, ObjectStore, ObstoreObjects
+from nearkin.store.clients import ObstoreObjects
+from nearkin.store.objects import LocalObjects, ObjectStore
 from nearkin.store.opening import with_parity
 from nearkin.store.parity import ParityObjects
 from nearkin.store.quarantine import Quarantine

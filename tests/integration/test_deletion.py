@@ -19,9 +19,10 @@ from nearkin.formats.mark import SEQUENCE_MAX, Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
 from nearkin.records import Locations
 from nearkin.reports import Ledger, VersionInfo
+from nearkin.store.clients import memory_objects
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import History, ManifestStore, mark_name, object_name
-from nearkin.store.objects import LocalObjects, ObjectStore, memory_objects
+from nearkin.store.objects import LocalObjects, ObjectStore
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.clock import Clock
 from nearkin.testing.faulty import FaultyObjects

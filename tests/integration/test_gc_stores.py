@@ -15,10 +15,11 @@ from nearkin.local_mending import super_features_of
 from nearkin.recoding import BlockRecoder
 from nearkin.restore import Blob
 from nearkin.store import descriptor
+from nearkin.store.clients import memory_objects
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
-from nearkin.store.objects import ObjectStore, memory_objects
+from nearkin.store.objects import ObjectStore
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.servers import S3

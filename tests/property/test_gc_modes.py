@@ -159,6 +159,15 @@ def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
     ),
     st.sampled_from([HYBRID, REFCOUNT]),
 )
+@example(  # versions 2 and 3 go, and come back once version 1 has gone
+    [
+        {("a", 1): frozenset({0}), ("a", 2): frozenset({0}), ("a", 3): frozenset()},
+        {("a", 1): frozenset()},
+        {("a", 2): frozenset(), ("a", 3): frozenset()},
+        {},
+    ],
+    HYBRID,
+)
 def test_the_ledger_holds_what_living_versions_hold_whatever_came_and_went(rounds, mode) -> None:
     said: dict[tuple[str, int], frozenset[int]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,8 @@ import pytest
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew, NotFound
 from nearkin.store import descriptor
-from nearkin.store.objects import AlreadyExists, ObstoreObjects, memory_objects
+from nearkin.store.clients import ObstoreObjects, memory_objects
+from nearkin.store.objects import AlreadyExists
 
 
 def written(data: bytes) -> ObstoreObjects:

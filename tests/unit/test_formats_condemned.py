@@ -12,8 +12,9 @@ from nearkin import failpoints
 from nearkin.errors import Corrupt, FormatTooNew
 from nearkin.formats.columns import check_bytes
 from nearkin.formats.condemned import Condemned, decode_record, encode_record
+from nearkin.store.clients import memory_objects
 from nearkin.store.condemned import CondemnedStore, record_bytes
-from nearkin.store.objects import AlreadyExists, LocalObjects, memory_objects
+from nearkin.store.objects import AlreadyExists, LocalObjects
 
 ordinals = st.sets(st.integers(0, 300), max_size=40).map(lambda rows: np.array(sorted(rows), np.uint32))
 entries = st.builds(Condemned, st.integers(0, 1 << 50), ordinals, ordinals, st.booleans())

@@ -15,8 +15,8 @@ from nearkin.records import ContainerId, Locations, Pieces
 from nearkin.runners.facts import InFlight
 from nearkin.runners.kafka import placing
 from nearkin.store.chunks import ChunkReader
+from nearkin.store.clients import ObstoreObjects, memory_objects
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.objects import ObstoreObjects, memory_objects
 from nearkin.testing import samples
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nearkin.limits import FRAME_BYTES_MAX
-from nearkin.store.objects import LocalObjects, ObstoreObjects, memory_objects
+from nearkin.store.clients import ObstoreObjects, memory_objects
+from nearkin.store.objects import LocalObjects
 from nearkin_gateway.ingest_frames import Away, object_frames
 
 

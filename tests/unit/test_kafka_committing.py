@@ -17,8 +17,8 @@ from nearkin.runners.kafka.clients import Headers
 from nearkin.runners.kafka.committing import CommitHandler
 from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.loop import Record
+from nearkin.store.clients import memory_objects
 from nearkin.store.manifests import ManifestStore
-from nearkin.store.objects import memory_objects
 
 SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 60}})
 BLOB = b"0123456789abcdef"

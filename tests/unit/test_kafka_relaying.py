@@ -33,7 +33,7 @@ from nearkin.runners.kafka.relaying import RelayHandler, Told, Work, dedup_work,
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.runners.together import run_stage_many
 from nearkin.stage import Facts, run_stage
-from nearkin.store.objects import memory_objects
+from nearkin.store.clients import memory_objects
 from nearkin.testing.generated import random_bytes
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_dedup import DedupStage

@@ -15,9 +15,9 @@ from nearkin.formats.key import DataKey
 from nearkin.formats.parity import Scheme
 from nearkin.formats.sealed import STORE_OWNER
 from nearkin.store import descriptor
+from nearkin.store.clients import memory_objects
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.keyring import FRESH_SECONDS, NUMBERS_SKIPPED_MAX, Keyring, open_keyring
-from nearkin.store.objects import memory_objects
 from nearkin.store.parity import ParityObjects
 from nearkin.testing.faulty import FaultyObjects
 from nearkin.testing.keys import KEY_ENCRYPTION_KEYS, MemoryKeys

@@ -9,10 +9,11 @@ import pytest
 
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.condemned import Condemned
+from nearkin.store.clients import ObstoreObjects, memory_objects
 from nearkin.store.collected import RecordWatch
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.numbered import READ_TRIES_MAX
-from nearkin.store.objects import AlreadyExists, ObstoreObjects, memory_objects
+from nearkin.store.objects import AlreadyExists
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubState, ScrubStates
 

@@ -15,8 +15,10 @@ import obstore
 import pytest
 
 from nearkin.errors import Corrupt, NotFound, Retryable, StoreUnavailable
+from nearkin.store import clients
 from nearkin.store import objects as module
-from nearkin.store.objects import LocalObjects, memory_objects
+from nearkin.store.clients import memory_objects
+from nearkin.store.objects import LocalObjects
 from nearkin.testing.faulty import FaultyObjects
 from nearkin.testing.generated import random_bytes
 
@@ -172,11 +174,69 @@ def test_an_error_while_listing_is_raised_not_taken_for_the_end(
         yield [{"path": "a/x", "size": 1}]
         raise obstore.exceptions.GenericError("connection reset\nand more")
 
-    for store in (LocalObjects(tmp_path), memory_objects()):
-        monkeypatch.setattr(module.obstore, "list", pages)
-        found = []
-        with pytest.raises(StoreUnavailable, match=r"connection reset$"):
-            found.extend(store.names("a"))
+    monkeypatch.setattr(clients.obstore, "list", pages)
+    with pytest.raises(StoreUnavailable, match=r"connection reset$"):
+        list(memory_objects().names("a"))
+
+
+def test_a_folder_that_fails_while_it_is_listed_is_not_taken_for_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.put_new("a/x", b"1")
+    objects.put_new("a/below/y", b"1")
+    real = os.scandir
+
+    def scandir(folder: Path) -> Any:
+        if folder == tmp_path / "a/below":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(StoreUnavailable, match=r"a/below: .*Input/output error"):
+        list(objects.names("a"))
+
+
+def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    objects = LocalObjects(tmp_path / "s")
+    objects.put_new("a/x", b"123")
+    (tmp_path / "other disk").mkdir()
+    (tmp_path / "other disk/y").write_bytes(b"12345")
+    (tmp_path / "s/a/linked").symlink_to(tmp_path / "other disk")
+    (tmp_path / "s/a/gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "s/a/empty").mkdir()
+    os.mkfifo(tmp_path / "s/a/pipe")
+    assert sorted(objects.names("a")) == sorted(objects.names("a/")) == [("a/linked/y", 5), ("a/x", 3)]
+    assert list(objects.names("a/x")) == []
+
+
+def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    (tmp_path / "in").mkdir()
+    for name in ("two words", "für", "100%", "a#b"):
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/\xff\xfe")).write_bytes(b"x")
+    found = {name for name, _ in objects.names("in")}
+    assert found == {"in/two words", "in/für", "in/100%", "in/a#b", "in/\\xff\\xfe"}
+    for name in found - {"in/\\xff\\xfe"}:
+        assert objects.get(name) == name.removeprefix("in/").encode()
+
+
+def test_puts_and_gets_do_not_wait_for_obstore(tmp_path: Path) -> None:
+    script = (
+        "import sys, nearkin; store = nearkin.open_store(sys.argv[1]); store.put('k', b'x' * 100_000);"
+        "store.get('k').read(); list(store.versions()); store.close(); print('obstore' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "s")],
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert run.stdout.split() == ["False"]
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:

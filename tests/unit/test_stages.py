@@ -17,9 +17,9 @@ from nearkin.records import Locations, Pieces, SegmentBatch
 from nearkin.runners.embedded import EmbeddedWriter
 from nearkin.runners.facts import EmbeddedFacts
 from nearkin.stage import Contents, Facts, Found, FoundBases, Neighbours, Reads, run_stage
+from nearkin.store.clients import ObstoreObjects, memory_objects
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
-from nearkin.store.objects import ObstoreObjects, memory_objects
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, settings
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns

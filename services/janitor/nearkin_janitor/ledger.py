@@ -158,8 +158,9 @@ class Ledger:
 
     def _intervals(self, rows: _Rows, of: _Versions) -> None:
         key, wanted, known = of.key, of.wanted, of.known
-        if wanted and known and min(wanted.keys() - known.keys(), default=max(known)) < max(known):
-            for table in ("open", "past"):  # one came late: the key is counted anew
+        first_new = min(wanted.keys() - known.keys(), default=0)
+        if first_new and known and (first_new < max(known) or rows.has_from("past", key, _number(first_new))):
+            for table in ("open", "past"):  # one came late, or again: the key is counted anew
                 for row, _ in rows.under(table, key):
                     rows.delete(table, row)
                     rows.let_go(row[-_SEGMENT.itemsize :])
@@ -286,6 +287,11 @@ class _Rows:
                     break
                 found.append((bytes(key), bytes(value)))
         return found
+
+    def has_from(self, table: str, head: bytes, start: bytes) -> bool:
+        """Return whether there is a row whose key starts with `head`, and goes on with `start` or what comes after."""
+        cursor = self.txn.cursor(self.tables[table])
+        return bool(cursor.set_range(head + start)) and bytes(cursor.key()).startswith(head)
 
     def count(self, table: str) -> int:
         return int(self.txn.stat(self.tables[table])["entries"])

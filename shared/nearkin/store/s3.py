@@ -31,7 +31,8 @@ from obstore.store import S3Store
 from nearkin.config_keeping import ObjectStoreSettings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.store import descriptor
-from nearkin.store.objects import REFUSALS, AlreadyExists, ObstoreObjects, Payload, whole
+from nearkin.store.clients import REFUSALS, ObstoreObjects
+from nearkin.store.objects import AlreadyExists, Payload, whole
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

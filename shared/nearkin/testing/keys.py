@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass, field
 
+from nearkin.store.clients import ObstoreObjects, memory_objects
 from nearkin.store.keyring import Keyring
-from nearkin.store.objects import ObjectStore, ObstoreObjects, memory_objects
+from nearkin.store.objects import ObjectStore
 from nearkin.store.parity import ParityObjects
 from nearkin.testing.clock import Clock
 from nearkin.wrapping import LocalKeys
