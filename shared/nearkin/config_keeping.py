@@ -84,7 +84,7 @@ class IndexSettings:
     backend: Annotated[str, OneOf(INDEXES)] = "lmdb"
     """Of a local store; services have their index in Redis."""
     map_bytes: Annotated[int, Size(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
-    """The most that a local index may grow to: some 180 bytes a chunk."""
+    """The most that a local index may grow to: some 170 bytes a chunk."""
 
 
 @held

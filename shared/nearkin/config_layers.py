@@ -120,15 +120,17 @@ def _check_depth(found: object, path: Path) -> None:
 
 
 def _read_environment() -> dict[str, Any]:
-    given = {name.upper() for name in os.environ if name.upper().startswith(ENVIRONMENT_PREFIX)}
-    for name in sorted(given):
-        first, *below = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+    # Whatever their case, as pydantic-settings reads them below: of two the last one.
+    folded = {name.lower(): text for name, text in os.environ.items()}
+    head = ENVIRONMENT_PREFIX.lower()
+    named = {name.removeprefix(head): text for name, text in folded.items() if name.startswith(head)}
+    for name in sorted(named):
+        first, *below = name.split("__")
         known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
         if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
-            raise ConfigError(f"environment {name}: no such setting; `nearkin config` lists them all")
-    # Whatever their case, as pydantic-settings reads them below.
-    folded = {name.upper(): value for name, value in os.environ.items()} | dict(os.environ)
-    named = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): folded[name] for name in given}
+            raise ConfigError(
+                f"environment {ENVIRONMENT_PREFIX}{name.upper()}: no such setting; `nearkin config` lists them all"
+            )
     plain = nested({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
     if plain is not None:
         return plain

@@ -19,7 +19,7 @@ from nearkin.limits import GIB, KIB, MIB
 
 UNITS = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": KIB, "mib": MIB, "gib": GIB}
 _NUMBER = r"[0-9]{1,9}"
-_SIZE = rf"(?i)([0-9]{{1,6}})({'|'.join(UNITS)})|[0-9]{{1,15}}"
+_SIZE = rf"(?ai)([0-9]{{1,6}})({'|'.join(UNITS)})|[0-9]{{1,15}}"
 """What stays below 2^53: pydantic counts in floats."""
 _BOOLS = {"true": True, "false": False}
 SECTIONS: Mapping[str, Any] = {

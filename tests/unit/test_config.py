@@ -147,6 +147,20 @@ def test_urls_of_gateways_are_taken(server: str) -> None:
     assert load(None, {"server": server})[0].server == server
 
 
+def test_of_one_variable_in_two_cases_the_last_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_FEATURES__ALGORITHM", "ntransform")
+    monkeypatch.setenv("nearkin_features__algorithm", "odess")
+    assert load()[0].features.algorithm == "odess"
+    monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "a")  # which pydantic reads
+    assert load()[0].features.algorithm == "odess"
+
+
+def test_a_size_in_letters_that_only_look_alike_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_BASE__CACHE_BYTES", "64M\u0130B")
+    with pytest.raises(ConfigError, match=r"base\.cache_bytes .*could not interpret byte unit"):
+        load()
+
+
 # --- the paper's set-up ---------------------------------------------------------------------------------------------
 
 

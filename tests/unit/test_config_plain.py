@@ -39,7 +39,7 @@ texts = st.one_of(
         "{}{}{}".format,
         st.integers(0, 10**16),
         st.sampled_from(["", " "]),
-        st.sampled_from(["", "b", "KiB", "kib", "MB", "mb", "GiB", "GB", "TiB", "k", "EiB"]),
+        st.sampled_from(["", "b", "KiB", "kib", "MB", "mb", "GiB", "GB", "TiB", "k", "EiB", "M\u0130B", "G\u0131B"]),
     ),
     st.text(max_size=6),
 )

@@ -63,11 +63,15 @@ class Table:
 
     def names(self) -> list[bytes]:
         with self.env.begin() as txn:
-            return [key for key, _ in txn.cursor(self.db) if key != b"\xff"]
+            return [key for key, _ in txn.cursor(self.db) if key < b"\xfe"]
+
+    def values(self) -> list[tuple[bytes, bytes]]:
+        with self.env.begin() as txn:
+            return [(bytes(key), bytes(value)) for key, value in txn.cursor(self.db)]
 
     def sizes(self) -> list[int]:
         with self.env.begin() as txn:
-            return [(len(v) - 8) // self.shape.entry_bytes for k, v in txn.cursor(self.db) if k != b"\xff"]
+            return [(len(v) - 8) // self.shape.entry_bytes for k, v in txn.cursor(self.db) if k < b"\xfe"]
 
 
 def keys_of(shape: KeyShape, seed: int, count: int) -> U8:
@@ -178,12 +182,56 @@ def test_super_features_of_many_namespaces_and_ranks_spread_over_the_runs(tmp_pa
     assert share.min() > 0.1
 
 
+def test_what_is_dropped_is_not_searched_out_of_all_runs(table: Table) -> None:
+    for container in range(40):
+        table.add(keys_of(table.shape, container, 8000), container)
+    before = {name: bytes(value) for name, value in table.values()}
+    table.drop({7}, keys_of(table.shape, 7, 8000)[:500])
+    changed = [name for name, value in table.values() if before.get(name) != bytes(value)]
+    assert len(changed) <= 2 + 9 * sorted_runs.SPILLS_MAX
+    assert len(before) > 70
+    assert table.found(keys_of(table.shape, 7, 8000)) == [None] * 500 + [(7, ordinal) for ordinal in range(500, 8000)]
+    table.add(keys_of(table.shape, 7, 8000)[:100], 99)
+    wanted = [(99, ordinal) for ordinal in range(100)] + [None] * 400
+    assert table.found(keys_of(table.shape, 7, 8000)[:500]) == wanted
+    assert len(dict(table.walk())) == 40 * 8000 - 400
+
+
+def test_what_was_put_again_is_dropped_with_what_it_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sorted_runs, "ENTRIES_MAX", 8)
+    for by_key in (True, False):
+        table = Table(tmp_path / str(by_key), KeyShape(32))
+        keys = keys_of(table.shape, 0, 400)
+        for start in range(0, 400, 20):
+            table.add(keys[start : start + 20], 1)
+        for container in (2, 3, 4):
+            table.drop({container - 1}, keys if by_key else None)
+            assert table.found(keys) == [None] * 400
+            table.add(keys, container)
+        table.drop({4}, keys[::2] if by_key else None)
+        assert set(table.found(keys[::2])) == {None}
+        for turn in range(300):  # what is gone meets what it hides
+            table.add(keys_of(table.shape, 1000 + turn, 20), 5)
+        assert set(table.found(keys[::2])) == {None}
+        assert all(place[0] != 1 for _, place in table.walk())
+        table.env.close()
+
+
+def test_a_large_batch_leaves_no_run_that_never_gives_on(tmp_path: Path) -> None:
+    table = Table(tmp_path / "t", KeyShape(20))
+    for container in range(12):
+        table.add(keys_of(table.shape, container, 150_000), container)
+    assert max(table.sizes()) < 3 * sorted_runs.ENTRIES_MAX
+    assert sum(table.sizes()) == 12 * 150_000
+    table.env.close()
+
+
 NOT_SORTED = bytes(8) + bytes([2]) + bytes(7) + bytes([1]) + bytes(7) + bytes(48)
 DAMAGE = {
     "size": (bytes(9), bytes(9), "find add walk drop"),
     "order": (bytes(9), NOT_SORTED, "add walk drop"),
-    "depth": (b"\x15" + bytes(8), bytes(8), "drop"),
-    "name": (b"no name", bytes(8), "drop"),
+    "depth": (b"\x15" + bytes(8), bytes(8), "walk drop"),
+    "name": (b"no name", bytes(8), "walk drop"),
     "list": (b"\xff", bytes(10), "add"),
     "listed depth": (b"\xff", b"\x40" + bytes(8), "add"),
 }

@@ -1,4 +1,5 @@
-"""Sorted runs: a table of an LMDB index. Invariant: a key is in one run at most, and the first place put for it stays.
+"""Sorted runs: a table of an LMDB index. Invariant: of a key what its shallowest run says holds: a place, or that it is
+gone; the first place that was put for a key that had none stays.
 
     run 0            all heads                           8 children, by the next 3 bits of a head
     runs 1, 0..7     heads that begin with 3 bits        ...
@@ -11,7 +12,11 @@ A run is one value: a batch of keys is looked up in it by one call of a kernel, 
 pages that follow each other. New entries are merged into run 0; a run of more than ENTRIES_MAX gives all to its
 children. So an entry is written some five times a depth, where a tree of single entries writes a page for each that is
 put, and entries are packed. What a run gives on comes to all of its children at once, and keys being even these fill
-together: at most SPILLS_MAX give on in one transaction, the shallowest first; others are a little fuller meanwhile.
+together: SPILLS_MAX give on in one transaction, and as many more as what came in wants, the shallowest first; others
+are a little fuller meanwhile.
+
+What is dropped is written into run 0 as gone, and moves down until it meets what it hides: to take 2,000 entries out of
+nearly as many runs would write all of these anew. In a run without children nothing is hidden, and nothing need be.
 
 An entry moves to a deeper run only: who goes through the runs by name, in several transactions, misses none.
 """
@@ -33,13 +38,21 @@ from nearkin.kernels.runs import find_in_runs
 from nearkin.records import U8, U64, Bools, Locations
 
 ENTRIES_MAX = 1 << 14
+ROOT_ENTRIES_MAX = 1 << 12
+"""Of run 0: all of it is written again for a single entry that comes."""
 SPILLS_MAX = 4
-"""So many give on in one transaction, 0.7 MB each of chunks: as much as may come in before a depth has to once."""
+"""So many give on in one transaction, 0.7 MB each of chunks, whatever comes in."""
+GONE = np.uint64(2**64 - 1)
+"""In place of a container: the key has no place any more. No container has this id: it would be of the year 2527."""
+DROPPED_AT_ONCE = 1 << 16
 PLACE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 Get = Callable[[bytes], memoryview | None]
 _NAME = Struct(">BQ")
 _FULL = b"\xff"
 """Names of the runs that have too much, one behind the other: the last key of the table."""
+_HIDES = b"\xfe"
+"""Is there where something may be hidden: where nothing was ever dropped from below a run, each entry holds."""
+_NOWHERE: NDArray[np.intp] = np.zeros(0, np.intp)
 _FAN_BITS = 3
 _FAN = 1 << _FAN_BITS
 _DEPTH_MAX = 20
@@ -119,23 +132,25 @@ class SortedRuns:
         heads, tails = self._shape.part(keys)
         order = np.argsort(heads)
         places, there = self._places(self._get(txn), heads[order], tails[order])
+        held = order[there]
         found = np.zeros(len(keys), np.bool_)
-        found[order] = there
+        found[held] = True
         rows = np.zeros(len(keys), PLACE)
-        rows[order] = places
-        return Locations(rows["container"].astype(np.uint64), rows["ordinal"].astype(np.uint32)), found
+        rows[held] = places[there]
+        return _located(rows), found
 
     def _get(self, txn: Any) -> Get:
         return partial(txn.get, db=self._db)
 
     def _places(self, get: Get, heads: U64, tails: U8) -> tuple[NDArray[np.void], Bools]:
-        """Return (places, found) of keys whose heads ascend."""
+        """Return (places, found) of keys whose heads ascend; what is gone is not found."""
         places, found = np.zeros((len(heads), PLACE.itemsize), np.uint8), np.zeros(len(heads), np.bool_)
         try:
             find_in_runs(get, heads, tails, places, found)
         except BadInput as err:
             raise _damaged(err) from err
-        return places.view(PLACE).ravel(), found
+        rows = places.view(PLACE).ravel()
+        return rows, found & (rows["container"] != GONE)
 
     def _value(self, txn: Any, depth: int, bits: int) -> memoryview | None:
         value: memoryview | None = txn.get(_NAME.pack(depth, bits), db=self._db)
@@ -157,30 +172,53 @@ class SortedRuns:
         """Put places for uint8[n, width] keys that have none; of one key the first stays."""
         heads, tails = self._shape.part(keys)
         order = _first(keys, heads, np.argsort(heads))
-        heads, tails = heads[order], tails[order]
-        _, there = self._places(self._get(txn), heads, tails)
-        rows = np.empty((len(order), self._shape.row_dtype.itemsize), np.uint8)
-        rows[:, : self._shape.tail_bytes] = tails
-        rows[:, self._shape.tail_bytes :] = places.view(np.uint8).reshape(-1, PLACE.itemsize)[order]
-        more = _Run(0, heads, rows.view(self._shape.row_dtype).ravel())
-        if there.any():
-            more = more.take(~there)
-        if not len(more):
+        _, there = self._places(self._get(txn), heads[order], tails[order])
+        order = order[~there]
+        self._put(txn, heads[order], tails[order], places[order])
+
+    def _put(self, txn: Any, heads: U64, tails: U8, places: NDArray[np.void]) -> None:
+        """Put what these keys, whose heads ascend, are to say from now on."""
+        if not len(heads):
             return
+        rows = np.empty((len(heads), self._shape.row_dtype.itemsize), np.uint8)
+        rows[:, : self._shape.tail_bytes] = tails
+        rows[:, self._shape.tail_bytes :] = places.view(np.uint8).reshape(-1, PLACE.itemsize)
         full = self._full(txn)
         before = set(full)
-        self._merge(txn, 0, 0, more, full)
-        for depth, bits in sorted(full)[:SPILLS_MAX]:
+        self._merge(txn, 0, 0, _Run(0, heads, rows.view(self._shape.row_dtype).ravel()), full)
+        depths = 1 + max((depth for depth, _ in full), default=0)
+        for depth, bits in sorted(full)[: SPILLS_MAX + depths * len(heads) // ENTRIES_MAX]:
             full.remove((depth, bits))
             self._spill(txn, depth, bits, full)
         if full != before:
             self._set_full(txn, full)
 
     def _merge(self, txn: Any, depth: int, bits: int, more: _Run, full: set[tuple[int, int]]) -> None:
+        """Let `more` hold in place of what a run says of these keys."""
         held = self._run(self._value(txn, depth, bits))
-        self._write(txn, depth, bits, held.children, held, more)
-        if len(held) + len(more) > ENTRIES_MAX and depth < _DEPTH_MAX:
+        at = np.searchsorted(held.heads, more.heads)
+        met = held.heads[np.minimum(at, max(len(held), 1) - 1)] == more.heads if len(held) else at < 0
+        if met.any() or (not held.children and self._gone(more).any()):
+            both = self._over(more, held)
+            self._write(txn, depth, bits, held.children, both if held.children else both.take(~self._gone(both)))
+            count = len(both)
+        else:
+            self._write(txn, depth, bits, held.children, held, more, at)
+            count = len(held) + len(more)
+        if count > (ENTRIES_MAX if depth else min(ENTRIES_MAX, ROOT_ENTRIES_MAX)) and depth < _DEPTH_MAX:
             full.add((depth, bits))
+
+    def _over(self, more: _Run, held: _Run) -> _Run:
+        """Return what both say, `more` in place of `held` where both have a key."""
+        heads, rows = np.concatenate([more.heads, held.heads]), np.concatenate([more.rows, held.rows])
+        both = _Run(0, heads, rows)
+        keys = self._shape.join(heads, self._parted(both)[0])
+        order = _first(keys, heads, np.argsort(heads, kind="stable"))
+        return _Run(0, heads[order], rows[order])
+
+    def _gone(self, run: _Run) -> Bools:
+        gone: Bools = self._parted(run)[1]["container"] == GONE
+        return gone
 
     def _spill(self, txn: Any, depth: int, bits: int, full: set[tuple[int, int]]) -> None:
         """Give all of a run to its children."""
@@ -194,8 +232,17 @@ class SortedRuns:
         for i, (start, end) in parts:
             self._merge(txn, depth + 1, bits * _FAN + i, held.take(slice(start, end)), full)
 
-    def _write(self, txn: Any, depth: int, bits: int, children: int, held: _Run, more: _Run | None = None) -> None:
-        """Write a run of what it held and what comes to it."""
+    def _write(
+        self,
+        txn: Any,
+        depth: int,
+        bits: int,
+        children: int,
+        held: _Run,
+        more: _Run | None = None,
+        at: NDArray[np.intp] = _NOWHERE,
+    ) -> None:
+        """Write a run of what it held and what comes to it, each before entry `at` of what it held."""
         count = len(held) + (0 if more is None else len(more))
         value = np.empty(_CHILDREN_BYTES + count * self._shape.entry_bytes, np.uint8)
         value[:_CHILDREN_BYTES] = 0
@@ -205,8 +252,7 @@ class SortedRuns:
         if more is None:
             heads[:], rows[:] = held.heads, held.rows
         else:
-            at = np.searchsorted(held.heads, more.heads)
-            at += np.arange(len(more))
+            at = at + np.arange(len(more))
             old = np.ones(count, np.bool_)
             old[at] = False
             heads[at], rows[at] = more.heads, more.rows
@@ -224,13 +270,23 @@ class SortedRuns:
             txn.delete(_FULL, db=self._db)
 
     def after(self, txn: Any, name: bytes) -> tuple[bytes, U8, Locations] | None:
-        """Return (name, keys, locations) of the run that comes after the one of that name, copied; None at the end."""
+        """Return (name, keys, locations) of the run that comes after the one of that name, copied; None at the end.
+
+        Without what is gone, and what is hidden.
+        """
         cursor = txn.cursor(self._db)
-        if not (cursor.set_range(name + b"\0") if name else cursor.first()) or bytes(cursor.key()) == _FULL:
+        if not (cursor.set_range(name + b"\0") if name else cursor.first()) or bytes(cursor.key()) >= _HIDES:
             return None
+        name = bytes(cursor.key())
+        _parsed(name)
         run = self._run(cursor.value())
         tails, places = self._parted(run)
-        return bytes(cursor.key()), self._shape.join(run.heads, tails), _located(places)
+        keys = self._shape.join(run.heads, tails)
+        if txn.get(_HIDES, db=self._db) is not None:
+            said, found = self._places(self._get(txn), run.heads.copy(), tails)
+            shown = found & (said["container"] == places["container"]) & (said["ordinal"] == places["ordinal"])
+            keys, places = keys[shown], places[shown]
+        return name, keys, _located(places)
 
     def _parted(self, run: _Run) -> tuple[U8, NDArray[np.void]]:
         rows = run.rows.view(np.uint8).reshape(len(run), self._shape.row_dtype.itemsize)
@@ -238,30 +294,28 @@ class SortedRuns:
         return np.ascontiguousarray(tails), np.ascontiguousarray(places).view(PLACE).reshape(len(run))
 
     def drop(self, txn: Any, unwanted: Callable[[Locations], Bools], keys: U8 | None = None) -> None:
-        """Take out the entries whose location is unwanted: of the runs that may have `keys`, or of all."""
-        for name in self._names(txn, keys):
-            depth, bits = _parsed(name)
-            run = self._run(self._value(txn, depth, bits))
-            gone = unwanted(_located(self._parted(run)[1]))
-            if gone.any():
-                self._write(txn, depth, bits, run.children, run.take(~gone))
+        """Let the entries be gone whose location is unwanted: of `keys`, or of all."""
+        if keys is not None:
+            for start in range(0, len(keys), DROPPED_AT_ONCE):
+                self._drop(txn, unwanted, keys[start : start + DROPPED_AT_ONCE])
+            return
+        name = b""
+        while (found := self.after(txn, name)) is not None:
+            name, keys, locations = found
+            self._drop(txn, unwanted, keys[unwanted(locations)])
 
-    def _names(self, txn: Any, keys: U8 | None) -> list[bytes]:
-        """Return the names of all runs, or of those that may have one of `keys`."""
-        if keys is None:
-            return [bytes(name) for name in txn.cursor(self._db).iternext(keys=True, values=False) if name != _FULL]
-        names = list[bytes]()
-
-        def get(name: bytes) -> memoryview | None:
-            value = self._value(txn, *_parsed(name))
-            if value is not None:
-                names.append(name)
-            return value
-
+    def _drop(self, txn: Any, unwanted: Callable[[Locations], Bools], keys: U8) -> None:
         heads, tails = self._shape.part(keys)
-        order = np.argsort(heads)
-        self._places(get, heads[order], tails[order])
-        return names
+        order = _first(keys, heads, np.argsort(heads))
+        heads, tails = heads[order], tails[order]
+        places, there = self._places(self._get(txn), heads, tails)
+        there[there] = unwanted(_located(places[there]))
+        if not there.any():
+            return
+        gone = np.empty(np.count_nonzero(there), PLACE)
+        gone["container"], gone["ordinal"] = GONE, 0
+        txn.put(_HIDES, b"1", db=self._db)
+        self._put(txn, heads[there], tails[there], gone)
 
 
 def _parsed(name: bytes) -> tuple[int, int]:
