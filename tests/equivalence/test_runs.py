@@ -94,6 +94,18 @@ def test_wherever_heads_lie_a_key_is_found(kernel: Any, count: int, spread: str)
     assert look_up(kernel, runs, asked) == [held.get(key) for key in asked]
 
 
+def test_of_several_runs_that_have_a_key_the_shallowest_counts(kernel: Any) -> None:
+    one, other = 5 << TOP, 6 << TOP
+    runs = {
+        name(0, 0): run([(one, b"aaa", b"first")], 0xFF),
+        name(1, 5): run([(one, b"aaa", b"below"), (one, b"aab", b"other")]),
+        name(1, 6): run([(other, b"aaa", b"above")], 0xFF),
+        name(2, 0o60): run([(other, b"aaa", b"under")]),
+    }
+    wanted = [b"first", b"other", b"above"]
+    assert look_up(kernel, runs, [(one, b"aaa"), (one, b"aab"), (other, b"aaa")]) == wanted
+
+
 def test_runs_of_the_deepest_depth_are_read_and_no_deeper_ones(kernel: Any) -> None:
     head = 0o7777777_7777777_7777777  # its first bit is 0
     runs = {name(depth, head >> (64 - 3 * depth) if depth else 0): run([], 0xFF) for depth in range(20)}

@@ -14,6 +14,8 @@ def find_in_runs(
 ) -> None:
     """Look keys up in the runs of a tree; what is there goes to `values` and is marked in `found`.
 
+    Of several runs that have a key the shallowest counts.
+
     A key is its head and its tail: `heads` uint64[n], ascending, `tails` uint8[n, t], `values` uint8[n, v], both
     contiguous, `found` bool[n]: a row that is marked already is left as it is. `get` returns the run of a name, as
     bytes that stay where they are until this returns, or None; a name is a depth, uint8, and 3 * depth (0 to 60) bits
