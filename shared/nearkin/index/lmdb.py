@@ -36,7 +36,7 @@ from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.environments import Environment, acquire, forked, release
 from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
-from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns
+from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
 from nearkin.reports import Ledger
 
@@ -372,8 +372,7 @@ class LmdbIndex:
         tables: dict[str, dict[bytes, bytes]] = {name: {} for name in _SHAPES}
         for name, shape in _SHAPES.items():
             for keys, locations in self.rows(name):
-                places = np.empty(len(locations), PLACE)
-                places["container"], places["ordinal"] = locations.containers, locations.ordinals
+                places = places_of(locations.containers, locations.ordinals)
                 tables[name].update(
                     zip(_rows(keys, shape.key_bytes), _rows(places.view(np.uint8), PLACE.itemsize), strict=True)
                 )
@@ -482,8 +481,7 @@ def _drop_under(txn: Any, db: Any, head: bytes) -> None:
 
 def _held_segments(manifest: Manifest) -> list[bytes]:
     """Return the keys in `counts` of the segments that a version holds, each once."""
-    rows = np.empty(len(manifest.segments), PLACE)
-    rows["container"], rows["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
+    rows = places_of(manifest.segments.containers, manifest.segments.ordinals)
     # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
     distinct, _ = np.unique(rows, return_index=True)
     return _rows(distinct.view(np.uint8), PLACE.itemsize)
@@ -500,7 +498,7 @@ class _Entries:
     def add(self, keys: U8, container: ContainerId, ordinals: Any) -> None:
         """Take uint8[n, width] keys and the ordinals that they name."""
         self._keys.append(keys)
-        self._locations.append(_located(container, ordinals))
+        self._locations.append(places_of(container, ordinals))
 
     @property
     def joined(self) -> tuple[U8, NDArray[np.void]]:
@@ -510,12 +508,6 @@ class _Entries:
 
 def _rows(array: U8, width: int) -> list[bytes]:
     rows: list[bytes] = np.ascontiguousarray(array).reshape(-1, width).view(f"V{width}").ravel().tolist()
-    return rows
-
-
-def _located(container: ContainerId, ordinals: Any) -> NDArray[np.void]:
-    rows = np.empty(len(ordinals), PLACE)
-    rows["container"], rows["ordinal"] = container, ordinals
     return rows
 
 

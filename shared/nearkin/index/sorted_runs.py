@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 from nearkin.errors import BadInput, IndexDamaged
 from nearkin.frozen import frozen
 from nearkin.kernels.nametable import first_occurrence
-from nearkin.kernels.runs import find_in_runs
+from nearkin.kernels.runs import CHILDREN_BYTES, DEPTH_MAX, FAN_BITS, HEAD_BYTES, NAME, find_in_runs
 from nearkin.records import U8, U64, Bools, Locations
 
 ENTRIES_MAX = 1 << 14
@@ -47,18 +46,12 @@ GONE = np.uint64(2**64 - 1)
 DROPPED_AT_ONCE = 1 << 16
 PLACE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 Get = Callable[[bytes], memoryview | None]
-_NAME = Struct(">BQ")
 _FULL = b"\xff"
 """Names of the runs that have too much, one behind the other: the last key of the table."""
 _HIDES = b"\xfe"
 """Is there where something may be hidden: where nothing was ever dropped from below a run, each entry holds."""
 _NOWHERE: NDArray[np.intp] = np.zeros(0, np.intp)
-_FAN_BITS = 3
-_FAN = 1 << _FAN_BITS
-_DEPTH_MAX = 20
-"""Below it runs are as long as they get: 60 bits that are the same."""
-_HEAD_BYTES = 8
-_CHILDREN_BYTES = 8
+_FAN = 1 << FAN_BITS
 
 
 @frozen
@@ -81,20 +74,20 @@ class KeyShape:
 
     def __init__(self, key_bytes: int) -> None:
         self.key_bytes = key_bytes
-        self.tail_bytes = key_bytes - _HEAD_BYTES
+        self.tail_bytes = key_bytes - HEAD_BYTES
         self.row_dtype = np.dtype(f"V{self.tail_bytes + PLACE.itemsize}")
-        self.entry_bytes = _HEAD_BYTES + self.row_dtype.itemsize
+        self.entry_bytes = HEAD_BYTES + self.row_dtype.itemsize
 
     def part(self, keys: U8) -> tuple[U64, U8]:
         """Return (heads uint64[n], tails uint8[n, width - 8]) of uint8[n, width] keys."""
-        heads = np.ascontiguousarray(keys[:, :_HEAD_BYTES]).view(np.uint64).ravel()
-        return heads, np.ascontiguousarray(keys[:, _HEAD_BYTES:])
+        heads = np.ascontiguousarray(keys[:, :HEAD_BYTES]).view(np.uint64).ravel()
+        return heads, np.ascontiguousarray(keys[:, HEAD_BYTES:])
 
     def join(self, heads: U64, tails: U8) -> U8:
         """Return the keys of these heads and tails."""
         keys = np.empty((len(heads), self.key_bytes), np.uint8)
-        keys[:, :_HEAD_BYTES] = heads.view(np.uint8).reshape(-1, _HEAD_BYTES)
-        keys[:, _HEAD_BYTES:] = tails
+        keys[:, :HEAD_BYTES] = heads.view(np.uint8).reshape(-1, HEAD_BYTES)
+        keys[:, HEAD_BYTES:] = tails
         return keys
 
 
@@ -103,21 +96,21 @@ class FeatureShape(KeyShape):
 
     def part(self, keys: U8) -> tuple[U64, U8]:
         """Return (heads, tails): the super-feature is the last 8 bytes."""
-        tails = np.ascontiguousarray(keys[:, :-_HEAD_BYTES])
-        own = np.ascontiguousarray(keys[:, -_HEAD_BYTES:]).view(np.uint64).ravel()
+        tails = np.ascontiguousarray(keys[:, :-HEAD_BYTES])
+        own = np.ascontiguousarray(keys[:, -HEAD_BYTES:]).view(np.uint64).ravel()
         return own ^ self._stirred(tails), tails
 
     def join(self, heads: U64, tails: U8) -> U8:
         """Return the keys of these heads and tails."""
         keys = np.empty((len(heads), self.key_bytes), np.uint8)
-        keys[:, :-_HEAD_BYTES] = tails
-        keys[:, -_HEAD_BYTES:] = (heads ^ self._stirred(tails)).view(np.uint8).reshape(-1, _HEAD_BYTES)
+        keys[:, :-HEAD_BYTES] = tails
+        keys[:, -HEAD_BYTES:] = (heads ^ self._stirred(tails)).view(np.uint8).reshape(-1, HEAD_BYTES)
         return keys
 
     @staticmethod
     def _stirred(tails: U8) -> U64:
-        namespaces = np.ascontiguousarray(tails[:, :_HEAD_BYTES]).view(np.uint64).ravel()
-        return namespaces ^ (tails[:, _HEAD_BYTES].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        namespaces = np.ascontiguousarray(tails[:, :HEAD_BYTES]).view(np.uint64).ravel()
+        return namespaces ^ (tails[:, HEAD_BYTES].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 class SortedRuns:
@@ -153,17 +146,17 @@ class SortedRuns:
         return rows, found & (rows["container"] != GONE)
 
     def _value(self, txn: Any, depth: int, bits: int) -> memoryview | None:
-        value: memoryview | None = txn.get(_NAME.pack(depth, bits), db=self._db)
+        value: memoryview | None = txn.get(NAME.pack(depth, bits), db=self._db)
         return value
 
     def _run(self, value: memoryview | None) -> _Run:
         """Return a run as it lies there, no copy: it is good until its transaction writes or ends."""
-        held = np.frombuffer(value if value is not None else bytes(_CHILDREN_BYTES), np.uint8)
-        count, rest = divmod(len(held) - _CHILDREN_BYTES, self._shape.entry_bytes)
+        held = np.frombuffer(value if value is not None else bytes(CHILDREN_BYTES), np.uint8)
+        count, rest = divmod(len(held) - CHILDREN_BYTES, self._shape.entry_bytes)
         if count < 0 or rest:
             raise _damaged(f"a run of {len(held)} bytes")
-        rows = _CHILDREN_BYTES + count * _HEAD_BYTES
-        heads = held[_CHILDREN_BYTES:rows].view(np.uint64)
+        rows = CHILDREN_BYTES + count * HEAD_BYTES
+        heads = held[CHILDREN_BYTES:rows].view(np.uint64)
         if (heads[1:] < heads[:-1]).any():
             raise _damaged("the entries of a run are in no order")
         return _Run(int(held[0]), heads, held[rows:].view(self._shape.row_dtype))
@@ -205,7 +198,7 @@ class SortedRuns:
         else:
             self._write(txn, depth, bits, held.children, held, more, at)
             count = len(held) + len(more)
-        if count > (ENTRIES_MAX if depth else min(ENTRIES_MAX, ROOT_ENTRIES_MAX)) and depth < _DEPTH_MAX:
+        if count > (ENTRIES_MAX if depth else min(ENTRIES_MAX, ROOT_ENTRIES_MAX)) and depth < DEPTH_MAX:
             full.add((depth, bits))
 
     def _over(self, more: _Run, held: _Run) -> _Run:
@@ -244,11 +237,11 @@ class SortedRuns:
     ) -> None:
         """Write a run of what it held and what comes to it, each before entry `at` of what it held."""
         count = len(held) + (0 if more is None else len(more))
-        value = np.empty(_CHILDREN_BYTES + count * self._shape.entry_bytes, np.uint8)
-        value[:_CHILDREN_BYTES] = 0
+        value = np.empty(CHILDREN_BYTES + count * self._shape.entry_bytes, np.uint8)
+        value[:CHILDREN_BYTES] = 0
         value[0] = children
-        rows_at = _CHILDREN_BYTES + count * _HEAD_BYTES
-        heads, rows = value[_CHILDREN_BYTES:rows_at].view(np.uint64), value[rows_at:].view(self._shape.row_dtype)
+        rows_at = CHILDREN_BYTES + count * HEAD_BYTES
+        heads, rows = value[CHILDREN_BYTES:rows_at].view(np.uint64), value[rows_at:].view(self._shape.row_dtype)
         if more is None:
             heads[:], rows[:] = held.heads, held.rows
         else:
@@ -257,15 +250,15 @@ class SortedRuns:
             old[at] = False
             heads[at], rows[at] = more.heads, more.rows
             heads[old], rows[old] = held.heads, held.rows
-        txn.put(_NAME.pack(depth, bits), memoryview(value), db=self._db)
+        txn.put(NAME.pack(depth, bits), memoryview(value), db=self._db)
 
     def _full(self, txn: Any) -> set[tuple[int, int]]:
         names = bytes(txn.get(_FULL, b"", db=self._db))
-        return {_parsed(names[at : at + _NAME.size]) for at in range(0, len(names), _NAME.size)}
+        return {_parsed(names[at : at + NAME.size]) for at in range(0, len(names), NAME.size)}
 
     def _set_full(self, txn: Any, full: set[tuple[int, int]]) -> None:
         if full:
-            txn.put(_FULL, b"".join(_NAME.pack(*run) for run in sorted(full)), db=self._db)
+            txn.put(_FULL, b"".join(NAME.pack(*run) for run in sorted(full)), db=self._db)
         else:
             txn.delete(_FULL, db=self._db)
 
@@ -312,17 +305,15 @@ class SortedRuns:
         there[there] = unwanted(_located(places[there]))
         if not there.any():
             return
-        gone = np.empty(np.count_nonzero(there), PLACE)
-        gone["container"], gone["ordinal"] = GONE, 0
         txn.put(_HIDES, b"1", db=self._db)
-        self._put(txn, heads[there], tails[there], gone)
+        self._put(txn, heads[there], tails[there], places_of(GONE, np.zeros(np.count_nonzero(there), np.uint32)))
 
 
 def _parsed(name: bytes) -> tuple[int, int]:
     """Return (depth, bits) of a run's name."""
-    if len(name) != _NAME.size or name[0] > _DEPTH_MAX:
+    if len(name) != NAME.size or name[0] > DEPTH_MAX:
         raise _damaged(f"no run is named {name.hex()}")
-    depth, bits = _NAME.unpack(name)
+    depth, bits = NAME.unpack(name)
     return depth, bits
 
 
@@ -346,9 +337,16 @@ def _first(keys: U8, heads: U64, order: NDArray[np.intp]) -> NDArray[np.intp]:
 
 def _parts(heads: U64, start: int, end: int, depth: int) -> list[tuple[int, tuple[int, int]]]:
     """Return (child, (first and last row)) of the ascending heads `start` to `end` of a run of that depth."""
-    bits = (heads[start:end] >> np.uint64(64 - _FAN_BITS * (depth + 1))) & np.uint64(_FAN - 1)
+    bits = (heads[start:end] >> np.uint64(64 - FAN_BITS * (depth + 1))) & np.uint64(_FAN - 1)
     cuts = [start, *(np.searchsorted(bits, np.arange(1, _FAN, dtype=np.uint64)) + start).tolist(), end]
     return [(i, (cuts[i], cuts[i + 1])) for i in range(_FAN) if cuts[i] < cuts[i + 1]]
+
+
+def places_of(containers: Any, ordinals: NDArray[np.integer]) -> NDArray[np.void]:
+    """Return PLACE[n] of these ordinals, and of one container or n."""
+    places = np.empty(len(ordinals), PLACE)
+    places["container"], places["ordinal"] = containers, ordinals
+    return places
 
 
 def _located(places: NDArray[np.void]) -> Locations:

@@ -21,6 +21,7 @@ HEAD_BYTES = 8
 CHILDREN_BYTES = 8
 FAN_BITS = 3
 DEPTH_MAX = 20
+"""Below it runs are as long as they get: 60 bits that are the same."""
 
 
 def find_in_runs(

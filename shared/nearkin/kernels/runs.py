@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nearkin.kernels._runs_reference import CHILDREN_BYTES, DEPTH_MAX, FAN_BITS, HEAD_BYTES, NAME
 from nearkin.kernels._select import USE_CYTHON
 
 if TYPE_CHECKING or USE_CYTHON:
@@ -11,4 +12,4 @@ if TYPE_CHECKING or USE_CYTHON:
 else:
     from nearkin.kernels._runs_reference import find_in_runs
 
-__all__ = ["find_in_runs"]
+__all__ = ["CHILDREN_BYTES", "DEPTH_MAX", "FAN_BITS", "HEAD_BYTES", "NAME", "find_in_runs"]

@@ -56,8 +56,8 @@ VERSION_RACES_MAX = 1000
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
 PUBLISHED_ENTRIES = 1 << 14
-"""Containers are published together once they bring so many entries, or with a commit. Each entry may change a page of
-the index: so many together change many pages once, and no more of them wait in memory than of one large container."""
+"""Containers are published together once they bring so many entries, or with a commit: each time a transaction is
+synced, and the first run of each table written again. No more of them wait in memory than of one large container."""
 MANIFEST_THREADS = 8
 """Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
 
