@@ -79,9 +79,9 @@ def counted() -> Iterator[Counted]:
     Ledger.bring_up = bring_up  # type: ignore[method-assign]
     reach = collect.Reach
 
-    def marking(*rest: Any) -> Any:
+    def marking(*rest: Any, **more: Any) -> Any:
         found.marked += 1
-        return reach(*rest)
+        return reach(*rest, **more)
 
     collect.Reach = marking  # type: ignore[assignment,misc]
     try:

@@ -34,7 +34,7 @@ from nearkin_delta.searches import Searches, deeper
 PREFIX_BYTES_MAX = 2 * MIB
 """A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
 PREFIX_BASES_MAX = 4096
-SPAN_BYTES_MAX = 16 * MIB
+SPAN_BYTES_MAX = 4 * MIB
 """A patch block closes when the stream has gone on so far: what lay close together then leans on what lay close
 together, and a restore meets the blocks that it needs one behind the other."""
 DEPTH_COSTS = 0.9

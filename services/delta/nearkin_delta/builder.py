@@ -210,8 +210,14 @@ class ContainerBuilder:
             return Locations.empty()
         numbers = np.zeros(count, np.uint32)
         bases = None if fresh.prefixes is None else fresh.prefixes.checked()
+        windows = np.cumsum(fresh.encoded, dtype=np.int64) // SPAN_BYTES_MAX
         for depth in np.flatnonzero(np.bincount(fresh.depths)):
-            self._append(fresh, bases, np.flatnonzero(fresh.depths == depth), int(depth), numbers)
+            rows = np.flatnonzero(fresh.depths == depth)
+            ends = np.flatnonzero(np.diff(windows[rows])) + 1
+            for part in np.split(rows, ends) if depth and self._kind == layout.PATCH else [rows]:
+                if part[0] != rows[0] and depth in self._open:
+                    self._close(int(depth))
+                self._append(fresh, bases, part, int(depth), numbers)
         self._hand_over()
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
