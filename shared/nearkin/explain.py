@@ -49,7 +49,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
             finder = None
             if is_delta and fresh:
                 name = finder_name(int(plan.ranks[row]))
-                finder = name if name == "locality" else f"{sketch} {name}"
+                finder = name if name in ("locality", "gathered") else f"{sketch} {name}"
             kinds[kind] += 1
             if finder:
                 found_by[finder] += 1

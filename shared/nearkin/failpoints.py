@@ -88,6 +88,8 @@ STORE_POINTS: Final = MappingProxyType(
         "rebase.forgot": "the index has forgotten what goes with what leans elsewhere now",
         "rebase.container": "one container leans on what lives",
         "rebase.done": "all that were to be are written anew",
+        # gathering (nearkin_janitor.collect): beside compaction's steps
+        "gather.container": "a container holds what it took in, or refers to what others did",
         # compaction (nearkin_janitor.collect)
         "compact.made": "a new generation is made, nothing of it written",
         "compact.put": "it is durable, beside the older one",

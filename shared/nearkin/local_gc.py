@@ -35,6 +35,7 @@ from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import check_tenant
 from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Rewriter, Steps, Tenants
+from nearkin_janitor.collect import BLOCKS_BYTES
 from nearkin_janitor.erased import sweep_erased
 
 TURN_SECONDS_MAX = 60.0
@@ -74,7 +75,7 @@ class LocalGc:
                 erased_bytes = sweep_erased(self.condemned.objects, index)
             self._check_no_manifest_is_lost()
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
-            apart = self.containers.apart(self.condemned.objects)
+            apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
             turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
             with self._ledger() as ledger:
                 report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)

@@ -15,8 +15,9 @@ from nearkin.records import U8, U32, U64, Locations, Pieces, offsets_of
 from nearkin.stage import Contents
 
 if TYPE_CHECKING:
+    from nearkin.formats.block import EncodedBlock
     from nearkin_delta.blocks import BlockEncoder, OpenBlock
-    from nearkin_janitor.rewrite import Anew, Part, Recoded
+    from nearkin_janitor.recoder import Anew, Part, Recoded
 
 
 class BlockRecoder:
@@ -39,6 +40,25 @@ class BlockRecoder:
         """Return how many bytes of chunks a block holds that leans on nothing."""
         return int(self._settings.block.raw_bytes)
 
+    @property
+    def delta_bytes(self) -> int:
+        """Return how many bytes of chunks a block holds that leans on others."""
+        return int(self._settings.block.delta_bytes)
+
+    @property
+    def gathers(self) -> bool:
+        """Return whether blocks are to hold what newer versions changed of their chunks."""
+        return self._settings.delta.codec == "patch"
+
+    def gathered(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> EncodedBlock:
+        """Return a block of several versions' chunks, a patch of the bases where there are some.
+
+        Raises Corrupt where it does not decode again.
+        """
+        from nearkin_delta.gathered import encode_gathered
+
+        return encode_gathered(payload, base_payload if len(bases) else None, depth, self._settings.block)
+
     def fresh(self) -> FreshBlocks:
         """Return what encodes chunks as if they were put now."""
         return FreshBlocks(self._settings, self._encoder)
@@ -47,7 +67,7 @@ class BlockRecoder:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""
         from nearkin_delta.blocks import OpenBlock
         from nearkin_delta.builder import Prefixes
-        from nearkin_janitor.rewrite import Recoded
+        from nearkin_janitor.recoder import Recoded
 
         none, rows = np.zeros(0, np.uint8), np.arange(len(part.lengths))
         block = OpenBlock(0, part.kind, part.depth, len(part.payload), self._room)
@@ -145,7 +165,7 @@ class FreshBlocks:
         return self._ended
 
     def _close(self, depth: int) -> None:
-        from nearkin_janitor.rewrite import Anew, Recoded
+        from nearkin_janitor.recoder import Anew, Recoded
 
         block, held = self._growing.pop(depth)
         self._encoder.forget()  # as above

@@ -3,12 +3,15 @@
     v1 <- v2 <- v3 <- v4 <- v5, v6, v7        one family: all that go back to the same chunk by their best bases
     dead  dead  dead  dead  live              v5 kept raw, v6 and v7 against it: v1 to v4 go
 
+One that refers to another is the first of a family, too.
+
 Memory: 5 bytes for each chunk that is needed, and 40 for each family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +21,11 @@ from nearkin.records import U32, Bools, Locations, grouped
 from nearkin_janitor.holding import NAME_AND_ROW_BYTES, bytes_of_chunks
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.reach import Masks, Reach, blocks_leaning, filled, is_in
+from nearkin_janitor.settled import gathered, referring
 
 NONE = -1
+RAW_SHARE = 0.5
+"""What a chunk that refers to another takes by itself, of its bytes."""
 _NO_ROWS: Bools = np.zeros(0, np.bool_)
 
 
@@ -46,10 +52,13 @@ def families_of(reach: Reach, needed: Masks) -> Families:
         directory = reach.directory(container)
         chunks, mine = directory.chunks, filled(needed[container], len(directory.chunks))
         family = found.of[container] = np.full(len(chunks), NONE, np.int32)
+        refers = referring(directory)[chunks.blocks]  # to a chunk that holds many
         for depth in range(int(chunks.depths[mine].max(initial=0)) + 1):
             rows = np.flatnonzero(mine & (chunks.depths == depth))
             if depth:
+                rows = rows[~refers[rows]]
                 family[rows] = _each(found, chunks.bases.take(rows))
+                rows = np.flatnonzero(mine & (chunks.depths == depth))
             first = rows[family[rows] == NONE]
             family[first] = np.arange(count, count + len(first))
             count += len(first)
@@ -80,9 +89,11 @@ class _Sums:
             leans = live & delta
             leans[leans] = ~is_in(reach.chunks, directory.chunks.bases.take(rows[leans]))
             encoded = np.maximum(share - NAME_AND_ROW_BYTES, 0)
+            refers = referring(directory)[directory.chunks.blocks[rows]]
+            raw = np.where(refers, RAW_SHARE * directory.chunks.lengths[rows], encoded)
             self.all_of += np.bincount(of, share, count)
             self.dead += np.bincount(of, share * ~live, count)
-            self.roots += np.bincount(of, encoded * (~live & ~delta), count)
+            self.roots += np.bincount(of, raw * (~live & (~delta | refers)), count)
             self.leaning += np.bincount(of, encoded * leans, count)
             self.leaners += np.bincount(of, leans, count).astype(np.int64)
             np.minimum.at(self.least, of[delta], encoded[delta])
@@ -100,17 +111,87 @@ def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: floa
     heir = np.where(sums.roots > 0, sums.roots, sums.dead + mean)
     gain = sums.dead + sums.leaning - heir - np.maximum(sums.leaners - 1, 0) * least
     some_dead = sums.dead > 0
+    given_up = dead_chains(reach, needed, share)
     # Of all, not of these families: what is written for it may be all there is, whatever little has changed.
     if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of.sum():
-        return {}
+        return given_up
     chosen = some_dead & (gain > share / 2 * sums.all_of)
-    given_up: Masks = {}
     for container, family in families.of.items():
         live = filled(reach.chunks.get(container, _NO_ROWS), len(family))
-        dead = ~live & (family != NONE) & chosen[family]
+        directory = reach.directory(container)
+        settled = (gathered(directory) | referring(directory))[directory.chunks.blocks]
+        dead = ~live & (family != NONE) & chosen[family] & ~settled
         if dead.any():
-            given_up[container] = dead
+            given_up[container] = dead | given_up.get(container, np.zeros(len(dead), np.bool_))
     return given_up
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Gathered blocks that lean on one another, from the one that leans on nothing: bytes stored."""
+
+    root_bytes: int
+    live_bytes: int = 0
+    dead_bytes: int = 0
+    roots: int = 0
+    """Live ones that lean on dead ones: without these they lean on nothing."""
+    root_lives: bool = False
+
+
+def dead_chains(reach: Reach, needed: Masks, share: float) -> Masks:
+    """Return the dead gathered blocks, and what refers to them, that others hold which would take clearly less without.
+
+    By whole blocks: what a part of one takes is little.
+    """
+    chains: list[_Chain] = []
+    of: dict[int, NDArray[np.int32]] = {}
+    lives: dict[int, Bools] = {}
+    for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
+        directory = reach.directory(container)
+        chunks, blocks = directory.chunks, directory.blocks
+        used, living = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.bool_)
+        used[chunks.blocks[filled(needed[container], len(chunks)) & chunks.there]] = True
+        living[chunks.blocks[filled(reach.chunks.get(container, _NO_ROWS), len(chunks)) & chunks.there]] = True
+        lives[container] = living
+        chain = of[container] = np.full(len(blocks), NONE, np.int32)
+        whole = np.flatnonzero(used & gathered(directory))
+        for number in whole[np.argsort(blocks.depths[whole], kind="stable")].tolist():
+            stored, leans_on_dead = int(blocks.stored[number]), False
+            if not blocks.depths[number]:
+                chain[number] = len(chains)
+                chains.append(_Chain(stored, root_lives=bool(living[number])))
+            else:
+                first = directory.prefixes.of(number).take(slice(0, 1))
+                other, ordinal = int(first.containers[0]), int(first.ordinals[0])
+                if other in of:
+                    block = int(reach.directory(other).chunks.blocks[ordinal])
+                    chain[number], leans_on_dead = of[other][block], not lives[other][block]
+            if chain[number] != NONE:
+                counted = chains[chain[number]]
+                if living[number]:
+                    counted.live_bytes += stored
+                    counted.roots += leans_on_dead
+                else:
+                    counted.dead_bytes += stored
+    gone = np.array([_is_gone(chain, share) for chain in chains], np.bool_)
+    given_up: Masks = {}
+    for container, chain in of.items():
+        chunks = reach.directory(container).chunks
+        dead = ~lives[container] & (chain != NONE)
+        dead[dead] = gone[chain[dead]]
+        rows = chunks.there & dead[chunks.blocks]
+        refers = chunks.there & (referring(reach.directory(container)) & ~lives[container])[chunks.blocks]
+        refers[refers] = is_in(given_up, chunks.bases.take(refers))
+        if (rows | refers).any():
+            given_up[container] = rows | refers
+    return given_up
+
+
+def _is_gone(chain: _Chain, share: float) -> bool:
+    if chain.root_lives or not chain.roots:
+        return False
+    gain = chain.dead_bytes - chain.roots * chain.root_bytes
+    return gain > share * (chain.dead_bytes + chain.live_bytes)
 
 
 def leaning(reach: Reach, ids: Collection[int], live: Masks, on: Masks) -> set[int]:

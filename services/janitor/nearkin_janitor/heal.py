@@ -24,7 +24,7 @@ from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, positi
 from nearkin.frozen import frozen
 from nearkin.records import U8, U32, ContainerId, Locations
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin_janitor.rewrite import Part, Recoder
+from nearkin_janitor.recoder import Part, Recoder
 
 HEALED_BLOCK_BYTES = 4 * 1024 * 1024
 """Blocks of chunks that were found again are closed at this."""

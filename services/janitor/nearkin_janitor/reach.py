@@ -22,6 +22,7 @@ from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, grouped
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin_janitor.naming import Naming
+from nearkin_janitor.settled import gathered, referring
 from nearkin_janitor.summaries import Bits, Summaries, Summary, masks_of
 
 Masks = dict[int, Bools]
@@ -37,7 +38,7 @@ class GivingUp:
 
 
 class Reach:
-    """What the roots name in recipes, before any base: chunks and segments of each container."""
+    """What the roots name, and what that refers to, before any base: chunks and segments of each container."""
 
     def __init__(
         self,
@@ -90,6 +91,27 @@ class Reach:
                 )
             rows = np.repeat(filled(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
             _reach(self.chunks, directory.segments.chunks.take(rows))
+        self.follow_references()
+
+    def follow_references(self) -> None:
+        """Let what is referred to be named as what refers to it is, and with a chunk all that was gathered with it.
+
+        One block holds these: what one of them takes is little besides. Raises Corrupt.
+        """
+        for container, wanted in list(self.chunks.items()):
+            directory = self.directory(container)
+            chunks, refers = directory.chunks, referring(directory)
+            if refers.any():
+                rows = filled(wanted, len(chunks)) & chunks.there & refers[chunks.blocks]
+                _reach(self.chunks, chunks.bases.take(rows))
+        for container, wanted in self.chunks.items():
+            directory = self.directory(container)
+            chunks, whole = directory.chunks, gathered(directory)
+            if whole.any():
+                used = np.zeros(len(whole), np.bool_)
+                used[chunks.blocks[filled(wanted, len(chunks)) & chunks.there]] = True
+                ordinals = np.flatnonzero(chunks.there & (used & whole)[chunks.blocks])
+                reached(self.chunks, container, ordinals.astype(np.uint32))
 
     def naming(self) -> Reach:
         """Return a copy of its own, to name more in."""

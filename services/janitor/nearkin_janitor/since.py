@@ -110,6 +110,10 @@ class Since:
                 return kept
             kept |= more
 
+    def stays_as_it_is(self, container: int) -> bool:
+        """Return, in a turn, whether somebody else wrote a container anew, or it was spared."""
+        return container in self._staying or container in self._changed
+
     def stays(self, container: int) -> None:
         """Hear that a container was spared: what it leans on stays too."""
         self._staying.add(container)

@@ -33,7 +33,7 @@ class CatalogEntry:
 
 def finder_name(rank: int) -> str:
     """Return what found a base of this rank."""
-    return "locality" if rank == layout.LOCALITY_RANK else f"SF{rank}"
+    return {layout.LOCALITY_RANK: "locality", layout.GATHERED_RANK: "gathered"}.get(rank, f"SF{rank}")
 
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:

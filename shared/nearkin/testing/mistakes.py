@@ -17,11 +17,11 @@ import numpy as np
 import nearkin.local_gc
 import nearkin_delta.codecs
 import nearkin_janitor.collect
+import nearkin_janitor.laying
 import nearkin_janitor.ledger
 import nearkin_janitor.plan
 import nearkin_janitor.reach
 import nearkin_janitor.repair
-import nearkin_janitor.rewrite
 import nearkin_janitor.roots
 import nearkin_janitor.scrub
 import nearkin_janitor.since
@@ -240,7 +240,7 @@ def older_generation_first() -> None:
         with since.turn() as index:
             self._containers.delete(container, generation)
             self._containers.put(container, [data], generation + 1)
-            self._renew(index, container)
+            self._replacing.renew(index, container)
             since.written(container, generation + 1)
         ids[container] = len(data)
         sums.rewritten += 1
@@ -328,14 +328,15 @@ def directory_unchecked() -> None:
 
 def block_number_given_again() -> None:
     """Compaction gives the number of a block that is gone to another one."""
-    rewriter = nearkin_janitor.rewrite.Rewriter
-    real = rewriter._lay_raw
+    laying = nearkin_janitor.laying.Laying
+    real = laying.raw
 
-    def lay_raw(self: Any, new: Any, directory: Any, rows: Any, next_number: int) -> int:
-        laid = [number for number, block in enumerate(new.blocks) if block is not None]
-        return real(self, new, directory, rows, max(laid, default=-1) + 1)
+    def raw(self: Any, new: Any, directory: Any, rows: Any) -> None:
+        laid = [number for number, block in enumerate(new._blocks) if block is not None]
+        new._next = max(laid, default=-1) + 1
+        real(self, new, directory, rows)
 
-    _patch(rewriter, "_lay_raw", lay_raw)
+    _patch(laying, "raw", raw)
 
 
 def scrub_skips_a_container() -> None:

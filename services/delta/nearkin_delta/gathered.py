@@ -1,0 +1,37 @@
+"""Blocks of several versions. Invariant: one search sees all of a block, and what is written has been decoded again.
+
+Written by the janitor beside everything else, and once for many versions: so a level deeper than at a put.
+"""
+
+from __future__ import annotations
+
+from backports.zstd import CompressionParameter
+
+from nearkin.config_reduction import BlockSettings
+from nearkin.formats import layout
+from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
+from nearkin.kernels.frames import FrameEncoder
+from nearkin.records import U8
+
+LEVEL_MIN = 5
+TABLE_LOG_MAX = 22
+"""Tables of as many entries as a block has bytes, up to 4 million: 16 MiB each."""
+WINDOW_LOG_MIN, WINDOW_LOG_MAX = 10, 27
+"""The upper one is what any zstd decoder takes unasked."""
+
+
+def encode_gathered(raw: U8, prefix: U8 | None, depth: int, settings: BlockSettings) -> EncodedBlock:
+    """Return a block, a patch of `prefix` where there is one. Raises Corrupt where it does not decode again."""
+    reach = len(raw) + (0 if prefix is None else len(prefix))
+    log = max(WINDOW_LOG_MIN, (reach - 1).bit_length())
+    options: dict[int, int] = {
+        CompressionParameter.compression_level: max(settings.level, LEVEL_MIN),
+        CompressionParameter.content_size_flag: 1,
+        CompressionParameter.window_log: min(log, WINDOW_LOG_MAX),
+        CompressionParameter.hash_log: min(log, TABLE_LOG_MAX),
+        CompressionParameter.chain_log: min(log, TABLE_LOG_MAX),
+    }
+    encoder = FrameEncoder(options, None)
+    if prefix is None:
+        return encode_block(raw, layout.RAW, 0, encoder)
+    return encode_patch(raw, prefix, depth, encoder, options)

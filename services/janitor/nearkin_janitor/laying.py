@@ -1,0 +1,147 @@
+"""Blocks of what is kept. Invariant: a chunk's bytes are compared with its name before they are encoded again.
+
+some chunks of a block -> decoded, compared -> a block of them that leans on what they use of its bases
+chunks that are to lean on nothing -> blocks of them
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin.formats import layout
+from nearkin.formats.block import decode_block
+from nearkin.formats.directory import Directory
+from nearkin.kernels.overlap import shared_bytes
+from nearkin.records import U8, U32, Locations, offsets_of
+from nearkin.store.chunks import ChunkReader
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.generation import NewGeneration, VerifiedReader
+from nearkin_janitor.reach import Masks, is_in
+from nearkin_janitor.recoder import Anew, Part, Recoded, Recoder
+from nearkin_janitor.settled import gathered
+
+READ_BYTES = 8 * 1024 * 1024
+"""Chunks that lean on nothing are read so many bytes at a time."""
+SHARED_BYTES_MIN = 64
+"""A base that gives fewer bytes than this to what is kept of a block is not worth its place in the prefix."""
+
+
+class Laying:
+    """Lays blocks into new generations."""
+
+    def __init__(self, containers: ContainerStore, verified: VerifiedReader, recode: Recoder) -> None:
+        self._containers = containers
+        self._reader = ChunkReader(containers)
+        self._verified = verified
+        self._recode = recode
+
+    def verified(self, directory: Directory, rows: NDArray[np.intp]) -> U8:
+        """Return the bytes of chunks of a container, one behind the other. Raises Corrupt."""
+        here = Locations(np.full(len(rows), directory.container, np.uint64), rows.astype(np.uint32))
+        return self._verified.read(directory.domain, here)
+
+    def some_of(self, new: NewGeneration, directory: Directory, number: int, rows: NDArray[np.intp]) -> None:
+        """Encode some chunks of a block again. Raises Corrupt."""
+        part = self._part(directory, number, rows, self.verified(directory, rows))
+        recoded = self._gathered(part) if gathered(directory)[number] else self._recode(part)
+        new.lay(rows, recoded, part.lengths if recoded.encoded is None else recoded.encoded)
+        if recoded.block.kind == layout.RAW:
+            new.lean_on_nothing(rows)
+        else:
+            new.keep_bases(rows)
+
+    def less_deep(
+        self, new: NewGeneration, directory: Directory, number: int, rows: NDArray[np.intp], without: Masks
+    ) -> None:
+        """Encode chunks of a block again that leans on its bases as deep as these lie now, and on none of `without`.
+
+        One that is gathered, or refers: what it holds is near to what it holds besides. Raises Corrupt.
+        """
+        prefix = directory.prefixes.of(number)
+        plan = self._reader.plan(prefix.take(~is_in(without, prefix)))
+        bases = plan.locations
+        depth = int(plan.depths.max(initial=0)) + 1 if len(bases) else 0
+        base_payload, payload = self._reader.fetch(plan), self.verified(directory, rows)
+        best, lengths = directory.chunks.bases.take(rows), directory.chunks.lengths[rows]
+        kind = layout.PATCH if len(bases) else layout.RAW
+        part = Part(kind, depth, payload, lengths, best, bases, base_payload, plan.lengths)
+        recoded = self._gathered(part) if gathered(directory)[number] else self._recode(part)
+        new.lay(rows, recoded, lengths if recoded.encoded is None else recoded.encoded)
+        if recoded.block.kind == layout.RAW:
+            new.lean_on_nothing(rows)
+            return
+        gone = is_in(without, best)
+        best.containers[gone], best.ordinals[gone] = bases.containers[-1], bases.ordinals[-1]
+        new.lean(rows, best, layout.LOCALITY_RANK)
+        new.keep_ranks(rows)
+
+    def _gathered(self, part: Part) -> Recoded:
+        block = self._recode.gathered(part.payload, part.bases, part.base_payload, part.depth)
+        return Recoded(block, part.bases if block.kind == layout.PATCH else Locations.empty(), None)
+
+    def raw(self, new: NewGeneration, directory: Directory, rows: NDArray[np.intp]) -> None:
+        """Put chunks into blocks that lean on nothing. Raises Corrupt."""
+        blocks, lengths = self._recode.fresh(), directory.chunks.lengths
+        portion = np.cumsum(lengths[rows], dtype=np.int64) // READ_BYTES
+        for some in np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []:
+            blocks.add_raw(some, self.verified(directory, some), lengths[some])
+        self.made(new, directory, blocks.end())
+
+    def made(self, new: NewGeneration, directory: Directory, blocks: list[Anew]) -> None:
+        """Lay blocks that are encoded."""
+        for one in blocks:
+            rows, recoded = one.rows, one.recoded
+            new.lay(rows, recoded, directory.chunks.lengths[rows] if recoded.encoded is None else recoded.encoded)
+            if recoded.block.kind != layout.RAW:
+                new.lean(rows, one.best, layout.LOCALITY_RANK)
+
+    def _part(self, directory: Directory, number: int, rows: NDArray[np.intp], payload: U8) -> Part:
+        old, kind = directory.chunks, int(directory.blocks.kinds[number])
+        lengths, best = old.lengths[rows], old.bases.take(rows)
+        none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+        depth = int(directory.blocks.depths[number])
+        if kind == layout.RAW:
+            return Part(kind, depth, payload, lengths, none, none, no_bytes, no_lengths)
+        if kind == layout.XDELTA3:
+            record = self._containers.record(directory.container, number)
+            deltas = decode_block(record, f"{object_name(directory.container)} block {number}")
+            pieces = [
+                deltas[start : start + length]
+                for start, length in zip(old.positions[rows].tolist(), old.encoded[rows].tolist(), strict=True)
+            ]
+            return Part(kind, depth, np.concatenate(pieces), old.encoded[rows], best, none, no_bytes, no_lengths)
+        plan = self._reader.plan(directory.prefixes.of(number))
+        base_payload = self._reader.fetch(plan)
+        used = _used(payload, lengths, base_payload, plan.lengths) | _among(plan.locations, best)
+        offsets = offsets_of(plan.lengths)
+        wanted = np.flatnonzero(used)
+        pieces = [base_payload[int(offsets[i]) : int(offsets[i]) + int(plan.lengths[i])] for i in wanted.tolist()]
+        return Part(
+            kind,
+            depth,
+            payload,
+            lengths,
+            best,
+            plan.locations.take(wanted),
+            np.concatenate([no_bytes, *pieces]),
+            plan.lengths[wanted],
+        )
+
+
+def _used(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDArray[np.bool_]:
+    """Return which bases give what is kept enough bytes."""
+    one = np.array([0, len(lengths)], np.uint32)
+    all_bases = np.array([0, len(base_lengths)], np.uint32)
+    bases = (base_payload,), np.zeros(len(base_lengths), np.int32), offsets_of(base_lengths), base_lengths
+    found = shared_bytes(payload, offsets_of(lengths), lengths, one, *bases, all_bases)
+    shared = np.zeros(len(base_lengths), np.uint64)
+    np.add.at(shared, found[:, 1].astype(np.intp), found[:, 2].astype(np.uint64))
+    used: NDArray[np.bool_] = shared >= SHARED_BYTES_MIN
+    return used
+
+
+def _among(locations: Locations, wanted: Locations) -> NDArray[np.bool_]:
+    pairs = set(zip(wanted.containers.tolist(), wanted.ordinals.tolist(), strict=True))
+    keys = zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True)
+    return np.array([key in pairs for key in keys], np.bool_)

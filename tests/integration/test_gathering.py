@@ -1,0 +1,193 @@
+"""What newer versions changed is taken into the blocks of the chunks that it goes back to."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.failpoints import POINTS
+from nearkin.testing.clock import DAY
+from nearkin.testing.collecting import COLLECTED, collected
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import containers, flip, process, settings, stored_bytes
+from nearkin_janitor.settled import gathered, referring
+
+CHOSEN = {
+    "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
+    "delta": {"codec": "patch", "max_depth": 3},
+    "gc": {"gather_bytes": "1MiB"},
+}
+GATHERED = settings(COLLECTED, CHOSEN)
+EVERY = range(1, 13)
+
+
+def history(versions: int = 12) -> dict[int, bytes]:
+    """Versions that each change a little of nearly every chunk: a chain of the longest kind."""
+    content, all_of_them = text_like(600_000, 5), {}
+    for number in range(1, versions + 1):
+        content = all_of_them[number] = mutated(content, number, edits=150, edit_bytes_max=40)
+    return all_of_them
+
+
+HISTORY = history()
+
+
+def put(store: Store, numbers: range) -> None:
+    for number in numbers:
+        assert store.put("k", HISTORY[number]).info.version == number
+
+
+def check(store: Store, numbers: range) -> None:
+    assert store.verify().damage == ()
+    for number in numbers:
+        assert store.get("k", number).read() == HISTORY[number]
+    assert store.get("k", numbers[-1], start=200_000, stop=300_000).read() == HISTORY[numbers[-1]][200_000:300_000]
+
+
+def blocks(store: Store) -> tuple[int, int]:
+    """Return how many blocks are gathered, and how many refer to such."""
+    found = [store._containers.of(None).directory(c) for c, _ in store._containers.ids()]
+    return sum(int(gathered(d).sum()) for d in found), sum(int(referring(d).sum()) for d in found)
+
+
+def depths(store: Store) -> dict[int, np.ndarray]:
+    return {c: store._containers.of(None).directory(c).chunks.depths.copy() for c, _ in store._containers.ids()}
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    with open_store(tmp_path / "g", settings=GATHERED, clock=clock) as opened:
+        yield opened
+
+
+def test_a_long_history_takes_clearly_less_and_no_chunk_gets_deeper(store, clock):
+    put(store, EVERY)
+    before, deep = stored_bytes(store.root), depths(store)
+    told = store.gc(dry_run=True)
+    report = store.gc()
+    assert report.containers_rewritten == told.containers_rewritten > 1
+    assert report.freed_bytes == told.freed_bytes == before - stored_bytes(store.root) > before // 20
+    whole, refer = blocks(store)
+    assert whole
+    assert refer > whole
+    for container, now in depths(store).items():
+        old = deep[container]
+        assert np.all(now[: len(old)] <= old)
+        assert int(now.max(initial=0)) <= 3
+    check(store, EVERY)
+    assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
+    clock.now += DAY
+    assert store.gc().containers_rewritten == 0  # what was gathered stays
+
+
+def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock):
+    for first in range(1, 13, 3):
+        put(store, range(first, first + 3))
+        store.gc()
+        clock.now += DAY
+        check(store, range(1, first + 3))
+    with open_store(store.root.parent / "apart", settings=settings(GATHERED, {"gc": {"gather_bytes": 0}})) as apart:
+        put(apart, EVERY)
+        apart.gc()
+        assert blocks(apart)[0] == 0
+        assert stored_bytes(store.root) < 0.9 * stored_bytes(apart.root)
+
+
+def test_the_index_is_made_again_from_gathered_containers(store):
+    put(store, EVERY)
+    store.gc()
+    counted = store.stats().ledger
+    assert store.rebuild_index().skipped == ()
+    assert store.stats().ledger.stored_bytes == counted.stored_bytes
+    check(store, EVERY)
+    assert store.put("again", HISTORY[12]).ledger.unique_bytes == 0
+
+
+def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
+    for number in EVERY:
+        put(store, range(number, number + 1))
+        if number > 4:
+            store.delete("k", number - 4)
+        clock.now += 2 * DAY
+        collected(store, clock, rounds=1)
+    check(store, range(9, 13))
+    clock.now += 8 * DAY
+    collected(store, clock, rounds=6)
+    check(store, range(9, 13))
+    with open_store(store.root.parent / "fresh", settings=GATHERED) as fresh:
+        for number in range(9, 13):
+            fresh.put("k", HISTORY[number])
+    assert stored_bytes(store.root) < 1.5 * stored_bytes(store.root.parent / "fresh")
+    for number in range(9, 13):
+        store.delete("k", number)
+    clock.now += 8 * DAY
+    collected(store, clock, rounds=6)
+    assert list(store._containers.ids()) == []
+
+
+def test_a_broken_container_is_named_with_the_versions_that_lean_on_it(store):
+    put(store, EVERY)
+    store.put("alone", random_bytes(100_000, 9))
+    store.gc()
+    first = containers(store.root)[0]
+    flip(first, 200)
+    report = store.verify()
+    touched = {version[-2:] for damage in report.damage for version in damage.versions}
+    assert ("alone", 1) not in touched
+    unreadable = set()
+    for number in EVERY:
+        try:
+            assert store.get("k", number).read() == HISTORY[number]
+        except Exception:
+            unreadable.add(("k", number))
+    assert touched == unreadable != set()
+
+
+def test_other_codecs_and_young_containers_gather_nothing(tmp_path):
+    chosen = settings(GATHERED, {"delta": {"codec": "xdelta3"}})
+    with open_store(tmp_path / "x", settings=chosen) as store:
+        put(store, EVERY)
+        store.gc()
+        assert blocks(store)[0] == 0
+        check(store, EVERY)
+
+
+DIES = """
+import json, os, sys
+from nearkin import failpoints, open_store
+from nearkin.testing.stores import settings
+from nearkin.testing.collecting import COLLECTED
+
+root, point, times, chosen = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+passed = []
+def dies(name):
+    if name == point:
+        passed.append(name)
+        if len(passed) == times:
+            os._exit(9)
+failpoints.arm(watch=dies)
+with open_store(root, settings=settings(COLLECTED, chosen)) as store:
+    store.gc()
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "times"), [("compact.made", 2), ("compact.put", 1), ("compact.renewed", 2), ("gather.container", 3)]
+)
+def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, times):
+    assert point in POINTS
+    root = tmp_path / "d"
+    with open_store(root, settings=GATHERED) as store:
+        put(store, EVERY)
+    dying = process(DIES, root, point, str(times), json.dumps(CHOSEN))
+    dying.communicate(timeout=60)
+    assert dying.returncode == 9
+    with open_store(root, settings=GATHERED) as store:
+        check(store, EVERY)
+        store.gc()
+        check(store, EVERY)
+        assert blocks(store)[0]
