@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from nearkin.formats.manifest import Manifest
-from nearkin.index.catalog import finder_name
+from nearkin.index.catalog import FINDERS, finder_name
 from nearkin.records import ZERO, ContainerId, Locations, grouped
 from nearkin.reports import ChunkExplained, Explanation, SegmentExplained, VersionInfo
 from nearkin.restore import segment_chunks
@@ -49,7 +49,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
             finder = None
             if is_delta and fresh:
                 name = finder_name(int(plan.ranks[row]))
-                finder = name if name in ("locality", "gathered") else f"{sketch} {name}"
+                finder = name if name in FINDERS.values() else f"{sketch} {name}"
             kinds[kind] += 1
             if finder:
                 found_by[finder] += 1

@@ -111,7 +111,7 @@ def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: floa
     heir = np.where(sums.roots > 0, sums.roots, sums.dead + mean)
     gain = sums.dead + sums.leaning - heir - np.maximum(sums.leaners - 1, 0) * least
     some_dead = sums.dead > 0
-    given_up = dead_chains(reach, needed, share)
+    given_up = dead_chains(reach, needed, share) if reach.referred else Masks()
     # Of all, not of these families: what is written for it may be all there is, whatever little has changed.
     if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of.sum():
         return given_up
@@ -119,7 +119,7 @@ def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: floa
     for container, family in families.of.items():
         live = filled(reach.chunks.get(container, _NO_ROWS), len(family))
         directory = reach.directory(container)
-        settled = (gathered(directory) | referring(directory))[directory.chunks.blocks]
+        settled = reach.referred & (gathered(directory) | referring(directory))[directory.chunks.blocks]
         dead = ~live & (family != NONE) & chosen[family] & ~settled
         if dead.any():
             given_up[container] = dead | given_up.get(container, np.zeros(len(dead), np.bool_))

@@ -215,7 +215,8 @@ class CarryingOut:
         if not len(prefix):
             new.lean_on_nothing(all_rows)
         else:  # what is at about the same place counts as the best base
-            new.lean(all_rows, prefix.take(_beside(all_lengths, plan.lengths)), layout.LOCALITY_RANK)
+            ranks = np.where(all_rows < len(old), layout.LOCALITY_RANK, layout.GATHERED_RANK).astype(np.uint8)
+            new.lean(all_rows, prefix.take(_beside(all_lengths, plan.lengths)), ranks)
             if not begun:
                 new.keep_bases(rows)
         made.grown[stretch] = all_rows
@@ -311,7 +312,7 @@ class CarryingOut:
             new.lean_on_nothing(rows)
             return
         to = Locations(np.full(len(rows), reference.holder, np.uint64), np.full(len(rows), reference.to, np.uint32))
-        new.lean(rows, to, layout.GATHERED_RANK)
+        new.lean(rows, to, layout.REFERENCE_RANK)
 
 
 def _beside(lengths: NDArray[np.uint32], base_lengths: NDArray[np.uint32]) -> NDArray[np.intp]:

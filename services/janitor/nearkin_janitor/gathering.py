@@ -198,7 +198,8 @@ class _Stretches:
         """Let a stretch take in what comes to another: it leans on the end of `parent`."""
         self._parents.values[stretch] = parent
         (last,) = self.latest(np.array([beside], np.int32)).tolist()
-        if last != stretch:
+        (end,) = self.latest(np.array([stretch], np.int32)).tolist()
+        if last != end:  # else it comes to it already
             self._next.values[last] = stretch
 
     def is_full(self, stretch: int, length: int) -> bool:

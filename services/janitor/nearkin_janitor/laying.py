@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block
+from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.formats.directory import Directory
 from nearkin.kernels.overlap import shared_bytes
 from nearkin.records import U8, U32, Locations, offsets_of
@@ -60,6 +61,8 @@ class Laying:
         """
         prefix = directory.prefixes.of(number)
         plan = self._reader.plan(prefix.take(~is_in(without, prefix)))
+        if int(plan.lengths.sum(dtype=np.int64)) < PREFIX_BYTES_MIN:
+            plan = self._reader.plan(Locations.empty())
         bases = plan.locations
         depth = int(plan.depths.max(initial=0)) + 1 if len(bases) else 0
         base_payload, payload = self._reader.fetch(plan), self.verified(directory, rows)

@@ -22,7 +22,7 @@ from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, grouped
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin_janitor.naming import Naming
-from nearkin_janitor.settled import gathered, referring
+from nearkin_janitor.settled import referring
 from nearkin_janitor.summaries import Bits, Summaries, Summary, masks_of
 
 Masks = dict[int, Bools]
@@ -91,27 +91,29 @@ class Reach:
                 )
             rows = np.repeat(filled(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
             _reach(self.chunks, directory.segments.chunks.take(rows))
+        self.referred = False
+        """Whether anything that is named refers to what was gathered."""
         self.follow_references()
 
     def follow_references(self) -> None:
-        """Let what is referred to be named as what refers to it is, and with a chunk all that was gathered with it.
+        """Let what is referred to be named as what refers to it is, and with it all that was gathered in its block.
 
-        One block holds these: what one of them takes is little besides. Raises Corrupt.
+        A part of that takes little besides. Raises Corrupt.
         """
-        for container, wanted in list(self.chunks.items()):
+        referred: Masks = {}
+        for container, wanted in self.chunks.items():
             directory = self.directory(container)
             chunks, refers = directory.chunks, referring(directory)
             if refers.any():
                 rows = filled(wanted, len(chunks)) & chunks.there & refers[chunks.blocks]
-                _reach(self.chunks, chunks.bases.take(rows))
-        for container, wanted in self.chunks.items():
+                _reach(referred, chunks.bases.take(rows))
+        self.referred = bool(referred)
+        for container, mask in referred.items():
             directory = self.directory(container)
-            chunks, whole = directory.chunks, gathered(directory)
-            if whole.any():
-                used = np.zeros(len(whole), np.bool_)
-                used[chunks.blocks[filled(wanted, len(chunks)) & chunks.there]] = True
-                ordinals = np.flatnonzero(chunks.there & (used & whole)[chunks.blocks])
-                reached(self.chunks, container, ordinals.astype(np.uint32))
+            chunks, used = directory.chunks, np.zeros(len(directory.blocks), np.bool_)
+            used[chunks.blocks[filled(mask, len(chunks)) & chunks.there]] = True
+            ordinals = np.flatnonzero(chunks.there & used[chunks.blocks])
+            reached(self.chunks, container, ordinals.astype(np.uint32))
 
     def naming(self) -> Reach:
         """Return a copy of its own, to name more in."""

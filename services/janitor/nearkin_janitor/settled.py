@@ -15,30 +15,32 @@ from nearkin.records import Bools
 
 def referring(directory: Directory) -> Bools:
     """Return which blocks are nothing but the bytes of what they lean on."""
-    chunks = directory.chunks
-    found = np.zeros(len(directory.blocks), np.bool_)
-    found[chunks.blocks[chunks.there & (chunks.ranks == layout.GATHERED_RANK)]] = True
-    return found
+    return _with_rank(directory, layout.REFERENCE_RANK)
 
 
 def gathered(directory: Directory) -> Bools:
-    """Return which blocks hold what was taken in: chunks behind all those that the container's own recipes name.
+    """Return which blocks hold what was taken in. Of those that lean on others their chunks tell.
 
-    Where some of these recipes are gone: blocks whose chunks do not lie one behind the other among those of their
-    depth. What is put lies so, what was taken in behind all else.
+    Of those that lean on nothing: chunks behind all those that the container's own recipes name; where some of these
+    are gone, blocks whose chunks do not lie one behind the other among those that lean on nothing. What is put lies so.
     """
     segments, chunks = directory.segments, directory.chunks
     found = np.zeros(len(directory.blocks), np.bool_)
+    rows = np.flatnonzero(chunks.there & (chunks.depths == 0))
+    blocks = chunks.blocks[rows]
     if len(segments) and np.all(np.diff(segments.bounds) > 0):
         own = segments.chunks
         ordinals = own.ordinals[own.containers == np.uint64(directory.container)]
-        behind = np.arange(len(chunks)) > (int(ordinals.max()) if len(ordinals) else -1)
-        found[chunks.blocks[behind & chunks.there]] = True
-        return found
-    rows = np.flatnonzero(chunks.there)
-    rows = rows[np.argsort(chunks.depths[rows], kind="stable")]
-    blocks = chunks.blocks[rows]
-    first = np.ones(len(rows), np.bool_)
-    first[1:] = blocks[1:] != blocks[:-1]
-    found[np.bincount(blocks[first], minlength=len(found)) > 1] = True
-    return found & ~referring(directory)
+        found[blocks[rows > (int(ordinals.max()) if len(ordinals) else -1)]] = True
+    elif len(rows):
+        first = np.append(True, blocks[1:] != blocks[:-1])
+        found[np.bincount(blocks[first], minlength=len(found)) > 1] = True
+    raw: Bools = directory.blocks.kinds == layout.RAW
+    return (found & raw) | _with_rank(directory, layout.GATHERED_RANK)
+
+
+def _with_rank(directory: Directory, rank: int) -> Bools:
+    chunks = directory.chunks
+    found = np.zeros(len(directory.blocks), np.bool_)
+    found[chunks.blocks[chunks.there & (chunks.ranks == rank)]] = True
+    return found

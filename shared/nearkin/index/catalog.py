@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from nearkin.claims import ContainerClaims
@@ -31,9 +34,19 @@ class CatalogEntry:
         return self.sequence % 2 == 1
 
 
+FINDERS: Mapping[int, str] = MappingProxyType(
+    {
+        layout.LOCALITY_RANK: "locality",
+        layout.GATHERED_RANK: "gathered",
+        layout.REFERENCE_RANK: "reference",
+    }
+)
+"""What found a base that no super-feature did."""
+
+
 def finder_name(rank: int) -> str:
     """Return what found a base of this rank."""
-    return {layout.LOCALITY_RANK: "locality", layout.GATHERED_RANK: "gathered"}.get(rank, f"SF{rank}")
+    return FINDERS.get(rank, f"SF{rank}")
 
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:
