@@ -77,7 +77,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             index.close()
     condemned = CondemnedStore(as_set(LocalObjects(root), chosen)).read() if (root / "gc").is_dir() else {}
     directories, read = {}, opened(root, chosen)
-    for container, path in sorted(_newest(root).items()):
+    for container, path in sorted(newest(root).items()):
         try:
             directories[container] = decode_container(read(path), path.name)
         except NearkinError:
@@ -153,7 +153,8 @@ def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:
             raise Violation(f"index table {table}: names what a rebuild does not find")
 
 
-def _newest(root: Path) -> dict[int, Path]:
+def newest(root: Path) -> dict[int, Path]:
+    """Return the file of each container that counts; an older generation stays where a process died beside it."""
     found: dict[int, Path] = {}
     for path in sorted((root / "containers").rglob("*.nkc")):  # id, then id.0001, ...: by generation
         generation = path.name[17:21] if path.name[17:21] != "nkc" else ""

@@ -9,6 +9,9 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Producer
 
 from nearkin.testing import programs
 from nearkin.testing.server import LOOPBACK, Server, ServerFailed, accepts, free_port
@@ -24,6 +27,14 @@ appender.out.layout.pattern = %d{ISO8601} %p %c{1} %m%n
 rootLogger.level = WARN
 rootLogger.appenderRef.out.ref = out
 """
+
+
+def users_producer(bootstrap: str, **more: Any) -> Producer:
+    """Return a producer as a user has one who needs order: it stays where a broker that is new to a topic refuses the
+    first batch, and takes it with the second. `more` are its settings, with _ for a dot.
+    """
+    settings = {name.replace("_", "."): value for name, value in more.items()}
+    return Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, **settings})
 
 
 class Kafka(Server):

@@ -167,7 +167,7 @@ def _copies(root: Path) -> Path:
 def _break(store: Store, call: Break) -> None:
     """Flip a bit of a manifest, or of a container's block, and have it found; what it was is kept beside the store."""
     draw, root = random.Random(call.draw), store.root
-    paths = manifests(root) if call.manifest else sorted((root / "containers").rglob("*.nkc"))
+    paths = manifests(root) if call.manifest else sorted(inspection.newest(root).values())
     if not paths:
         return
     path = draw.choice(paths)

@@ -22,6 +22,7 @@ from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.dead_replay import REPLAYED_HEADER, list_letters, read_letter, replay
 from nearkin.runners.kafka.lag import Backlog, LagReader
 from nearkin.runners.kafka.loop import Record
+from nearkin.testing.kafka_server import users_producer
 from nearkin_gateway.ingest_records import UserRecord
 
 
@@ -175,9 +176,7 @@ def test_a_replay_that_dies_before_its_commit_sent_nothing(world: World, monkeyp
 
 
 def test_a_record_that_did_not_fit_is_taken_from_where_it_came(world: World) -> None:
-    from confluent_kafka import Producer
-
-    producer = Producer({"bootstrap.servers": world.settings.kafka.bootstrap_servers, "message.max.bytes": 10**7})
+    producer = users_producer(world.settings.kafka.bootstrap_servers, message_max_bytes=10**7)
     large = b"x" * 3_000_000
     producer.produce(world.users, large, b"k", partition=1, headers=[("mine", b"a")])
     assert producer.flush(30) == 0

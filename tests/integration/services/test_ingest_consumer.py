@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -26,6 +26,7 @@ from nearkin.runners.kafka.clients import create_topics, topic
 from nearkin.runners.kafka.dead_letters import OMITTED_VALUE_HEADER
 from nearkin.runners.kafka.loop import run_forever
 from nearkin.store.objects import LocalObjects, ObjectStore
+from nearkin.testing.kafka_server import users_producer
 from nearkin.testing.samples import noise
 from nearkin_gateway import ingest_consumer
 from nearkin_gateway.ingest_consumer import IngestConsumer
@@ -54,7 +55,7 @@ class World:
     users: str
 
     def produce(self, records: Sequence[tuple[bytes | None, bytes | None, Headers]], partition: int = 0) -> None:
-        producer = Producer({"bootstrap.servers": self.settings.kafka.bootstrap_servers, "message.max.bytes": 10**7})
+        producer = users_producer(self.settings.kafka.bootstrap_servers, message_max_bytes=10**7)
         for key, value, headers in records:
             producer.produce(self.users, value, key, partition=partition, headers=headers)
         assert producer.flush(30) == 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -25,6 +24,7 @@ from nearkin.client.remote import RemoteStore
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, Denied, NotFound
 from nearkin.testing.gateways import Running, running
+from nearkin.testing.kafka_server import users_producer
 from nearkin.testing.pipeline import Pipeline
 from nearkin.testing.samples import noise
 from nearkin_gateway import tokens
@@ -108,7 +108,7 @@ def produce(
     pipeline: Pipeline, records: Sequence[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]]
 ) -> None:
     bootstrap = pipeline.settings.kafka.bootstrap_servers
-    producer = Producer({"bootstrap.servers": bootstrap, "message.max.bytes": 10**7})
+    producer = users_producer(bootstrap, message_max_bytes=10**7)
     for key, value, headers in records:
         producer.produce(USERS, value, key, headers=headers)
     assert producer.flush(30) == 0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
@@ -21,6 +21,7 @@ from nearkin.runners.kafka import worker
 from nearkin.runners.kafka.clients import consumer, create_topics, group, topic
 from nearkin.runners.kafka.loop import Loop, Record, run_forever
 from nearkin.runners.monitor import Monitor
+from nearkin.testing.kafka_server import users_producer
 
 PARTITIONS = 4
 SECONDS_MAX = 60.0
@@ -81,7 +82,7 @@ def beside(work: Callable[[], None], over: threading.Event) -> Iterator[None]:
 def streaming(settings: Settings) -> Iterator[None]:
     """Send messages, some each partition every second."""
     over = threading.Event()
-    client = Producer({"bootstrap.servers": settings.kafka.bootstrap_servers})
+    client = users_producer(settings.kafka.bootstrap_servers)
 
     def send() -> None:
         number = 0

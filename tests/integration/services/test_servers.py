@@ -13,11 +13,12 @@ from typing import Any
 import boto3
 import psutil
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from redis import Redis as RedisClient
 
 from nearkin.testing import programs
+from nearkin.testing.kafka_server import users_producer
 from nearkin.testing.s3_server import REGION
 from nearkin.testing.server import ServerFailed, accepts
 from nearkin.testing.servers import S3, Kafka, MissingTool, Redis, Server
@@ -32,7 +33,7 @@ def make_topic(bootstrap: str, topic: str) -> None:
 
 
 def produce(bootstrap: str, topic: str, values: list[bytes]) -> None:
-    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all"})
+    producer = users_producer(bootstrap)
     failed: list[Any] = []
     for value in values:
         producer.produce(topic, value, on_delivery=lambda err, _: failed.append(err) if err else None)
