@@ -56,6 +56,25 @@ class Locations:
         """Return the chosen rows."""
         return Locations(self.containers[index], self.ordinals[index])
 
+    def distinct(self) -> Locations:
+        """Return each location once, ascending by container, then ordinal."""
+        order = np.lexsort((self.ordinals, self.containers))
+        sorted_rows = self.take(order)
+        new = np.ones(len(order), np.bool_)
+        new[1:] = (sorted_rows.containers[1:] != sorted_rows.containers[:-1]) | (
+            sorted_rows.ordinals[1:] != sorted_rows.ordinals[:-1]
+        )
+        return sorted_rows.take(new)
+
+    def among(self, others: Locations) -> Bools:
+        """Return bool[n]: which of these are also in `others`."""
+        found = np.zeros(len(self), np.bool_)
+        mine = dict(grouped(others.containers))
+        for container, rows in grouped(self.containers):
+            if container in mine:
+                found[rows] = np.isin(self.ordinals[rows], others.ordinals[mine[container]])
+        return found
+
     @staticmethod
     def empty(count: int = 0) -> Locations:
         """Return `count` rows of zeros."""

@@ -29,14 +29,14 @@ from nearkin.kernels.rows import rows_to_fill
 from nearkin.limits import KIB, MIB
 from nearkin.records import U8, U32, U64, ContainerId, Locations, offsets_of
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
-from nearkin_delta.searches import Searches, deeper
+from nearkin_delta.searches import Searches, deeper, log_of
 
 PREFIX_BYTES_MAX = 2 * MIB
 """A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
 PREFIX_BASES_MAX = 4096
 SPAN_BYTES_MAX = 4 * MIB
-"""A patch block closes when the stream has gone on so far: what lay close together then leans on what lay close
-together, and a restore meets the blocks that it needs one behind the other."""
+"""A patch block closes when the stream has gone on so far, of a batch what is fresh in it: what lay close together then
+leans on what lay close together, and a restore meets the blocks that it needs one behind the other."""
 DEPTH_COSTS = 0.9
 """Bases must take a tenth off a block, or it is kept without them: nothing is then ever read for it."""
 PLAIN_TRIED = 4
@@ -56,8 +56,6 @@ ENCODERS_MAX = 4
 SMALL_LEVEL_MAX = 9
 SMALL_RAW_BYTES_MAX = 8 * MIB
 """Above either an encoder takes 50 to 390 MB: there is one."""
-WINDOW_LOG_MAX = 27
-"""What any zstd decoder takes unasked."""
 
 
 class Keeper(Protocol):
@@ -283,7 +281,7 @@ class BlockEncoder:
         options: dict[int, int] = {
             CompressionParameter.compression_level: self._level,
             CompressionParameter.content_size_flag: 1,
-            CompressionParameter.window_log: min(WINDOW_LOG_MAX, max(10, (reach - 1).bit_length())),
+            CompressionParameter.window_log: log_of(reach),
         }
         if self._far:
             options |= deeper(self._level)

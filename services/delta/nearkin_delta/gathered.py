@@ -12,22 +12,21 @@ from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import U8
+from nearkin_delta.searches import log_of
 
 LEVEL_MIN = 5
 TABLE_LOG_MAX = 22
 """Tables of as many entries as a block has bytes, up to 4 million: 16 MiB each."""
-WINDOW_LOG_MIN, WINDOW_LOG_MAX = 10, 27
-"""The upper one is what any zstd decoder takes unasked."""
 
 
 def encode_gathered(raw: U8, prefix: U8 | None, depth: int, settings: BlockSettings) -> EncodedBlock:
     """Return a block, a patch of `prefix` where there is one. Raises Corrupt where it does not decode again."""
     reach = len(raw) + (0 if prefix is None else len(prefix))
-    log = max(WINDOW_LOG_MIN, (reach - 1).bit_length())
+    log = log_of(reach)
     options: dict[int, int] = {
         CompressionParameter.compression_level: max(settings.level, LEVEL_MIN),
         CompressionParameter.content_size_flag: 1,
-        CompressionParameter.window_log: min(log, WINDOW_LOG_MAX),
+        CompressionParameter.window_log: log,
         CompressionParameter.hash_log: min(log, TABLE_LOG_MAX),
         CompressionParameter.chain_log: min(log, TABLE_LOG_MAX),
     }

@@ -62,7 +62,13 @@ compared; a Debian image: 392 and 279); of botocore's, at 1/10, 14 % for the sam
 
 The samples are right of 149 blocks in 150 (a Debian and a generated image, botocore, a dump). The block before was of
 141, and had to be waited for."""
-WINDOW_LOG_MIN = 10
+WINDOW_LOG_MIN, WINDOW_LOG_MAX = 10, 27
+"""The upper one is what any zstd decoder takes unasked."""
+
+
+def log_of(reach_bytes: int) -> int:
+    """Return the least power of two that a window of so many bytes fits in, as zstd counts windows and tables."""
+    return min(WINDOW_LOG_MAX, max(WINDOW_LOG_MIN, (reach_bytes - 1).bit_length()))
 
 
 def deeper(level: int) -> dict[int, int]:
@@ -80,7 +86,7 @@ def _seeing(block_bytes: int) -> dict[int, int]:
 
     That takes 1 % off botocore's blocks and 1 to 3 % off a Debian image's, and is no slower: less is to be written.
     """
-    return {CompressionParameter.window_log: max(WINDOW_LOG_MIN, (block_bytes - 1).bit_length())}
+    return {CompressionParameter.window_log: log_of(block_bytes)}
 
 
 def _hard(raw: U8, encoder: FrameEncoder) -> bool:

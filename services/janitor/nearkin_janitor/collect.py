@@ -19,13 +19,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
-from typing import TypeVar
 
 from nearkin.config_keeping import MARK_SWEEP, GcSettings
-from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NoRoom, NotFound, Permanent, Retryable
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned, fitting
 from nearkin.formats.directory import Directory
@@ -40,20 +38,17 @@ from nearkin.store.encrypted import overlaid
 from nearkin.store.manifests import ManifestStore
 from nearkin_janitor.condemning import carried, note_gone, same_record
 from nearkin_janitor.endings import Endings
-from nearkin_janitor.families import families_of
-from nearkin_janitor.gathered import CarryingOut
-from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.holding import bytes_of_chunks, held_by
 from nearkin_janitor.ledger import Ledger
 from nearkin_janitor.naming import Naming
-from nearkin_janitor.order import leaning_last
-from nearkin_janitor.plan import Drop, Plan, dropped_beside, record_of, spared, to_condemn, to_rebase, to_sweep
-from nearkin_janitor.reach import GivingUp, Masks, Reach
-from nearkin_janitor.replacing import Replaced, Replacing
-from nearkin_janitor.rewrite import Rebasing, Rewriter
+from nearkin_janitor.plan import Plan, record_of, spared, to_condemn, to_rebase, to_sweep
+from nearkin_janitor.reach import Reach
+from nearkin_janitor.replacing import Replacing
+from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.roots import Roots, Version, find_roots
 from nearkin_janitor.since import Since
 from nearkin_janitor.turns import OneTurn, Turns
+from nearkin_janitor.writing import Item, Sums, Writing
 
 
 class Refused(Permanent):
@@ -64,7 +59,6 @@ _log = logging.getLogger("nearkin")
 
 Steps = Callable[[int, int, str], None]
 """Told how many are done, of how many, and what is being done."""
-Item = TypeVar("Item")
 
 LATER_ROUNDS_MAX = 8
 """A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
@@ -73,18 +67,6 @@ BLOCKS_BYTES = 128 * MIB
 """Of decoded blocks that a round keeps at hand. To gather 16 dumps took 19, 13 and 12 s with 64, 128 and 256 MiB."""
 YOUNG_GRACES = 2
 """Beside services, a container is no garbage for so many graces."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    versions: int = 0
-    deleted: int = 0
-    rewritten: int = 0
-    freed_bytes: int = 0
-    later_bytes: int = 0
-    held: dict[str, int] = field(default_factory=dict)
-    no_room: NoRoom | None = None
-    """Why some container was not written anew: the next round does it, with the room that this one makes."""
 
 
 class Collector:
@@ -165,16 +147,12 @@ class Collector:
         return replace(told, freed_later_bytes=later_bytes)
 
     def _round(self, turns: Turns, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
-        started, sums, state = time.perf_counter(), _Sums(), turns.state()
+        started, sums, state = time.perf_counter(), Sums(), turns.state()
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
         if not self._to_mark(generations, roots):
-            ids = self._replaced(generations, turns, sums)  # 1
-            self._end_versions(roots, turns, sums)  # 2
-            record = self._condemned.read()
-            sums.later_bytes = self._later_bytes(record, ids)
-            return self._report(sums, record, started)
+            return self._report(sums, self._unmarked(generations, roots, turns, sums), started)
         young = self._young(generations)
         summaries = None if self._ledger is None else self._ledger.summaries(self._now_us())
         named = [version.manifest for version in roots.kept]
@@ -199,16 +177,19 @@ class Collector:
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
         needed = spared(reach, ids, due) if due else reach
         rebased = to_rebase(needed, ids, due, self._compact_below)
+        writing = self._writing(since, ids, sums)
         if rebased is not None:
-            self._rebase(needed, rebased, due, ids, since, sums, reach.chunks)  # 4
+            writing.rebase(needed, rebased, due, reach.chunks)  # 4
         since.look()
         swept = to_sweep(reach, ids, due) if due else Plan({})
         failpoint("gc.swept-planned")
-        for container, drop in self._sweep(swept, ids, since, sums).items():  # 5
+        for container, drop in writing.sweep(swept).items():  # 5
             note_gone(record, container, drop)
         if sums.no_room is not None and not sums.deleted:
             raise sums.no_room
-        self._gather(reach, ids, young, since, sums)  # 6
+        if self._gather_bytes and sums.no_room is None:
+            writing.gather(reach, young, self._gather_bytes)  # 6
+        since.look()
         plan = to_condemn(reach, ids, self._compact_below)
         failpoint("gc.condemned-planned")
         record = self._condemn(plan, ids, record, before, since, sums)  # 7
@@ -231,6 +212,16 @@ class Collector:
         as_marked = self._condemned.settled() and record.keys() <= set(generations)  # else a crash, or damage
         return told.marking or not as_marked or any(map(self._is_due, record.values()))
 
+    def _unmarked(
+        self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots, turns: Turns, sums: Sums
+    ) -> dict[int, Condemned]:
+        """End versions, and what was replaced; return the record, which stays."""
+        ids = self._replaced(generations, turns, sums)  # 1
+        self._end_versions(roots, turns, sums)  # 2
+        record = self._condemned.read()
+        sums.later_bytes = self._later_bytes(record, ids)
+        return record
+
     def _readable(self, container: int) -> Directory | None:
         try:
             return self._containers.directory(ContainerId(container))
@@ -238,7 +229,7 @@ class Collector:
             return None
 
     def _report(
-        self, sums: _Sums, record: Mapping[int, Condemned], started: float, *, dry_run: bool = False
+        self, sums: Sums, record: Mapping[int, Condemned], started: float, *, dry_run: bool = False
     ) -> GcReport:
         all_due_us = [entry.at_us + self._grace_us for entry in record.values()]
         later_us = [moment_us for moment_us in all_due_us if moment_us > self._now_us()]  # the rest is held by others
@@ -260,6 +251,10 @@ class Collector:
         """Return those whose versions may still be on their way: all of them is needed. Ids begin with their time."""
         since_ms = (self._now_us() - YOUNG_GRACES * self._grace_us) // 1000
         return [container for container in containers if container >> 20 >= since_ms] if self._online else []
+
+    def _writing(self, since: Since, ids: dict[int, int], sums: Sums) -> Writing:
+        containers, rewriter, replacing = self._containers, self._rewriter, self._replacing
+        return Writing(containers, rewriter, replacing, since, ids, sums, self._counted, self._go_on)
 
     def _counted(self, items: Sequence[Item], text: str) -> Iterator[Item]:
         """Yield the items, and tell before each how many are done."""
@@ -285,7 +280,7 @@ class Collector:
 
     # --- 1: what was cut short --------------------------------------------------------------------------------------
 
-    def _replaced(self, listed: Mapping[ContainerId, dict[int, int]], turns: Turns, sums: _Sums) -> dict[int, int]:
+    def _replaced(self, listed: Mapping[ContainerId, dict[int, int]], turns: Turns, sums: Sums) -> dict[int, int]:
         """Remove generations that have been replaced; return the bytes of each container."""
         ids: dict[int, int] = {}
         for container, generations in listed.items():
@@ -303,184 +298,12 @@ class Collector:
                 turns.written(container)
         return ids
 
-    def _end_versions(self, roots: Roots, turns: Turns, sums: _Sums) -> tuple[Version, ...]:
+    def _end_versions(self, roots: Roots, turns: Turns, sums: Sums) -> tuple[Version, ...]:
         """Free what is left of versions that are gone for good; return all others, the roots."""
         ended = Endings(self._manifests, self._now_us).end(roots, turns)
         sums.versions += ended.versions
         sums.freed_bytes += ended.freed_bytes
         return ended.kept
-
-    # --- 4: what leans on what an earlier round condemned ------------------------------------------------------------
-
-    def _rebase(
-        self,
-        reach: Reach,
-        rebased: GivingUp,
-        due: dict[int, Condemned],
-        ids: dict[int, int],
-        since: Since,
-        sums: _Sums,
-        living: Masks,
-    ) -> None:
-        """Write containers anew that lean on what may go, the oldest first: the others then lean on what is in it.
-
-        What of them is due, and no other container leans on, goes with it. Where one has to stay as it is, so do those
-        after it: they would lean on what it was to become, and be no shallower than what leans on them. So does one
-        that is broken, if it holds nothing of `living`: it is condemned as any that nobody reaches.
-        """
-        beside = dropped_beside(reach, ids, due, rebased)
-        families = families_of(reach, reach.closed(reach.chunks))
-        rebasing = Rebasing(rebased.chunks, Heirs(reach, families, rebased.containers))
-        chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
-        segments = {container: drop.segments for container, drop in beside.items()}
-        looked_up = since.look_up(chunks, segments)
-        with since.turn() as index:
-            index.forget(chunks, segments, (), looked_up)
-            failpoint("rebase.forgot")
-        left = dict(beside)
-        containers = leaning_last(sorted(rebased.containers), self._leans_on)
-        for container in self._counted(list(containers), "containers written anew"):
-            self._go_on()
-            try:
-                if not self._anew(ContainerId(container), left, ids, since, sums, rebasing):
-                    return
-            except NoRoom as err:
-                sums.no_room = err
-                return
-            except Corrupt as err:
-                if container in living and living[container].any():
-                    raise
-                _log.warning("%s: dead, and left as it is", err)
-                return
-            del left[container]
-            failpoint("rebase.container")
-        failpoint("rebase.done")
-
-    # --- 5: what an earlier round condemned --------------------------------------------------------------------------
-
-    def _sweep(self, plan: Plan, ids: dict[int, int], since: Since, sums: _Sums) -> dict[int, Drop]:
-        """Let go of what nothing needs; return what has gone.
-
-        What a put has come to need meanwhile stays, and what there is no room to write anew.
-        """
-        if not plan.drops:
-            return {}
-        whole = [container for container, drop in plan.drops.items() if drop.everything]
-        looked_up = since.look_up(plan.chunks, plan.segments)
-        with since.turn() as index:
-            index.forget(plan.chunks, plan.segments, whole, looked_up)
-            failpoint("gc.forgot-due")
-        left = dict(plan.drops)
-        gone, later = {}, []
-        # What leans goes before what it leans on: whatever is there after a crash can be decoded.
-        containers = reversed(list(leaning_last(sorted(plan.drops), self._leans_on)))
-        for container in self._counted(list(containers), "containers that go, or parts of them"):
-            self._go_on()
-            effect = self._remove if left[container].everything else self._anew
-            try:
-                done = effect(ContainerId(container), left, ids, since, sums)
-            except NoRoom as err:  # others may go as a whole, which makes room
-                sums.no_room, done = err, False
-                later.append(container)
-            drop = left.pop(container)
-            if done:
-                gone[container] = drop
-            else:
-                since.stays(container)
-        since.goes_later(later)
-        return gone
-
-    def _remove(
-        self, container: ContainerId, left: Mapping[int, Drop], ids: dict[int, int], since: Since, sums: _Sums
-    ) -> bool:
-        """Remove a container; return False where it has to stay."""
-        with since.turn() as index:
-            if container in since.kept(left):
-                self._replacing.renew(index, container)  # it was no longer counted
-                return False
-            sums.deleted += 1
-            sums.freed_bytes += ids.pop(container)
-            self._containers.delete(container, self._containers.generation(container))
-            since.written(container, None)
-            failpoint("gc.container")
-        return True
-
-    def _anew(
-        self,
-        container: ContainerId,
-        left: Mapping[int, Drop],
-        ids: dict[int, int],
-        since: Since,
-        sums: _Sums,
-        rebasing: Rebasing | None = None,
-    ) -> bool:
-        """Put the next generation, then remove the one until now. At a bounded speed.
-
-        Returns False where it has to stay as it is.
-        """
-        replaced = self._replacing.replace(
-            container,
-            ids[container],
-            lambda: self._rewriter.rewritten(container, left[container], rebasing),
-            lambda: container in since.kept(left),
-            since,
-        )
-        return self._noted(container, replaced, ids, sums)
-
-    def _noted(self, container: ContainerId, replaced: Replaced | None, ids: dict[int, int], sums: _Sums) -> bool:
-        if replaced is None:
-            return False
-        ids[container] = replaced.now_bytes
-        sums.rewritten += 1
-        sums.freed_bytes += replaced.before_bytes - replaced.now_bytes
-        return True
-
-    def _leans_on(self, container: int) -> list[int]:
-        try:
-            return self._containers.directory(ContainerId(container)).leans_on()
-        except (Permanent, NotFound):
-            return []
-
-    # --- 6: what chains tell again and again ------------------------------------------------------------------------
-
-    def _gather(self, reach: Reach, ids: dict[int, int], young: Collection[int], since: Since, sums: _Sums) -> None:
-        """Write containers anew that take in what leans on them, and those that refer to it then, the oldest first.
-
-        Where one has to stay as it is, so does what would refer to it.
-        """
-        if not self._gather_bytes or sums.no_room is not None:
-            return
-        gatherer = self._rewriter.gatherer
-        gathering = gatherer.plan(reach, ids, young, self._gather_bytes)
-        if gathering is None:
-            return
-        self._carry_out(gatherer.carrying_out(gathering, self._gather_bytes), gathering.containers, ids, since, sums)
-        since.look()
-        reach.follow_references()
-
-    def _carry_out(
-        self,
-        anew: CarryingOut,
-        containers: Sequence[ContainerId],
-        ids: dict[int, int],
-        since: Since,
-        sums: _Sums,
-    ) -> None:
-        known = [container for container in containers if container in ids]  # others came since, and are young
-        for container in self._counted(known, "containers gathered"):
-            self._go_on()
-            make, stays = partial(anew.data, container), partial(since.stays_as_it_is, container)
-            try:
-                replaced = self._replacing.replace(container, ids[container], make, stays, since)
-            except NoRoom as err:
-                _log.warning("%s: no more is gathered in this round", err)
-                return
-            except Corrupt as err:
-                _log.warning("%s: it is not gathered", err)
-                continue
-            if self._noted(container, replaced, ids, sums):
-                anew.written(container)
-                failpoint("gather.container")
 
     # --- 7: what is unreached from now on ----------------------------------------------------------------------------
 
@@ -491,7 +314,7 @@ class Collector:
         record: dict[int, Condemned],
         before: dict[int, Condemned],
         since: Since,
-        sums: _Sums,
+        sums: Sums,
     ) -> dict[int, Condemned]:
         """Return the record of this round: what was condemned before and is unreached still, and what is now."""
         looked_up = since.look_up(plan.chunks, plan.segments)

@@ -17,11 +17,12 @@ from nearkin.formats import layout
 from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
+from nearkin.limits import KIB
 from nearkin.records import I32, U8, Bools, ContainerId, Locations, grouped, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
 from nearkin.store.plans import Plan
-from nearkin_janitor.gathering import NOWHERE, Gathering, to_gather
+from nearkin_janitor.gathering import NOWHERE, Bounds, Gathering, to_gather
 from nearkin_janitor.generation import NewGeneration, VerifiedReader
 from nearkin_janitor.holding import NAME_AND_ROW_BYTES, bytes_of_chunks
 from nearkin_janitor.laying import Laying
@@ -33,6 +34,8 @@ from nearkin_janitor.tenants import Tenants
 
 STRETCH_BLOCKS = 2
 """A stretch of raw chunks is as long as so many blocks of patches."""
+JOINED_BYTES_MAX = 256 * KIB
+"""Chunks are joined to one of as many bytes at most, or as a block of patches holds: as long as a chunk may be."""
 PREFIX_BASES_MAX = 4096
 PREFIX_SHARE_MAX = 2
 """What a block leans on is at most so many times as much as a block holds."""
@@ -62,49 +65,43 @@ class Made:
     """Of each stretch that took something in the rows that this became."""
 
 
+@frozen
 class Gatherer:
     """Plans what is gathered, and makes the generations that hold it."""
 
-    def __init__(
-        self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter, recode: Recoder
-    ) -> None:
-        self._parts = containers.of(None), tenants, any_fingerprinter, recode
+    containers: ContainerStore
+    tenants: Tenants
+    verified: VerifiedReader
+    recode: Recoder
 
     def plan(self, reach: Reach, ids: Collection[int], young: Collection[int], block_bytes: int) -> Gathering | None:
         """Return what it is worth to gather into blocks of up to `block_bytes`, None: nothing. Raises Corrupt."""
-        recode = self._parts[-1]
-        if not recode.gathers:
-            return None
-        return to_gather(reach, ids, young, recode.depth_max, block_bytes, STRETCH_BLOCKS * recode.delta_bytes)
+        return to_gather(reach, ids, young, self.bounds(block_bytes)) if self.recode.gathers else None
+
+    def bounds(self, block_bytes: int) -> Bounds:
+        """Return what bounds blocks of up to so many bytes."""
+        delta_bytes = self.recode.delta_bytes
+        stretch_bytes, joined_bytes = STRETCH_BLOCKS * delta_bytes, min(delta_bytes, JOINED_BYTES_MAX)
+        return Bounds(self.recode.depth_max, block_bytes, stretch_bytes, joined_bytes)
 
     def carrying_out(self, gathering: Gathering, block_bytes: int) -> CarryingOut:
         """Return what makes the containers, the oldest first."""
-        return CarryingOut(*self._parts, gathering, block_bytes)
+        return CarryingOut(self, gathering, self.bounds(block_bytes))
 
 
 class CarryingOut:
     """Makes generations with gathered blocks, and with references to them, in the order of the plan."""
 
-    def __init__(
-        self,
-        containers: ContainerStore,
-        tenants: Tenants,
-        any_fingerprinter: Fingerprinter,
-        recode: Recoder,
-        gathering: Gathering,
-        block_bytes: int,
-    ) -> None:
-        self._containers = containers
-        self._tenants = tenants
-        self._recode = recode
+    def __init__(self, gatherer: Gatherer, gathering: Gathering, bounds: Bounds) -> None:
+        self._containers, self._tenants, self._recode = gatherer.containers, gatherer.tenants, gatherer.recode
         self._gathering = gathering
-        self._block_bytes = block_bytes
-        self._reader = ChunkReader(containers)
-        self._verified = VerifiedReader(containers, tenants, any_fingerprinter)
-        self._laying = Laying(containers, self._verified, recode)
+        self._bounds = bounds
+        self._reader = ChunkReader(self._containers)
+        self._verified = gatherer.verified
+        self._laying = Laying(self._containers, self._verified, self._recode)
         self._waiting: dict[int, list[Reference]] = {}
         self._grown: dict[int, Locations] = {}
-        """Of each stretch that took something in what is at its end by now."""
+        """Of each stretch that took something in what it holds by now."""
         self._made: Made | None = None
 
     def data(self, container: ContainerId) -> bytes | None:
@@ -162,6 +159,8 @@ class CarryingOut:
         if not laid.any():
             return None
         self._lay_rest(new, directory, laid)
+        if new.blocks_used > layout.BLOCKS_MAX:
+            return None
         return Made(new.encoded(np.zeros(0, np.uint32)), made.references, made.grown)
 
     def _lay_rest(self, new: NewGeneration, directory: Directory, laid: Bools) -> None:
@@ -242,13 +241,14 @@ class CarryingOut:
 
         What has not changed since long before lies in none of those that newer ones lean on.
         """
-        bases = _each_once(self._reader.plan(chunks).bases)
+        bases = self._reader.plan(chunks).bases.distinct()
         bases = bases.take(bases.containers != 0)
         plan = self._reader.plan(bases)
         found = plan.depths < depth
-        found &= np.isin(self._stretches_of(plan), self._above(stretch)) & ~np.isin(_keys(bases), _keys(prefix))
+        found &= np.isin(self._stretches_of(plan), self._above(stretch)) & ~bases.among(prefix)
         bases = bases.take(found)
-        room_bytes = PREFIX_SHARE_MAX * self._block_bytes - int(self._reader.plan(prefix).lengths.sum(dtype=np.int64))
+        held_bytes = int(self._reader.plan(prefix).lengths.sum(dtype=np.int64))
+        room_bytes = PREFIX_SHARE_MAX * self._bounds.block_bytes - held_bytes
         fits = np.cumsum(self._reader.plan(bases).lengths, dtype=np.int64) <= room_bytes
         return Locations.join([prefix, bases.take(fits)]).take(slice(0, PREFIX_BASES_MAX))
 
@@ -279,13 +279,13 @@ class CarryingOut:
     def _joined(self, taken: Locations) -> list[tuple[int, int, int]]:
         """Return what is to be one chunk each of what is taken in: its offset, and from and to which row it goes.
 
-        Chunks of one container in their order, as many as one block of patches holds: a name takes 28 bytes.
+        Chunks of one container in their order, as many as fit: a name takes 28 bytes.
         """
         lengths = self._reader.plan(taken).lengths.tolist()
         parts, offset, held_bytes = list[tuple[int, int, int]](), 0, 0
         bounds = [0]
         for row, (source, length) in enumerate(zip(taken.containers.tolist(), lengths, strict=True)):
-            if row and (source != taken.containers[row - 1] or held_bytes + length > self._recode.delta_bytes):
+            if row and (source != taken.containers[row - 1] or held_bytes + length > self._bounds.joined_bytes):
                 bounds.append(row)
                 held_bytes = 0
             held_bytes += length
@@ -321,14 +321,3 @@ def _beside(lengths: NDArray[np.uint32], base_lengths: NDArray[np.uint32]) -> ND
     total = max(1.0, float(lengths.sum(dtype=np.float64)))
     found: NDArray[np.intp] = np.searchsorted(ends, at / total * float(ends[-1]), side="right")
     return np.minimum(found, len(base_lengths) - 1)
-
-
-def _each_once(locations: Locations) -> Locations:
-    keys = np.unique(_keys(locations))
-    return Locations(keys["container"].astype(np.uint64), keys["ordinal"].astype(np.uint32))
-
-
-def _keys(locations: Locations) -> NDArray[np.void]:
-    keys = np.empty(len(locations), [("container", np.uint64), ("ordinal", np.uint32)])
-    keys["container"], keys["ordinal"] = locations.containers, locations.ordinals
-    return keys

@@ -5,7 +5,7 @@
 
 Chunks that go back to the same stretch of a container by their best bases are taken into the block of that stretch,
 the oldest first, until it is full. What comes then begins a stretch beside, in its own container, that leans on the
-end of the full one; at the bound of depth on the end of the one below that.
+full one; at the bound of depth on the one below that.
 
 Memory: 9 bytes for each chunk that is needed, 12 for each that is taken in. docs/decisions/0033-gathered-blocks.md.
 """
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from nearkin.formats import runs
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
-from nearkin.limits import GIB
 from nearkin.records import I32, U8, U64, Bools, ContainerId, Locations, grouped
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.reach import Masks, Reach, filled
@@ -32,8 +31,20 @@ CAPPED_SHARE = 0.05
 """A container takes in what leans on it once chunks of this share of its own bytes are as deep as they may be."""
 CHUNKS_MAX = 1 << 20
 """A container of more is not written anew for this."""
-ROUND_BYTES_MAX = 32 * GIB
-"""Taken in in one round: what refers to it is in memory until it is written, 1 KB for each 256 KiB."""
+REFERENCES_MAX = 1 << 17
+"""Blocks that one round makes to refer to what is taken in: they are in memory until their containers are written."""
+
+
+@frozen
+class Bounds:
+    """`depth_max`: chunks are never put deeper; `block_bytes`: what a block holds at most; `stretch_bytes`: what of a
+    container's own chunks one begins with; `joined_bytes`: chunks are joined to one of so many bytes at most.
+    """
+
+    depth_max: int
+    block_bytes: int
+    stretch_bytes: int
+    joined_bytes: int
 
 
 @frozen
@@ -70,18 +81,15 @@ class Gathering:
         return [int(stretch) for stretch in np.intersect1d(takes, self.stretches[container])]
 
 
-def to_gather(
-    reach: Reach, ids: Collection[int], young: Collection[int], depth_max: int, block_bytes: int, stretch_bytes: int
-) -> Gathering | None:
+def to_gather(reach: Reach, ids: Collection[int], young: Collection[int], bounds: Bounds) -> Gathering | None:
     """Return what it is worth to gather, None: nothing. Raises Corrupt where something that is needed cannot be read.
 
-    `depth_max`: chunks are never put deeper; `block_bytes`: what a block holds at most; `stretch_bytes`: what of a
-    container's own chunks one begins with. Containers that are `young` neither take in nor give.
+    Containers that are `young`, or not among `ids`, neither take in nor give.
     """
     needed = reach.closed(reach.chunks)
-    if not any(_ends(reach.directory(c), mask, depth_max) for c, mask in needed.items()):
+    if not any(_ends(reach.directory(c), mask, bounds.depth_max) for c, mask in needed.items()):
         return None
-    planner = _Planner(reach, depth_max, block_bytes, stretch_bytes)
+    planner = _Planner(reach, bounds)
     left_alone = {*young, *(c for c in needed if c not in ids)}
     for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
         planner.add(container, needed, container not in left_alone)
@@ -195,7 +203,7 @@ class _Stretches:
         return new
 
     def follows(self, stretch: int, parent: int, beside: int) -> None:
-        """Let a stretch take in what comes to another: it leans on the end of `parent`."""
+        """Let a stretch take in what comes to another: it leans on `parent`."""
         self._parents.values[stretch] = parent
         (last,) = self.latest(np.array([beside], np.int32)).tolist()
         (end,) = self.latest(np.array([stretch], np.int32)).tolist()
@@ -208,11 +216,9 @@ class _Stretches:
 
 
 class _Planner:
-    def __init__(self, reach: Reach, depth_max: int, block_bytes: int, stretch_bytes: int) -> None:
-        self._reach = reach
-        self._depth_max = depth_max
-        self._block_bytes, self._stretch_bytes = block_bytes, stretch_bytes
-        self._all = _Stretches(depth_max, block_bytes)
+    def __init__(self, reach: Reach, bounds: Bounds) -> None:
+        self._reach, self._bounds = reach, bounds
+        self._all = _Stretches(bounds.depth_max, bounds.block_bytes)
         self._stretches: dict[int, I32] = {}
         self._homes: dict[int, I32] = {}
         """Of each chunk the stretch to which what leans on it goes back."""
@@ -272,12 +278,12 @@ class _Planner:
         """Return the stretch of each chunk as it is: parts of raw blocks, and all of any other."""
         chunks, blocks = directory.chunks, directory.blocks
         lengths = chunks.lengths.astype(np.int64)
-        part = runs.group_totals(chunks.blocks, lengths) // self._stretch_bytes
+        part = runs.group_totals(chunks.blocks, lengths) // self._bounds.stretch_bytes
         part[settled[chunks.blocks] | (blocks.depths[chunks.blocks] > 0)] = 0
         distinct, which = np.unique(chunks.blocks.astype(np.int64) << 32 | part, return_inverse=True)
         held = np.bincount(which, lengths, len(distinct)).astype(np.int64)
         if not gives:
-            held[:] = self._block_bytes  # full
+            held[:] = self._bounds.block_bytes  # full
         first = len(self._all)
         self._all.add(directory.container, held, blocks.depths[distinct >> 32])
         own: I32 = (first + which).astype(np.int32)
@@ -301,7 +307,7 @@ class _Planner:
 
     def _sum(self, directory: Directory) -> None:
         chunks, taken = directory.chunks, self._taken[directory.container]
-        rows = np.flatnonzero(taken & (chunks.depths >= self._depth_max))
+        rows = np.flatnonzero(taken & (chunks.depths >= self._bounds.depth_max))
         for holder, mine in grouped(self._all.holders[self._homes[directory.container][rows]]):
             capped_bytes = int(chunks.lengths[rows[mine]].sum(dtype=np.int64))
             self._capped[holder] = self._capped.get(holder, 0) + capped_bytes
@@ -320,12 +326,22 @@ class _Planner:
             return None
         order = np.argsort(all_homes, kind="stable")
         all_homes, all_taken = all_homes[order], all_taken.take(order)
-        lengths = _lengths(self._reach, all_taken)
-        some = np.cumsum(lengths) <= ROUND_BYTES_MAX
+        some = self._references(all_homes, all_taken) <= REFERENCES_MAX
         containers = [ContainerId(container) for container in self._stretches]
         parents, begun, holders = self._all.parents.copy(), self._all.begun.copy(), self._all.holders.copy()
         homes_taken = all_homes[some], all_taken.take(some)
         return Gathering(containers, self._stretches, parents, begun, holders, *homes_taken)
+
+    def _references(self, homes: I32, taken: Locations) -> NDArray[np.int64]:
+        """Return how many blocks refer to what is taken in up to each chunk, at most.
+
+        One for each stretch and container from which it takes, and two for as many bytes as are joined.
+        """
+        first = np.ones(len(homes), np.bool_)
+        first[1:] = (homes[1:] != homes[:-1]) | (taken.containers[1:] != taken.containers[:-1])
+        joined = 2 * np.cumsum(_lengths(self._reach, taken)) // self._bounds.joined_bytes
+        found: NDArray[np.int64] = np.cumsum(first) + joined
+        return found
 
     def _is_worth(self, holder: int) -> bool:
         raw_bytes = int(self._reach.directory(holder).blocks.raw.sum(dtype=np.int64))

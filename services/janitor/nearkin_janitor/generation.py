@@ -5,6 +5,8 @@ old rows, blocks copied under their numbers, others under numbers of their own, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,19 +122,34 @@ class NewGeneration:
             self._bases,
             self._ranks,
         )
-        bounds = np.cumsum([0, *(len(prefix) for prefix in self._prefixes)]).astype(np.uint32)
-        data = encode_container(
-            directory.container,
-            directory.domain,
-            directory.depth_max,
-            directory.sketch_names,
-            self._blocks,
-            chunks,
-            _segments(directory.segments, dropped_segments),
-            PrefixTable(bounds, Locations.join(self._prefixes)),
-        ).data
-        decode_container(data, f"{object_name(directory.container)}, written anew")
-        return data
+        segments = _segments(directory.segments, dropped_segments)
+        return encode_generation(directory, self._blocks, self._prefixes, chunks, segments, "written anew")
+
+
+def encode_generation(
+    directory: Directory,
+    blocks: Sequence[EncodedBlock | None],
+    prefixes: Sequence[Locations],
+    chunks: ChunkTable,
+    segments: SegmentTable,
+    what: str,
+) -> bytes:
+    """Return a container with other blocks, None: gone, and all that they lean on. Raises Corrupt where it does not
+    read as one, and says `what` it is.
+    """
+    bounds = np.cumsum([0, *(len(prefix) for prefix in prefixes)]).astype(np.uint32)
+    data = encode_container(
+        directory.container,
+        directory.domain,
+        directory.depth_max,
+        directory.sketch_names,
+        blocks,
+        chunks,
+        segments,
+        PrefixTable(bounds, Locations.join(list(prefixes))),
+    ).data
+    decode_container(data, f"{object_name(directory.container)}, {what}")
+    return data
 
 
 class VerifiedReader:

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt, Permanent
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, decode_block, lost_block
-from nearkin.formats.container import copied_block, decode_container, encode_container
-from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, positions_in_blocks
+from nearkin.formats.container import copied_block, decode_container
+from nearkin.formats.directory import ChunkTable, Directory, positions_in_blocks
 from nearkin.frozen import frozen
 from nearkin.records import U8, U32, ContainerId, Locations
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin_janitor.generation import encode_generation
 from nearkin_janitor.recoder import Part, Recoder
 
 HEALED_BLOCK_BYTES = 4 * 1024 * 1024
@@ -174,18 +175,7 @@ class Healer:
         table = ChunkTable(
             chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
         )
-        bounds = np.cumsum([0, *(len(prefix) for prefix in new.prefixes)]).astype(np.uint32)
-        data = encode_container(
-            directory.container,
-            directory.domain,
-            directory.depth_max,
-            directory.sketch_names,
-            new.blocks,
-            table,
-            directory.segments,
-            PrefixTable(bounds, Locations.join(new.prefixes)),
-        ).data
-        decode_container(data, f"{object_name(directory.container)}, healed")
+        data = encode_generation(directory, new.blocks, new.prefixes, table, directory.segments, "healed")
         return Healed(data, count, lost_count)
 
 

@@ -45,7 +45,7 @@ class Laying:
     def some_of(self, new: NewGeneration, directory: Directory, number: int, rows: NDArray[np.intp]) -> None:
         """Encode some chunks of a block again. Raises Corrupt."""
         part = self._part(directory, number, rows, self.verified(directory, rows))
-        recoded = self._gathered(part) if gathered(directory)[number] else self._recode(part)
+        recoded = self._recode(part)
         new.lay(rows, recoded, part.lengths if recoded.encoded is None else recoded.encoded)
         if recoded.block.kind == layout.RAW:
             new.lean_on_nothing(rows)
@@ -116,7 +116,7 @@ class Laying:
             return Part(kind, depth, np.concatenate(pieces), old.encoded[rows], best, none, no_bytes, no_lengths)
         plan = self._reader.plan(directory.prefixes.of(number))
         base_payload = self._reader.fetch(plan)
-        used = _used(payload, lengths, base_payload, plan.lengths) | _among(plan.locations, best)
+        used = _used(payload, lengths, base_payload, plan.lengths) | plan.locations.among(best)
         offsets = offsets_of(plan.lengths)
         wanted = np.flatnonzero(used)
         pieces = [base_payload[int(offsets[i]) : int(offsets[i]) + int(plan.lengths[i])] for i in wanted.tolist()]
@@ -142,9 +142,3 @@ def _used(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDA
     np.add.at(shared, found[:, 1].astype(np.intp), found[:, 2].astype(np.uint64))
     used: NDArray[np.bool_] = shared >= SHARED_BYTES_MIN
     return used
-
-
-def _among(locations: Locations, wanted: Locations) -> NDArray[np.bool_]:
-    pairs = set(zip(wanted.containers.tolist(), wanted.ordinals.tolist(), strict=True))
-    keys = zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True)
-    return np.array([key in pairs for key in keys], np.bool_)

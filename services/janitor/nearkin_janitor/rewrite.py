@@ -54,9 +54,10 @@ class Rewriter:
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._recode = recode
-        self._laying = Laying(self._containers, VerifiedReader(self._containers, tenants, any_fingerprinter), recode)
+        verified = VerifiedReader(self._containers, tenants, any_fingerprinter)
+        self._laying = Laying(self._containers, verified, recode)
         self._bases = BaseReader(self._containers)
-        self.gatherer = Gatherer(self._containers, tenants, any_fingerprinter, recode)
+        self.gatherer = Gatherer(self._containers, tenants, verified, recode)
         """Makes the generations that hold what was gathered."""
 
     def over(self, containers: ContainerStore) -> Rewriter:
@@ -113,7 +114,6 @@ class Rewriter:
         small: Bools = (
             (blocks.raw > 0) & (blocks.kinds == layout.RAW) & (left > 0) & (left * 2 < self._recode.raw_bytes)
         )
-        small &= ~gathered(directory)
         return small if np.count_nonzero(small) > 1 else np.zeros(len(blocks), np.bool_)
 
     def _lay_rebased(
@@ -132,7 +132,7 @@ class Rewriter:
             best = old.bases.take(some)
             stay = best.take((best.containers != 0) & ~is_in(rebasing.given_up, best))
             below = np.minimum(heirs.depths_below(container, ordinals), np.uint8(self._recode.depth_max))
-            offered = _each_once(Locations.join([heirs.offered(container, ordinals, below), stay]))
+            offered = Locations.join([heirs.offered(container, ordinals, below), stay]).distinct()
             contents = self._bases.contents(offered)
             mine = offered.containers == container  # read from what is there, and as deep as they are going to be
             contents.depths[mine] = depths[offered.ordinals[mine]]
@@ -154,8 +154,3 @@ def _groups(family: NDArray[np.int32], lengths: U32) -> list[slice]:
         held_bytes += length_bytes
     bounds.append(len(family))
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
-
-
-def _each_once(locations: Locations) -> Locations:
-    pairs = sorted(set(zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True)))
-    return Locations(np.array([c for c, _ in pairs], np.uint64), np.array([o for _, o in pairs], np.uint32))

@@ -25,6 +25,7 @@ import nearkin_janitor.repair
 import nearkin_janitor.roots
 import nearkin_janitor.scrub
 import nearkin_janitor.since
+import nearkin_janitor.writing
 from nearkin.failpoints import failpoint
 from nearkin.formats import columns, container, directory_codec
 from nearkin.formats.condemned import Condemned
@@ -148,7 +149,7 @@ def not_caught_up() -> None:
 
 def container_before_index() -> None:
     """A container goes before the index forgets it."""
-    real = nearkin_janitor.collect.Collector._sweep
+    real = nearkin_janitor.writing.Writing.sweep
 
     class Late:
         def __init__(self, index: Any, said: list[Any]) -> None:
@@ -160,16 +161,16 @@ def container_before_index() -> None:
         def forget(self, *said: Any) -> None:
             self._said.append(said)
 
-    def sweep(self: Any, plan: Any, ids: Any, since: Any, sums: Any) -> Any:
+    def sweep(self: Any, plan: Any) -> Any:
         said: list[Any] = []
-        with _other_index(since, lambda index: Late(index, said)):
-            gone = real(self, plan, ids, since, sums)
+        with _other_index(self._since, lambda index: Late(index, said)):
+            gone = real(self, plan)
         for forgotten in said:
-            with since.turn() as index:
+            with self._since.turn() as index:
                 index.forget(*forgotten)
         return gone
 
-    _patch(nearkin_janitor.collect.Collector, "_sweep", sweep)
+    _patch(nearkin_janitor.writing.Writing, "sweep", sweep)
 
 
 def bases_not_counted() -> None:
@@ -232,22 +233,20 @@ def grace_ignored() -> None:
 def older_generation_first() -> None:
     """Compaction removes a container before its next generation is there."""
 
-    def anew(
-        self: Any, container: Any, left: Any, ids: dict[int, int], since: Any, sums: Any, rebasing: Any = None
-    ) -> bool:
-        data, before_bytes = self._rewriter.rewritten(container, left[container], rebasing), ids[container]
+    def anew(self: Any, container: Any, left: Any, rebasing: Any = None) -> bool:
+        data, before_bytes = self._rewriter.rewritten(container, left[container], rebasing), self._ids[container]
         generation = self._containers.generation(container)
-        with since.turn() as index:
+        with self._since.turn() as index:
             self._containers.delete(container, generation)
             self._containers.put(container, [data], generation + 1)
             self._replacing.renew(index, container)
-            since.written(container, generation + 1)
-        ids[container] = len(data)
-        sums.rewritten += 1
-        sums.freed_bytes += before_bytes - len(data)
+            self._since.written(container, generation + 1)
+        self._ids[container] = len(data)
+        self._sums.rewritten += 1
+        self._sums.freed_bytes += before_bytes - len(data)
         return True
 
-    _patch(nearkin_janitor.collect.Collector, "_anew", anew)
+    _patch(nearkin_janitor.writing.Writing, "_anew", anew)
 
 
 def number_given_again() -> None:

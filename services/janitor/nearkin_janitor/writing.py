@@ -1,0 +1,221 @@
+"""Containers that a round removes or writes anew. Invariant: what leans goes before what it leans on.
+
+Each effect is a turn that first looks what came since.
+
+rebase   what leans on what an earlier round condemned: on what lives, the oldest first
+sweep    what is due and nothing leans on: gone, or written anew without it, the newest first
+gather   what newer versions changed of a stretch: into its block, the oldest first (gathering.py)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from nearkin.errors import Corrupt, NoRoom, NotFound, Permanent
+from nearkin.failpoints import failpoint
+from nearkin.formats.condemned import Condemned
+from nearkin.records import U32, ContainerId
+from nearkin.store.containers import ContainerStore
+from nearkin_janitor.families import families_of
+from nearkin_janitor.heirs import Heirs
+from nearkin_janitor.order import leaning_last
+from nearkin_janitor.plan import Drop, Plan, dropped_beside
+from nearkin_janitor.reach import GivingUp, Masks, Reach
+from nearkin_janitor.replacing import Replaced, Replacing
+from nearkin_janitor.rewrite import Rebasing, Rewriter
+from nearkin_janitor.since import Since
+
+_log = logging.getLogger("nearkin")
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a round did so far."""
+
+    versions: int = 0
+    deleted: int = 0
+    rewritten: int = 0
+    freed_bytes: int = 0
+    later_bytes: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    no_room: NoRoom | None = None
+    """Why some container was not written anew: the next round does it, with the room that this one makes."""
+
+
+class Counted(Protocol):
+    """Tells how far a round is."""
+
+    def __call__(self, items: Sequence[Item], text: str, /) -> Iterator[Item]:
+        """Yield the items, and tell before each how many are done."""
+
+
+class Writing:
+    """What one round writes. `ids`, the bytes of each container, and `sums` say at any time what was done."""
+
+    def __init__(
+        self,
+        containers: ContainerStore,
+        rewriter: Rewriter,
+        replacing: Replacing,
+        since: Since,
+        ids: dict[int, int],
+        sums: Sums,
+        counted: Counted,
+        go_on: Callable[[], None],
+    ) -> None:
+        """`go_on` is asked before each container, and ends the round by raising."""
+        self._containers = containers
+        self._rewriter = rewriter
+        self._replacing = replacing
+        self._since = since
+        self._ids = ids
+        self._sums = sums
+        self._counted = counted
+        self._go_on = go_on
+
+    # --- 4: what leans on what an earlier round condemned ------------------------------------------------------------
+
+    def rebase(self, reach: Reach, rebased: GivingUp, due: Mapping[int, Condemned], living: Masks) -> None:
+        """Write containers anew that lean on what may go, the oldest first: the others then lean on what is in it.
+
+        What of them is due, and no other container leans on, goes with it. Where one has to stay as it is, so do those
+        after it: they would lean on what it was to become, and be no shallower than what leans on them. So does one
+        that is broken, if it holds nothing of `living`: it is condemned as any that nobody reaches.
+        """
+        beside = dropped_beside(reach, self._ids, due, rebased)
+        families = families_of(reach, reach.closed(reach.chunks))
+        rebasing = Rebasing(rebased.chunks, Heirs(reach, families, rebased.containers))
+        chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
+        segments = {container: drop.segments for container, drop in beside.items()}
+        looked_up = self._since.look_up(chunks, segments)
+        with self._since.turn() as index:
+            index.forget(chunks, segments, (), looked_up)
+            failpoint("rebase.forgot")
+        left = dict(beside)
+        containers = leaning_last(sorted(rebased.containers), self._leans_on)
+        for container in self._counted(list(containers), "containers written anew"):
+            self._go_on()
+            try:
+                if not self._anew(ContainerId(container), left, rebasing):
+                    return
+            except NoRoom as err:
+                self._sums.no_room = err
+                return
+            except Corrupt as err:
+                if container in living and living[container].any():
+                    raise
+                _log.warning("%s: dead, and left as it is", err)
+                return
+            del left[container]
+            failpoint("rebase.container")
+        failpoint("rebase.done")
+
+    # --- 5: what an earlier round condemned --------------------------------------------------------------------------
+
+    def sweep(self, plan: Plan) -> dict[int, Drop]:
+        """Let go of what nothing needs; return what has gone.
+
+        What a put has come to need meanwhile stays, and what there is no room to write anew.
+        """
+        if not plan.drops:
+            return {}
+        whole = [container for container, drop in plan.drops.items() if drop.everything]
+        looked_up = self._since.look_up(plan.chunks, plan.segments)
+        with self._since.turn() as index:
+            index.forget(plan.chunks, plan.segments, whole, looked_up)
+            failpoint("gc.forgot-due")
+        left = dict(plan.drops)
+        gone, later = {}, []
+        # What leans goes before what it leans on: whatever is there after a crash can be decoded.
+        containers = reversed(list(leaning_last(sorted(plan.drops), self._leans_on)))
+        for container in self._counted(list(containers), "containers that go, or parts of them"):
+            self._go_on()
+            effect = self._remove if left[container].everything else self._anew
+            try:
+                done = effect(ContainerId(container), left)
+            except NoRoom as err:  # others may go as a whole, which makes room
+                self._sums.no_room, done = err, False
+                later.append(container)
+            drop = left.pop(container)
+            if done:
+                gone[container] = drop
+            else:
+                self._since.stays(container)
+        self._since.goes_later(later)
+        return gone
+
+    def _remove(self, container: ContainerId, left: Mapping[int, Drop]) -> bool:
+        """Remove a container; return False where it has to stay."""
+        with self._since.turn() as index:
+            if container in self._since.kept(left):
+                self._replacing.renew(index, container)  # it was no longer counted
+                return False
+            self._sums.deleted += 1
+            self._sums.freed_bytes += self._ids.pop(container)
+            self._containers.delete(container, self._containers.generation(container))
+            self._since.written(container, None)
+            failpoint("gc.container")
+        return True
+
+    def _anew(self, container: ContainerId, left: Mapping[int, Drop], rebasing: Rebasing | None = None) -> bool:
+        """Put the next generation, then remove the one until now. At a bounded speed.
+
+        Returns False where it has to stay as it is.
+        """
+        replaced = self._replacing.replace(
+            container,
+            self._ids[container],
+            lambda: self._rewriter.rewritten(container, left[container], rebasing),
+            lambda: container in self._since.kept(left),
+            self._since,
+        )
+        return self._noted(container, replaced)
+
+    def _noted(self, container: ContainerId, replaced: Replaced | None) -> bool:
+        if replaced is None:
+            return False
+        self._ids[container] = replaced.now_bytes
+        self._sums.rewritten += 1
+        self._sums.freed_bytes += replaced.before_bytes - replaced.now_bytes
+        return True
+
+    def _leans_on(self, container: int) -> list[int]:
+        try:
+            return self._containers.directory(ContainerId(container)).leans_on()
+        except (Permanent, NotFound):
+            return []
+
+    # --- 6: what chains tell again and again ------------------------------------------------------------------------
+
+    def gather(self, reach: Reach, young: Collection[int], block_bytes: int) -> None:
+        """Write containers anew that take in what leans on them, and those that refer to it then, the oldest first.
+
+        Into blocks of up to `block_bytes`. Where one has to stay as it is, so does what would refer to it.
+        """
+        gatherer = self._rewriter.gatherer
+        gathering = gatherer.plan(reach, self._ids, young, block_bytes)
+        if gathering is None:
+            return
+        anew = gatherer.carrying_out(gathering, block_bytes)
+        known = [container for container in gathering.containers if container in self._ids]  # others came since
+        for container in self._counted(known, "containers gathered"):
+            self._go_on()
+            make, stays = partial(anew.data, container), partial(self._since.stays_as_it_is, container)
+            try:
+                replaced = self._replacing.replace(container, self._ids[container], make, stays, self._since)
+            except NoRoom as err:
+                _log.warning("%s: no more is gathered in this round", err)
+                break
+            except Corrupt as err:
+                _log.warning("%s: it is not gathered", err)
+                continue
+            if self._noted(container, replaced):
+                anew.written(container)
+                failpoint("gather.container")
+        reach.follow_references()
