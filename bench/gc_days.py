@@ -99,11 +99,18 @@ def run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str =
 def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str, told: Counted) -> str:
     days, keep, scale = given.days, given.keep, given.scale
     now, draw = [1_764_000_000.0], random.Random(1)
-    changes = {
+    changes: dict[str, dict[str, object]] = {
         "deletion": {"undelete_seconds": 0},
-        "gc": {"mode": mode, "grace_seconds": DAY // 2, "compact_below": compact_below, "bytes_per_second": 1 << 40},
+        "gc": {
+            "mode": mode,
+            "grace_seconds": DAY // 2,
+            "compact_below": compact_below,
+            "bytes_per_second": 1 << 40,
+            "gather_bytes": given.gather_bytes,
+        },
         "index": {"map_bytes": 1 << 30},
     }
+    changes["gc"]["gather_bytes"] = given.gather_bytes
     chosen = with_changes(Settings(), changes)
     contents = {
         "text": text_like(3_000_000 * scale, 1),
@@ -159,6 +166,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=["all", *GC_MODES], help="compare modes, at compact_below 0.9")
     parser.add_argument("--delete-every", type=int, default=1, help="days between deletions of what is not kept")
     parser.add_argument("--scale", type=int, default=1, help="times 8 MB")
+    parser.add_argument("--gather-bytes", default="0", help="gc.gather_bytes, such as 4MiB")
     given = parser.parse_args()
     edit = stretches if given.edits == "stretches" else small
     if given.mode:

@@ -13,7 +13,10 @@ from nearkin.failpoints import POINTS
 from nearkin.testing.clock import DAY
 from nearkin.testing.collecting import COLLECTED, collected
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import containers, flip, process, settings, stored_bytes
+from nearkin.testing.stores import ENCRYPTED, containers, flip, process, settings, stored_bytes
+from nearkin_janitor import gathering
+from nearkin_janitor.gathering import Bounds, Gathering, to_gather
+from nearkin_janitor.reach import Reach
 from nearkin_janitor.settled import gathered, referring
 
 CHOSEN = {
@@ -147,7 +150,53 @@ def test_a_broken_container_is_named_with_the_versions_that_lean_on_it(store):
     assert touched == unreadable != set()
 
 
-def test_other_codecs_and_young_containers_gather_nothing(tmp_path):
+def test_a_store_that_is_sealed_gathers_as_well(tmp_path):
+    with open_store(tmp_path / "e", settings=settings(GATHERED, ENCRYPTED)) as store:
+        put(store, EVERY)
+        store.gc()
+        assert blocks(store)[0]
+        check(store, EVERY)
+        assert store.rebuild_index().skipped == ()
+        check(store, EVERY)
+
+
+def planned(store: Store, young: int = 0) -> Gathering | None:
+    """Return what is to be gathered where so many of the oldest containers are young."""
+    containers = store._containers.of(None)
+    ids = sorted(container for container, _ in containers.ids())
+    reach = Reach(containers, store._manifests, [name for name, _ in store._manifests.names_and_marks()[0]])
+    return to_gather(reach, ids, ids[:young], Bounds(3, 1 << 20, 1 << 17, 1 << 16))
+
+
+def sources(found: Gathering) -> dict[int, set[int]]:
+    """Return the containers from which each stretch takes something in."""
+    stretches = [stretch for container in found.containers for stretch in found.taking(container)]
+    return {stretch: set(found.taken_into(stretch).containers.tolist()) for stretch in stretches}
+
+
+def test_young_containers_neither_take_in_nor_give(store):
+    put(store, EVERY)
+    found = planned(store)
+    assert found is not None
+    assert found.taking(found.containers[0])
+    assert planned(store, young=len(found.containers)) is None
+    others = planned(store, young=3)
+    assert others is not None
+    assert not any(others.taking(container) for container in others.containers[:3])
+    assert not set().union(*sources(others).values()) & set(others.containers[:3])
+
+
+def test_a_round_plans_no_more_blocks_that_refer_than_it_may_hold(store, monkeypatch):
+    put(store, EVERY)
+    whole = planned(store)
+    monkeypatch.setattr(gathering, "REFERENCES_MAX", 20)
+    some = planned(store)
+    assert whole is not None
+    assert some is not None
+    assert 0 < sum(map(len, sources(some).values())) <= 20 < sum(map(len, sources(whole).values()))
+
+
+def test_the_codec_of_deltas_gathers_nothing(tmp_path):
     chosen = settings(GATHERED, {"delta": {"codec": "xdelta3"}})
     with open_store(tmp_path / "x", settings=chosen) as store:
         put(store, EVERY)

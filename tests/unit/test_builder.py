@@ -17,7 +17,7 @@ from nearkin.limits import MIB
 from nearkin.records import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations, Pieces
 from nearkin.testing import samples
 from nearkin_delta import builder as module
-from nearkin_delta.blocks import BlockCloser
+from nearkin_delta.blocks import SPAN_BYTES_MAX, BlockCloser
 from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 
 CONTAINER = ContainerId(99 << 20)
@@ -205,6 +205,18 @@ def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_ot
     assert made.stored_bytes_estimate == 100 + 2 * 30
     made.add(fresh([10_000], label="raw"))
     assert made.stored_bytes_estimate == 100 + 10_000 // 2 + 3 * 30, "nothing is known yet: half"
+
+
+def test_a_sparse_patch_block_ends_where_so_much_came_between_though_one_batch_brings_it_all() -> None:
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), layout.PATCH)
+    between = [60_000] * (SPAN_BYTES_MAX // 60_000 + 1)
+    near, far = fresh([1000, 60_000, 1000], [1, 0, 1]), fresh([1000, *between, 1000], [1, *(0 for _ in between), 1])
+    made.add(near)
+    numbers = made._block_numbers[0]
+    assert numbers[0] == numbers[2]
+    made.add(far)
+    numbers = made._block_numbers[1]
+    assert numbers[0] != numbers[-1]
 
 
 class Waiting(Executor):

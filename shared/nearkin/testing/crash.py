@@ -51,17 +51,26 @@ LIVE_VERSIONS_MAX = 14
 """Above it versions are forgotten, so that a check stays at some 20 ms."""
 KILLS_A_STORE = 24
 CHILD_SECONDS_MAX = 120
+GATHERING: Mapping[str, Mapping[str, object]] = {
+    "block": {"delta_bytes": "64KiB"},
+    "delta": {"codec": "patch", "max_depth": 1},
+    "gc": {"gather_bytes": "1MiB"},
+}
+"""Chains are short, so that rounds gather what a few versions changed."""
 VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
     {},
     {"gc": {"mode": "hybrid"}},
     {"gc": {"mode": "hybrid"}, "storage": {"parity": "rs-4-2"}},
     ENCRYPTED,
     {"gc": {"mode": "hybrid"}, "storage": {**ENCRYPTED["storage"], "parity": "rs-4-2"}},
+    GATHERING,
+    {**GATHERING, **ENCRYPTED},
 )
 """Of the settings: each store is of one of them, by lot."""
 GROUPS: Mapping[str, str] = {
     "compact": "gc",
     "rebase": "gc",
+    "gather": "gc",
     "ledger": "gc",
     "commit": "put",
     "undelete": "delete",
@@ -325,7 +334,8 @@ def _shadow(oracle: Oracle) -> Oracle:
 def _is_passed(point: str, chosen: Settings) -> bool:
     """Return whether a point is passed under these settings: parity repairs before anything is healed, say."""
     group, has_parity = point.partition(".")[0], chosen.storage.parity != "none"
-    needs = {"ledger": chosen.gc.mode != "mark-sweep", "parity": has_parity, "heal": not has_parity}
+    ledger, gathers = chosen.gc.mode != "mark-sweep", int(chosen.gc.gather_bytes) > 0
+    needs = {"ledger": ledger, "gather": gathers, "parity": has_parity, "heal": not has_parity}
     return needs.get(group, True)
 
 
