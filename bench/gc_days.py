@@ -110,7 +110,6 @@ def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str,
         },
         "index": {"map_bytes": 1 << 30},
     }
-    changes["gc"]["gather_bytes"] = given.gather_bytes
     chosen = with_changes(Settings(), changes)
     contents = {
         "text": text_like(3_000_000 * scale, 1),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from nearkin import failpoints
+from nearkin.config import Settings
 from nearkin.config_keeping import GcSettings
 from nearkin.config_services import RedisSettings
 from nearkin.errors import NearkinError
@@ -18,11 +19,13 @@ from nearkin.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin.index.redis.server import Server
 from nearkin.local_mending import super_features_of
 from nearkin.recoding import BlockRecoder
+from nearkin.records import ContainerId
+from nearkin.restore import Blob
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects, ObjectStore
-from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.stores import SMALL, objects, settings
 from nearkin_janitor import Rewriter, Tenants, rebuild_index
 from nearkin_janitor.service import Rounds
 
@@ -30,11 +33,17 @@ CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
 GC = GcSettings(grace_seconds=3600, interval_seconds=60)
 
 
+def bring(root: Path, elsewhere: ObjectStore) -> None:
+    """Put the objects of a local store elsewhere."""
+    for name, data in objects(root).items():
+        elsewhere.put_new(name, data)
+
+
 class Fleet:
     """One store and its index, as any process of a fleet sees them."""
 
-    def __init__(self, objects: ObjectStore, url: str, prefix: str, now: float) -> None:
-        self.objects, self.now = objects, now
+    def __init__(self, objects: ObjectStore, url: str, prefix: str, now: float, chosen: Settings = CHOSEN) -> None:
+        self.objects, self.now, self.chosen = objects, now, chosen
         found = descriptor.read(objects)
         self.secret, self.bits = bytes.fromhex(found.secret), found.fingerprint_bits
         self.index = RedisIndex(RedisSettings(url=url, prefix=prefix), domain_of("default"))
@@ -49,6 +58,26 @@ class Fleet:
             held = self.index.server.one(("GET", lease_key))
             assert self.index.server.one(Server.call("whole", [self.index.epochs.key, lease_key], name, held))
         assert not self.index.check()
+
+    def stored_bytes(self) -> int:
+        """Return the bytes of all that versions, and rounds, need."""
+        return sum(size for folder in ("containers", "manifests", "gc") for _, size in self.objects.names(folder))
+
+    def read(self, key: str, version: int) -> bytes:
+        """Return a version, by caches that nothing was read into before."""
+        manifest = self.manifests.seen("default", key, version)
+        containers = self.containers(self.objects)
+        return Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes).read()
+
+    def check_index(self) -> None:
+        """Assert that the index names nothing that is gone, and every container."""
+        containers = self.containers(self.objects)
+        there = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
+        for table in ("chunks", "features"):
+            for place in self.index.entries()[table].values():
+                container, ordinal = int.from_bytes(place[:8], "little"), int.from_bytes(place[8:], "little")
+                assert there[ContainerId(container)][ordinal], table
+        assert {summary.container for summary in self.index.containers()} == there.keys()
 
     def tenants(self) -> Tenants:
         """Return the tenants that there are."""
@@ -68,7 +97,7 @@ class Fleet:
         """Return a janitor's rounds, by the fleet's clock."""
 
         def rewriter(containers: ContainerStore) -> Rewriter:
-            return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(CHOSEN))
+            return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(self.chosen))
 
         return Rounds(
             self.index,

@@ -1,0 +1,123 @@
+"""Rounds of the services' janitor, over S3 and Redis, gather as those of one process do."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.config_keeping import GcSettings
+from nearkin.errors import StoreUnavailable
+from nearkin.store.deletion import Deletions
+from nearkin.store.s3 import S3Objects
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.janitors import GC, Fleet, bring
+from nearkin.testing.servers import S3, Redis
+from nearkin.testing.stores import SMALL, settings
+from nearkin_janitor.settled import gathered, referring
+
+YEAR = 31_536_000.0
+CHOSEN = settings(
+    SMALL,
+    {
+        "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
+        "delta": {"codec": "patch", "max_depth": 3},
+        "deletion": {"undelete_seconds": 0},
+    },
+)
+GATHERING = GcSettings(
+    grace_seconds=GC.grace_seconds, interval_seconds=GC.interval_seconds, compact_below=0.9, gather_bytes=1 << 20
+)
+VERSIONS = range(1, 13)
+
+
+class Deployed(Fleet):
+    """A store in whose twelve versions nearly every chunk changes each time; after `later` they are old."""
+
+    def __init__(self, folder: Path, elsewhere: S3Objects, redis: Redis, prefix: str) -> None:
+        self.contents: dict[int, bytes] = {}
+        content = text_like(600_000, 5)
+        with open_store(folder / "s", settings=CHOSEN) as store:
+            for number in VERSIONS:
+                content = self.contents[number] = mutated(content, number, edits=150, edit_bytes_max=40)
+                assert store.put("k", content).info.version == number
+            now = store._clock() + 60
+        bring(folder / "s", elsewhere)
+        super().__init__(elsewhere, redis.url, prefix, now, CHOSEN)
+        self.fill_index()
+
+    def later(self) -> None:
+        self.now += YEAR
+
+    def delete(self, number: int) -> None:
+        deletions = Deletions(self.manifests, self.index.mark_many, clock=lambda: self.now)
+        assert deletions.delete("default", "k", number, undelete_seconds=0) == 1
+        del self.contents[number]
+
+    def blocks(self) -> tuple[int, int]:
+        """Return how many blocks are gathered, and how many refer to such."""
+        containers = self.containers(self.objects)
+        found = [containers.directory(container) for container, _ in containers.ids()]
+        return sum(int(gathered(one).sum()) for one in found), sum(int(referring(one).sum()) for one in found)
+
+    def check(self) -> None:
+        for number, content in self.contents.items():
+            assert self.read("k", number) == content
+        self.check_index()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, versitygw: S3, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
+    elsewhere = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
+    made = Deployed(tmp_path, elsewhere, redis, key_prefix.rstrip(":"))
+    yield made
+    made.index.close()
+
+
+def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deployed) -> None:
+    rounds, before = fleet.rounds(gc=GATHERING), fleet.stored_bytes()
+    assert rounds.run_once() is not None
+    assert fleet.blocks() == (0, 0)  # their versions might be on their way yet
+    fleet.later()
+    report = rounds.run_once()
+    assert report is not None
+    whole, references = fleet.blocks()
+    assert whole > 0
+    assert references > 0
+    assert report.containers_rewritten > 1
+    fleet.check()
+    fleet.now += 3601
+    assert rounds.run_once() is not None
+    assert fleet.stored_bytes() < 0.8 * before
+    fleet.check()
+    for going in (VERSIONS[:6], VERSIONS[6:-1], VERSIONS[-1:]):
+        held = fleet.stored_bytes()
+        for number in going:
+            fleet.delete(number)
+        for _ in range(4):
+            fleet.now += 3601
+            assert rounds.run_once() is not None
+            fleet.check()
+        assert fleet.stored_bytes() < held
+    assert not list(fleet.containers(fleet.objects).ids())
+
+
+def test_a_round_that_ends_amid_gathering_is_gone_on_with(fleet: Deployed) -> None:
+    fleet.later()
+    failpoints.arm("gather.container:1:error")
+    try:
+        with pytest.raises(StoreUnavailable):
+            fleet.rounds(gc=GATHERING).run_once()
+    finally:
+        failpoints.disarm()
+    whole, references = fleet.blocks()
+    assert whole > 0
+    assert references == 0
+    fleet.check()
+    fleet.now += 3601
+    assert fleet.rounds(gc=GATHERING).run_once() is not None
+    assert fleet.blocks()[1] > 0
+    fleet.check()
