@@ -107,8 +107,15 @@ class Size(Between):
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return what reads a number of bytes, with or without a unit."""
         from pydantic import ByteSize
+        from pydantic_core import ValidationError, core_schema
 
-        return handler.generate_schema(ByteSize)
+        def read(value: Any, carry_on: Callable[[Any], int]) -> int:
+            try:
+                return carry_on(value)
+            except ValidationError as err:
+                raise Refused(f"want {self.least} to {self.most} bytes, or a unit after them: KiB, MB") from err
+
+        return core_schema.no_info_wrap_validator_function(read, handler.generate_schema(ByteSize))
 
 
 @frozen
