@@ -167,13 +167,13 @@ def _copies(root: Path) -> Path:
 def _break(store: Store, call: Break) -> None:
     """Flip a bit of a manifest, or of a container's block, and have it found; what it was is kept beside the store."""
     draw, root = random.Random(call.draw), store.root
-    paths = manifests(root) if call.manifest else sorted(inspection.newest(root).values())
+    paths = manifests(root) if call.manifest else sorted((root / "containers").rglob("*.nkc"))
     if not paths:
         return
     path = draw.choice(paths)
     data = path.read_bytes()
     at = draw.randrange(len(data))
-    if not call.manifest:
+    if path in inspection.newest(root).values():  # of an older generation any bit: it may be broken already
         blocks = decode_container(inspection.opened(store.root, store.settings)(path), path.name).blocks
         there = np.flatnonzero(blocks.raw).tolist()
         if not there:
