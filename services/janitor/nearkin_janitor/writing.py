@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 from nearkin.errors import Corrupt, NoRoom, NotFound, Permanent
 from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned
+from nearkin.frozen import frozen
 from nearkin.records import U32, ContainerId
 from nearkin.store.containers import ContainerStore
 from nearkin_janitor.families import families_of
@@ -55,29 +56,19 @@ class Counted(Protocol):
         """Yield the items, and tell before each how many are done."""
 
 
+@frozen
 class Writing:
     """What one round writes. `ids`, the bytes of each container, and `sums` say at any time what was done."""
 
-    def __init__(
-        self,
-        containers: ContainerStore,
-        rewriter: Rewriter,
-        replacing: Replacing,
-        since: Since,
-        ids: dict[int, int],
-        sums: Sums,
-        counted: Counted,
-        go_on: Callable[[], None],
-    ) -> None:
-        """`go_on` is asked before each container, and ends the round by raising."""
-        self._containers = containers
-        self._rewriter = rewriter
-        self._replacing = replacing
-        self._since = since
-        self._ids = ids
-        self._sums = sums
-        self._counted = counted
-        self._go_on = go_on
+    containers: ContainerStore
+    rewriter: Rewriter
+    replacing: Replacing
+    since: Since
+    ids: dict[int, int]
+    sums: Sums
+    counted: Counted
+    go_on: Callable[[], None]
+    """Asked before each container; ends the round by raising."""
 
     # --- 4: what leans on what an earlier round condemned ------------------------------------------------------------
 
@@ -88,24 +79,24 @@ class Writing:
         after it: they would lean on what it was to become, and be no shallower than what leans on them. So does one
         that is broken, if it holds nothing of `living`: it is condemned as any that nobody reaches.
         """
-        beside = dropped_beside(reach, self._ids, due, rebased)
+        beside = dropped_beside(reach, self.ids, due, rebased)
         families = families_of(reach, reach.closed(reach.chunks))
         rebasing = Rebasing(rebased.chunks, Heirs(reach, families, rebased.containers))
         chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
         segments = {container: drop.segments for container, drop in beside.items()}
-        looked_up = self._since.look_up(chunks, segments)
-        with self._since.turn() as index:
+        looked_up = self.since.look_up(chunks, segments)
+        with self.since.turn() as index:
             index.forget(chunks, segments, (), looked_up)
             failpoint("rebase.forgot")
         left = dict(beside)
         containers = leaning_last(sorted(rebased.containers), self._leans_on)
-        for container in self._counted(list(containers), "containers written anew"):
-            self._go_on()
+        for container in self.counted(list(containers), "containers written anew"):
+            self.go_on()
             try:
                 if not self._anew(ContainerId(container), left, rebasing):
                     return
             except NoRoom as err:
-                self._sums.no_room = err
+                self.sums.no_room = err
                 return
             except Corrupt as err:
                 if container in living and living[container].any():
@@ -126,40 +117,40 @@ class Writing:
         if not plan.drops:
             return {}
         whole = [container for container, drop in plan.drops.items() if drop.everything]
-        looked_up = self._since.look_up(plan.chunks, plan.segments)
-        with self._since.turn() as index:
+        looked_up = self.since.look_up(plan.chunks, plan.segments)
+        with self.since.turn() as index:
             index.forget(plan.chunks, plan.segments, whole, looked_up)
             failpoint("gc.forgot-due")
         left = dict(plan.drops)
         gone, later = {}, []
         # What leans goes before what it leans on: whatever is there after a crash can be decoded.
         containers = reversed(list(leaning_last(sorted(plan.drops), self._leans_on)))
-        for container in self._counted(list(containers), "containers that go, or parts of them"):
-            self._go_on()
+        for container in self.counted(list(containers), "containers that go, or parts of them"):
+            self.go_on()
             effect = self._remove if left[container].everything else self._anew
             try:
                 done = effect(ContainerId(container), left)
             except NoRoom as err:  # others may go as a whole, which makes room
-                self._sums.no_room, done = err, False
+                self.sums.no_room, done = err, False
                 later.append(container)
             drop = left.pop(container)
             if done:
                 gone[container] = drop
             else:
-                self._since.stays(container)
-        self._since.goes_later(later)
+                self.since.stays(container)
+        self.since.goes_later(later)
         return gone
 
     def _remove(self, container: ContainerId, left: Mapping[int, Drop]) -> bool:
         """Remove a container; return False where it has to stay."""
-        with self._since.turn() as index:
-            if container in self._since.kept(left):
-                self._replacing.renew(index, container)  # it was no longer counted
+        with self.since.turn() as index:
+            if container in self.since.kept(left):
+                self.replacing.renew(index, container)  # it was no longer counted
                 return False
-            self._sums.deleted += 1
-            self._sums.freed_bytes += self._ids.pop(container)
-            self._containers.delete(container, self._containers.generation(container))
-            self._since.written(container, None)
+            self.sums.deleted += 1
+            self.sums.freed_bytes += self.ids.pop(container)
+            self.containers.delete(container, self.containers.generation(container))
+            self.since.written(container, None)
             failpoint("gc.container")
         return True
 
@@ -168,26 +159,26 @@ class Writing:
 
         Returns False where it has to stay as it is.
         """
-        replaced = self._replacing.replace(
+        replaced = self.replacing.replace(
             container,
-            self._ids[container],
-            lambda: self._rewriter.rewritten(container, left[container], rebasing),
-            lambda: container in self._since.kept(left),
-            self._since,
+            self.ids[container],
+            lambda: self.rewriter.rewritten(container, left[container], rebasing),
+            lambda: container in self.since.kept(left),
+            self.since,
         )
         return self._noted(container, replaced)
 
     def _noted(self, container: ContainerId, replaced: Replaced | None) -> bool:
         if replaced is None:
             return False
-        self._ids[container] = replaced.now_bytes
-        self._sums.rewritten += 1
-        self._sums.freed_bytes += replaced.before_bytes - replaced.now_bytes
+        self.ids[container] = replaced.now_bytes
+        self.sums.rewritten += 1
+        self.sums.freed_bytes += replaced.before_bytes - replaced.now_bytes
         return True
 
     def _leans_on(self, container: int) -> list[int]:
         try:
-            return self._containers.directory(ContainerId(container)).leans_on()
+            return self.containers.directory(ContainerId(container)).leans_on()
         except (Permanent, NotFound):
             return []
 
@@ -198,17 +189,17 @@ class Writing:
 
         Into blocks of up to `block_bytes`. Where one has to stay as it is, so does what would refer to it.
         """
-        gatherer = self._rewriter.gatherer
-        gathering = gatherer.plan(reach, self._ids, young, block_bytes)
+        gatherer = self.rewriter.gatherer
+        gathering = gatherer.plan(reach, self.ids, young, block_bytes)
         if gathering is None:
             return
         anew = gatherer.carrying_out(gathering, block_bytes)
-        known = [container for container in gathering.containers if container in self._ids]  # others came since
-        for container in self._counted(known, "containers gathered"):
-            self._go_on()
-            make, stays = partial(anew.data, container), partial(self._since.stays_as_it_is, container)
+        known = [container for container in gathering.containers if container in self.ids]  # others came since
+        for container in self.counted(known, "containers gathered"):
+            self.go_on()
+            make, stays = partial(anew.data, container), partial(self.since.stays_as_it_is, container)
             try:
-                replaced = self._replacing.replace(container, self._ids[container], make, stays, self._since)
+                replaced = self.replacing.replace(container, self.ids[container], make, stays, self.since)
             except NoRoom as err:
                 _log.warning("%s: no more is gathered in this round", err)
                 break

@@ -163,10 +163,10 @@ def container_before_index() -> None:
 
     def sweep(self: Any, plan: Any) -> Any:
         said: list[Any] = []
-        with _other_index(self._since, lambda index: Late(index, said)):
+        with _other_index(self.since, lambda index: Late(index, said)):
             gone = real(self, plan)
         for forgotten in said:
-            with self._since.turn() as index:
+            with self.since.turn() as index:
                 index.forget(*forgotten)
         return gone
 
@@ -234,16 +234,16 @@ def older_generation_first() -> None:
     """Compaction removes a container before its next generation is there."""
 
     def anew(self: Any, container: Any, left: Any, rebasing: Any = None) -> bool:
-        data, before_bytes = self._rewriter.rewritten(container, left[container], rebasing), self._ids[container]
-        generation = self._containers.generation(container)
-        with self._since.turn() as index:
-            self._containers.delete(container, generation)
-            self._containers.put(container, [data], generation + 1)
-            self._replacing.renew(index, container)
-            self._since.written(container, generation + 1)
-        self._ids[container] = len(data)
-        self._sums.rewritten += 1
-        self._sums.freed_bytes += before_bytes - len(data)
+        data, before_bytes = self.rewriter.rewritten(container, left[container], rebasing), self.ids[container]
+        generation = self.containers.generation(container)
+        with self.since.turn() as index:
+            self.containers.delete(container, generation)
+            self.containers.put(container, [data], generation + 1)
+            self.replacing.renew(index, container)
+            self.since.written(container, generation + 1)
+        self.ids[container] = len(data)
+        self.sums.rewritten += 1
+        self.sums.freed_bytes += before_bytes - len(data)
         return True
 
     _patch(nearkin_janitor.writing.Writing, "_anew", anew)
