@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from nearkin.store.s3 import S3Objects
 from nearkin.testing.servers import S3, MissingTool, Redis, shared_kafka
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -95,6 +96,12 @@ def topic_prefix() -> str:
 @pytest.fixture
 def key_prefix() -> str:
     return f"k{secrets.token_hex(6)}:"
+
+
+@pytest.fixture
+def s3_objects(versitygw: S3) -> S3Objects:
+    """Objects under a prefix of a bucket of their own."""
+    return S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
 
 
 @pytest.fixture

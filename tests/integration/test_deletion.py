@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,8 @@ from nearkin.store.clients import memory_objects
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import History, ManifestStore, mark_name, object_name
 from nearkin.store.objects import LocalObjects, ObjectStore
-from nearkin.store.s3 import S3Objects
 from nearkin.testing.clock import Clock
 from nearkin.testing.faulty import FaultyObjects
-from nearkin.testing.servers import S3
 from nearkin.testing.stores import SMALL, settings
 
 WEEK = 604_800.0
@@ -39,8 +36,8 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         return memory_objects()
     if request.param == "local":
         return LocalObjects(tmp_path)
-    server: S3 = request.getfixturevalue("versitygw")
-    return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
+    found: ObjectStore = request.getfixturevalue("s3_objects")
+    return found
 
 
 def put(manifests: ManifestStore, key: str = "k", tenant: str = "default") -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from nearkin.store.deletion import Deletions
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.janitors import GC, Fleet, bring
-from nearkin.testing.servers import S3, Redis
+from nearkin.testing.servers import Redis
 from nearkin.testing.stores import SMALL, settings
 from nearkin_janitor.settled import gathered, referring
 
@@ -70,11 +70,10 @@ class Deployed(Fleet):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, versitygw: S3, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
-    elsewhere = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
-    made = Deployed(tmp_path, elsewhere, redis, key_prefix.rstrip(":"))
-    yield made
-    made.index.close()
+def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
+    made = Deployed(tmp_path, s3_objects, redis, key_prefix.rstrip(":"))
+    with closing(made.index):
+        yield made
 
 
 def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deployed) -> None:

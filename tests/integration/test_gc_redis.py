@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from nearkin.store.opening import with_parity
 from nearkin.store.s3 import S3Objects
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.janitors import CHOSEN, Fleet, bring
-from nearkin.testing.servers import S3, Redis
+from nearkin.testing.servers import Redis
 from nearkin.testing.stores import objects, settings
 
 YEAR = 31_536_000.0
@@ -58,11 +58,10 @@ class Deployed(Fleet):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, versitygw: S3, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
-    elsewhere = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
-    made = Deployed(tmp_path, elsewhere, redis, key_prefix.rstrip(":"))
-    yield made
-    made.index.close()
+def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
+    made = Deployed(tmp_path, s3_objects, redis, key_prefix.rstrip(":"))
+    with closing(made.index):
+        yield made
 
 
 def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fleet: Deployed) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
-from nearkin.store.s3 import S3Objects
 from nearkin.testing.generated import random_bytes
-from nearkin.testing.servers import S3
 from nearkin.testing.stores import SMALL, objects, settings
 from nearkin_janitor import Collector, Rewriter, Tenants, rebuild_index
 
@@ -33,8 +30,8 @@ CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
 def elsewhere(request: pytest.FixtureRequest) -> ObjectStore:
     if request.param == "memory":
         return memory_objects()
-    server: S3 = request.getfixturevalue("versitygw")
-    return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
+    found: ObjectStore = request.getfixturevalue("s3_objects")
+    return found
 
 
 def stored(elsewhere: ObjectStore) -> int:
