@@ -15,7 +15,7 @@ from nearkin import tally
 from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, Bools, Locations, Pieces
 
-ROUNDS_MAX = 7
+ROUNDS_MAX = 40
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)

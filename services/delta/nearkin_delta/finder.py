@@ -16,12 +16,13 @@ import numpy as np
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH
 from nearkin.parallel import ALONE, Helpers
-from nearkin.records import Bools, FreshBatch, Locations, PairedBatch, bounds_of
-from nearkin.stage import Contents, Facts, Reads
+from nearkin.records import Bools, FreshBatch, Locations, PairedBatch
+from nearkin.stage import Contents, Facts, Neighbours, Reads
 from nearkin_delta import bases as choice
 from nearkin_delta.bases import Chosen, Targets, try_bases
 from nearkin_delta.gaps import Alignment, Mark
 from nearkin_delta.levels import Crowded, crowded, relieved
+from nearkin_delta.near import Near
 from nearkin_delta.trials import FEW, FEW_OF_RANK, RankTrials, Trials
 
 AsksBases = Literal["never", "again", "late"]
@@ -37,12 +38,13 @@ which locality has found none, which in a later version are few.
 class _WorkedOut:
     """What is known of a batch between two rounds of reading."""
 
-    near: Chosen | None = None
-    """Bases that locality found."""
+    near: Near | None = None
+    """Bases that locality finds."""
+    near_done: bool = False
     asked: Bools | None = None
     """Which fresh chunks try the base that a super-feature found."""
-    parts: list[choice.Part] | None = None
-    """What each policy chose."""
+    similar: list[choice.Part] | None = None
+    """What was chosen of these."""
     crowded: Crowded | None = None
 
 
@@ -89,10 +91,11 @@ class BaseFinder:
             return None
         if facts.chunks is None:
             return self._first_question(batch, stream, here)
-        if facts.neighbours is not None and facts.contents is None:
-            tried = self._trials.wanted(_alone(batch, stream))
-            neighbours = facts.neighbours.chunks if tried else Locations.empty()
-            return Reads(contents=neighbours, depth_below=self._depth_below, no_deltas=self._no_deltas)
+        if facts.neighbours is not None and not self._batch.near_done:
+            more = self._near(batch, facts, facts.neighbours, stream)
+            if more is not None:
+                return more
+            self._batch.near_done = True
         if not self._similar or facts.similar is not None:
             return self._crowded_ones(batch, facts, stream)
         if self._asks_bases == "late" and facts.bases is None:
@@ -119,8 +122,10 @@ class BaseFinder:
 
         `batch` as `with_bases` returned it.
         """
-        parts = self._parts_of(batch, facts, stream) if self._batch.parts is None else self._batch.parts
-        chosen = choice.joined(len(batch.fresh.fresh), parts)
+        of = self._batch
+        similar = self._similar_ones(batch, facts, stream) if of.similar is None else of.similar
+        near = [] if of.near is None else of.near.parts
+        chosen = choice.joined(len(batch.fresh.fresh), [*near, *similar])
         if self._local:
             self._alignment.follow(batch, stream, facts.neighbours)
         self._batch = _WorkedOut()
@@ -145,40 +150,39 @@ class BaseFinder:
         ranks = self._rank_trials.asked(_alone(batch, stream), super_features.shape[1])
         return Reads(sketch=batch.sketch, super_features=np.where(ranks, super_features, np.uint64(0)))
 
+    def _near(self, batch: PairedBatch, facts: Facts, neighbours: Neighbours, stream: Hashable) -> Reads | None:
+        """Ask for old neighbours until all were tried that are worth it; None: they were. The next trials follow."""
+        of = self._batch
+        if of.near is None:
+            if not self._trials.wanted(_alone(batch, stream)):
+                return None
+            no_deltas, helpers = self._no_deltas, self._helpers
+            of.near = Near(_targets(batch), neighbours, self._max_depth, no_deltas=no_deltas, helpers=helpers)
+        more = of.near.reads(facts)
+        if more is None:
+            had_some = int(neighbours.fresh[np.diff(neighbours.bounds) > 0].sum())
+            self._trials.heard(had_some, int(np.count_nonzero(of.near.found)))
+        return more
+
     def _crowded_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads | None:
-        """Ask for shallower bases of the chunks that would stand at the end of a full chain."""
+        """Ask for shallower bases of chunks that would stand at the end of a chain which super-features found."""
         if not self._tries:
             return None
         of = self._batch
-        if of.parts is None:
-            of.parts = self._parts_of(self.with_bases(batch, facts), facts, stream)
-            of.crowded = crowded(of.parts, self._max_depth)
+        if of.similar is None:
+            of.similar = self._similar_ones(self.with_bases(batch, facts), facts, stream)
+            of.crowded = crowded(of.similar, self._max_depth)
         elif of.crowded is not None and facts.lower is not None:
             lower = facts.lower
-            of.parts, of.crowded = relieved(of.parts, of.crowded, _targets(batch), lower, self._helpers)
+            of.similar, of.crowded = relieved(of.similar, of.crowded, _targets(batch), lower, self._helpers)
         if of.crowded is None:
             return None
         return Reads(lower=of.crowded.asked, depth_below=of.crowded.depth_below, no_deltas=self._no_deltas)
 
-    def _near(self, batch: PairedBatch, facts: Facts) -> Chosen | None:
-        """Return what locality found of bases that are worth it."""
-        if facts.neighbours is None or facts.contents is None:
-            return None
-        if self._batch.near is None:
-            fresh = facts.neighbours.fresh
-            bounds = bounds_of(fresh)
-            tried = len(facts.contents.pieces) == len(facts.neighbours.chunks)
-            their_bounds = facts.neighbours.bounds if tried else np.zeros(len(bounds), np.uint32)
-            self._batch.near = try_bases(_targets(batch), bounds, facts.contents, their_bounds, self._helpers)
-            if tried:
-                had_some = int(fresh[np.diff(their_bounds) > 0].sum())
-                self._trials.heard(had_some, int(np.count_nonzero(self._batch.near.found)))
-        return self._batch.near
-
     def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
         """Return which fresh chunks are still unknown, and locality found no base for them."""
         assert facts.chunks is not None
-        near = self._near(batch, facts)
+        near = self._batch.near
         return ~facts.chunks.found if near is None else ~(facts.chunks.found | near.found)
 
     def _asked(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Bools:
@@ -191,24 +195,18 @@ class BaseFinder:
             self._batch.asked = asked
         return self._batch.asked
 
-    def _parts_of(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> list[choice.Part]:
-        """Return what each policy chose. The next batch's trials follow from it."""
-        count = len(batch.fresh.fresh)
-        parts: list[choice.Part] = []
-        near = self._near(batch, facts)
-        if near is not None and facts.contents is not None:
-            parts.append(choice.Part(np.arange(count), near, facts.contents, choice.local_ranks(count)))
-        if facts.similar is not None:
-            asked = np.flatnonzero(self._asked(batch, facts, stream))
-            if self._tries:
-                each = np.arange(len(asked) + 1, dtype=np.uint32)
-                similar = try_bases(_targets(batch).take(asked), each, facts.similar, each, self._helpers)
-            else:
-                similar = choice.untried(facts.similar, self._max_depth)
-            self._rank_trials.heard(batch.base_rank[asked], similar.found)
-            if similar.found.any():
-                parts.append(choice.Part(asked, similar, facts.similar, batch.base_rank[asked]))
-        return parts
+    def _similar_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> list[choice.Part]:
+        """Return what was chosen of what super-features found. The next batch's trials follow from it."""
+        if facts.similar is None:
+            return []
+        asked = np.flatnonzero(self._asked(batch, facts, stream))
+        if self._tries:
+            each = np.arange(len(asked) + 1, dtype=np.uint32)
+            similar = try_bases(_targets(batch).take(asked), each, facts.similar, each, self._helpers)
+        else:
+            similar = choice.untried(facts.similar, self._max_depth)
+        self._rank_trials.heard(batch.base_rank[asked], similar.found)
+        return [choice.Part(asked, similar, facts.similar, batch.base_rank[asked])] if similar.found.any() else []
 
 
 def _targets(batch: PairedBatch) -> Targets:
