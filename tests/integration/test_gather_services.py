@@ -29,7 +29,11 @@ CHOSEN = settings(
     },
 )
 GATHERING = GcSettings(
-    grace_seconds=GC.grace_seconds, interval_seconds=GC.interval_seconds, compact_below=0.9, gather_bytes=1 << 20
+    grace_seconds=GC.grace_seconds,
+    interval_seconds=GC.interval_seconds,
+    compact_below=0.9,
+    gather_bytes=1 << 20,
+    gather_versions=2,
 )
 VERSIONS = range(1, 13)
 

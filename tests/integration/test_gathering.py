@@ -22,7 +22,7 @@ from nearkin_janitor.settled import gathered, referring
 CHOSEN = {
     "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
     "delta": {"codec": "patch", "max_depth": 3},
-    "gc": {"gather_bytes": "1MiB"},
+    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
 }
 GATHERED = settings(COLLECTED, CHOSEN)
 EVERY = range(1, 13)
@@ -165,7 +165,7 @@ def planned(store: Store, young: int = 0) -> Gathering | None:
     containers = store._containers.of(None)
     ids = sorted(container for container, _ in containers.ids())
     reach = Reach(containers, store._manifests, [name for name, _ in store._manifests.names_and_marks()[0]])
-    return to_gather(reach, ids, ids[:young], Bounds(3, 1 << 20, 1 << 17, 1 << 16))
+    return to_gather(reach, ids, ids[:young], Bounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
 
 
 def sources(found: Gathering) -> dict[int, set[int]]:
@@ -240,3 +240,27 @@ def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, 
         store.gc()
         check(store, EVERY)
         assert blocks(store)[0]
+
+
+@pytest.mark.parametrize("versions", [10, 12])
+def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_path, clock, versions):
+    """Eleven lean on the first one: twelve versions are there."""
+    chosen = settings(GATHERED, {"gc": {"gather_versions": 11}})
+    with open_store(tmp_path / "few", settings=chosen, clock=clock) as store:
+        put(store, range(1, versions + 1))
+        told = store.gc()
+        assert (blocks(store)[0] > 0) == (told.containers_rewritten > 0) == (versions > 11)
+        check(store, range(1, versions + 1))
+
+
+def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_path, clock):
+    chosen = settings(GATHERED, {"gc": {"gather_versions": 8}})
+    with open_store(tmp_path / "few", settings=chosen, clock=clock) as store:
+        put(store, range(1, 10))
+        store.gc()
+        _, refer = blocks(store)
+        assert refer
+        put(store, range(10, 13))
+        store.gc()
+        assert blocks(store)[1] > refer
+        check(store, EVERY)

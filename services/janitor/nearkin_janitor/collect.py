@@ -102,7 +102,7 @@ class Collector:
         self._compact_below = settings.compact_below
         self._services_ended = settings.services_ended
         self._replacing = Replacing(self._containers, int(settings.bytes_per_second))
-        self._gather_bytes = int(settings.gather_bytes)
+        self._gather_bytes, self._gather_versions = int(settings.gather_bytes), settings.gather_versions
         self._manifests = manifests
         self._condemned = condemned
         self._grace_us = settings.grace_seconds * 1_000_000
@@ -188,7 +188,7 @@ class Collector:
         if sums.no_room is not None and not sums.deleted:
             raise sums.no_room
         if self._gather_bytes and sums.no_room is None:
-            writing.gather(reach, young, self._gather_bytes)  # 6
+            writing.gather(reach, young, self._gather_bytes, self._gather_versions)  # 6
         since.look()
         plan = to_condemn(reach, ids, self._compact_below)
         failpoint("gc.condemned-planned")

@@ -74,28 +74,32 @@ class Gatherer:
     verified: VerifiedReader
     recode: Recoder
 
-    def plan(self, reach: Reach, ids: Collection[int], young: Collection[int], block_bytes: int) -> Gathering | None:
-        """Return what it is worth to gather into blocks of up to `block_bytes`, None: nothing. Raises Corrupt."""
-        return to_gather(reach, ids, young, self.bounds(block_bytes)) if self.recode.gathers else None
+    def plan(
+        self, reach: Reach, ids: Collection[int], young: Collection[int], block_bytes: int, versions_min: int
+    ) -> Gathering | None:
+        """Return what it is worth to gather into blocks of up to `block_bytes`, None: nothing. Raises Corrupt.
 
-    def bounds(self, block_bytes: int) -> Bounds:
-        """Return what bounds blocks of up to so many bytes."""
+        Of what fewer than `versions_min` have changed nothing is.
+        """
+        if not self.recode.gathers:
+            return None
         delta_bytes = self.recode.delta_bytes
         stretch_bytes, joined_bytes = STRETCH_BLOCKS * delta_bytes, min(delta_bytes, JOINED_BYTES_MAX)
-        return Bounds(self.recode.depth_max, block_bytes, stretch_bytes, joined_bytes)
+        bounds = Bounds(self.recode.depth_max, block_bytes, stretch_bytes, joined_bytes, versions_min)
+        return to_gather(reach, ids, young, bounds)
 
-    def carrying_out(self, gathering: Gathering, block_bytes: int) -> CarryingOut:
+    def carrying_out(self, gathering: Gathering) -> CarryingOut:
         """Return what makes the containers, the oldest first."""
-        return CarryingOut(self, gathering, self.bounds(block_bytes))
+        return CarryingOut(self, gathering)
 
 
 class CarryingOut:
     """Makes generations with gathered blocks, and with references to them, in the order of the plan."""
 
-    def __init__(self, gatherer: Gatherer, gathering: Gathering, bounds: Bounds) -> None:
+    def __init__(self, gatherer: Gatherer, gathering: Gathering) -> None:
         self._containers, self._tenants, self._recode = gatherer.containers, gatherer.tenants, gatherer.recode
         self._gathering = gathering
-        self._bounds = bounds
+        self._bounds = gathering.bounds
         self._reader = ChunkReader(self._containers)
         self._verified = gatherer.verified
         self._laying = Laying(self._containers, self._verified, self._recode)

@@ -38,19 +38,22 @@ REFERENCES_MAX = 1 << 17
 @frozen
 class Bounds:
     """`depth_max`: chunks are never put deeper; `block_bytes`: what a block holds at most; `stretch_bytes`: what of a
-    container's own chunks one begins with; `joined_bytes`: chunks are joined to one of so many bytes at most.
+    container's own chunks one begins with; `joined_bytes`: chunks are joined to one of so many bytes at most;
+    `versions_min`: a stretch takes nothing in before so many containers have chunks that go back to it.
     """
 
     depth_max: int
     block_bytes: int
     stretch_bytes: int
     joined_bytes: int
+    versions_min: int
 
 
 @frozen
 class Gathering:
     """What is taken in, and by what. `containers`: all that are needed, each after those that it leans on."""
 
+    bounds: Bounds
     containers: list[ContainerId]
     stretches: dict[int, I32]
     """By container and ordinal: the stretch in which a chunk is to lie there."""
@@ -139,6 +142,7 @@ class _Stretches:
         self._holders, self._depths = _Column(np.uint64), _Column(np.uint8)
         self._parents, self._next = _Column(np.int32), _Column(np.int32)
         self._begun = _Column(np.bool_)
+        self._roots, self._versions = _Column(np.int32), _Column(np.int32)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -167,6 +171,16 @@ class _Stretches:
         self._parents.append(np.full(count, NOWHERE, np.int32))
         self._next.append(np.arange(first, first + count, dtype=np.int32))
         self._begun.append(np.zeros(count, np.bool_))
+        self._roots.append(np.arange(first, first + count, dtype=np.int32))
+        self._versions.append(np.zeros(count, np.int32))
+
+    def count_version(self, homes: I32) -> None:
+        """Count one more version of which chunks go back to these stretches, or to those beside which they began."""
+        self._versions.values[np.unique(self._roots.values[homes])] += 1
+
+    def versions(self, stretches: I32) -> int:
+        """Return how many versions have chunks that go back to one of these stretches, at most."""
+        return int(self._versions.values[self._roots.values[stretches]].max(initial=0))
 
     def latest(self, stretches: I32) -> I32:
         """Return those that take in by now what comes to these; NOWHERE stays."""
@@ -205,6 +219,7 @@ class _Stretches:
     def follows(self, stretch: int, parent: int, beside: int) -> None:
         """Let a stretch take in what comes to another: it leans on `parent`."""
         self._parents.values[stretch] = parent
+        self._roots.values[stretch] = self._roots.values[beside]
         (last,) = self.latest(np.array([beside], np.int32)).tolist()
         (end,) = self.latest(np.array([stretch], np.int32)).tolist()
         if last != end:  # else it comes to it already
@@ -248,6 +263,7 @@ class _Planner:
             here = self._all.holders[found] == np.uint64(container)
             may = ~refers[rows] & live[rows] & ~(here & (found < first)) & gives
             self._place(container, rows[may], found[may], first)
+        self._all.count_version(homes[mine & (chunks.depths > 0)])
         self._sum(directory)
 
     def _place(self, container: int, rows: NDArray[np.intp], found: I32, first: int) -> None:
@@ -330,7 +346,7 @@ class _Planner:
         containers = [ContainerId(container) for container in self._stretches]
         parents, begun, holders = self._all.parents.copy(), self._all.begun.copy(), self._all.holders.copy()
         homes_taken = all_homes[some], all_taken.take(some)
-        return Gathering(containers, self._stretches, parents, begun, holders, *homes_taken)
+        return Gathering(self._bounds, containers, self._stretches, parents, begun, holders, *homes_taken)
 
     def _references(self, homes: I32, taken: Locations) -> NDArray[np.int64]:
         """Return how many blocks refer to what is taken in up to each chunk, at most.
@@ -345,7 +361,8 @@ class _Planner:
 
     def _is_worth(self, holder: int) -> bool:
         raw_bytes = int(self._reach.directory(holder).blocks.raw.sum(dtype=np.int64))
-        return self._capped.get(holder, 0) > CAPPED_SHARE * raw_bytes
+        many = self._all.versions(self._stretches[holder]) >= self._bounds.versions_min
+        return many and self._capped.get(holder, 0) > CAPPED_SHARE * raw_bytes
 
 
 def _lengths(reach: Reach, locations: Locations) -> NDArray[np.int64]:

@@ -184,16 +184,16 @@ class Writing:
 
     # --- 6: what chains tell again and again ------------------------------------------------------------------------
 
-    def gather(self, reach: Reach, young: Collection[int], block_bytes: int) -> None:
+    def gather(self, reach: Reach, young: Collection[int], block_bytes: int, versions_min: int) -> None:
         """Write containers anew that take in what leans on them, and those that refer to it then, the oldest first.
 
-        Into blocks of up to `block_bytes`. Where one has to stay as it is, so does what would refer to it.
+        As `Gatherer.plan` says. Where one has to stay as it is, so does what would refer to it.
         """
         gatherer = self.rewriter.gatherer
-        gathering = gatherer.plan(reach, self.ids, young, block_bytes)
+        gathering = gatherer.plan(reach, self.ids, young, block_bytes, versions_min)
         if gathering is None:
             return
-        anew = gatherer.carrying_out(gathering, block_bytes)
+        anew = gatherer.carrying_out(gathering)
         known = [container for container in gathering.containers if container in self.ids]  # others came since
         for container in self.counted(known, "containers gathered"):
             self.go_on()

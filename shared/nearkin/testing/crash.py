@@ -54,7 +54,7 @@ CHILD_SECONDS_MAX = 120
 GATHERING: Mapping[str, Mapping[str, object]] = {
     "block": {"delta_bytes": "64KiB"},
     "delta": {"codec": "patch", "max_depth": 1},
-    "gc": {"gather_bytes": "1MiB"},
+    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
 }
 """Chains are short, so that rounds gather what a few versions changed."""
 VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
