@@ -239,7 +239,8 @@ class GcSettings:
     chunks into the block of that stretch, up to so many bytes decoded; 0: never. `4MiB` suits stores that keep every
     version: 40 dumps take 54 MB in place of 93. Where old versions go all the time it costs (docs/decisions/0033)."""
     gather_versions: Annotated[int, Between(2, 65_536)] = 12
-    """From so many versions on that lean on one stretch: where fewer are kept, gathering costs more than it saves."""
+    """From so many versions on that are kept and lean on one stretch (a large one of several containers counts as
+    several): where fewer are kept, gathering costs more than it saves (docs/decisions/0033)."""
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400

@@ -16,6 +16,7 @@ from nearkin.frozen import frozen
 from nearkin.records import U8, U32, U64, Bools, Locations, Pieces
 
 ROUNDS_MAX = 40
+"""The delta stage asks most: for eight spans of a batch up to four times each, and six times for the whole of it."""
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)

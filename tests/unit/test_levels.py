@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.records import Locations, Pieces
-from nearkin.stage import Contents
+from nearkin.stage import ROUNDS_MAX, Contents, Facts, Reads
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.stores import settings
-from nearkin_delta import levels
+from nearkin_delta import finder, levels, near
 from nearkin_delta.bases import Part, Targets, joined, try_bases
 from nearkin_delta.levels import FULL_REST, GROWTH, crowded, relieved
 
@@ -129,6 +130,38 @@ def test_a_version_behind_a_full_chain_does_not_tell_again_what_changed_since(
     assert with_care[:4] == without[:4], "before a chain is full nothing is another"
     assert sum(with_care[12:]) < 0.7 * sum(without[12:])
     assert max(with_care[12:]) < 0.8 * max(without[12:])
+
+
+@pytest.mark.parametrize("codec", ["patch", "xdelta3"])
+def test_a_batch_of_many_spans_has_questions_enough(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    reads = near.Near.reads
+
+    def counted(of: near.Near, facts: Facts) -> Reads | None:
+        found = reads(of, facts)
+        asked[-1] += found is not None
+        return found
+
+    def begun(*given: Any, **more: Any) -> near.Near:
+        asked.append(0)
+        return near.Near(*given, **more)
+
+    monkeypatch.setattr(near, "SPAN_BYTES", 1)
+    monkeypatch.setattr(near.Near, "reads", counted)
+    monkeypatch.setattr(finder, "Near", begun)
+    monkeypatch.setattr(levels, "FULL_REST", 0.0)  # so that all go up all levels
+    versions = history(10)
+    with open_store(tmp_path / "s", settings=settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}})) as store:
+        for content in versions:
+            store.put("k", content)
+        for number, content in enumerate(versions, 1):
+            assert store.get("k", version=number).read() == content
+    most = near.SPANS_MAX * (1 + levels.LEVELS_MAX)
+    assert 3 * near.SPANS_MAX <= max(asked) <= most, "most spans go up all levels, and none further"
+    others = 3 + levels.LEVELS_MAX  # names and gaps, super-features, what these name, and shallower ones
+    assert most + others <= ROUNDS_MAX
 
 
 def test_versions_that_change_everywhere_come_back(tmp_path: Path) -> None:

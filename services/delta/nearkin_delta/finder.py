@@ -1,6 +1,7 @@
-"""How a batch's bases are found. Invariant: what is asked follows from the answers so far, each question once a batch.
+"""How a batch's bases are found. Invariant: what is asked follows from the answers so far, and nothing is asked twice.
 
-    names, gaps -> bytes of old neighbours -> [super-features] -> bytes of what they name -> [shallower ones, by level]
+    names, gaps -> old neighbours, span by span (near.py) -> [super-features] -> bytes of what they name
+                   each: bytes -> [shallower ones, by level]                     -> [shallower ones, by level]
 
 Each round is one `Reads`; what was worked out between two of them is kept until the bases are chosen.
 """

@@ -19,12 +19,12 @@ from nearkin.parallel import ALONE, Helpers
 from nearkin.records import Bools, Locations, bounds_of
 from nearkin.stage import Facts, Neighbours, Reads
 from nearkin_delta.bases import Part, Targets, local_ranks, try_bases
-from nearkin_delta.levels import crowded, relieved
+from nearkin_delta.levels import Crowded, crowded, relieved
 
 SPAN_BYTES = 4 * MIB
-"""Of fresh chunks: what chains of ten versions below so much decode to fits in a cache of 160 MiB."""
+"""Of fresh chunks. The 37th of a row of dumps decoded 1.9 GB so, and 3.0 by batches of 16 MiB (docs/decisions/0033)."""
 SPANS_MAX = 8
-"""Of a batch: each asks up to four times."""
+"""Of a batch: each asks once, and once more for each level, and a stage has ROUNDS_MAX questions."""
 
 
 class Near:
@@ -47,7 +47,7 @@ class Near:
         self._span: slice | None = None
         """Gaps whose neighbours were asked for last; None: shallower ones were, or nothing yet."""
         self._open: list[Part] = []
-        self._crowded = crowded([], max_depth)
+        self._crowded: Crowded | None = None
         self.parts: list[Part] = []
         """What was chosen in the spans that are done."""
 

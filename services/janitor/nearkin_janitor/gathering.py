@@ -39,7 +39,7 @@ REFERENCES_MAX = 1 << 17
 class Bounds:
     """`depth_max`: chunks are never put deeper; `block_bytes`: what a block holds at most; `stretch_bytes`: what of a
     container's own chunks one begins with; `joined_bytes`: chunks are joined to one of so many bytes at most;
-    `versions_min`: a stretch takes nothing in before so many containers have chunks that go back to it.
+    `versions_min`: a stretch takes nothing in before so many containers have chunks that are named and go back to it.
     """
 
     depth_max: int
@@ -263,7 +263,7 @@ class _Planner:
             here = self._all.holders[found] == np.uint64(container)
             may = ~refers[rows] & live[rows] & ~(here & (found < first)) & gives
             self._place(container, rows[may], found[may], first)
-        self._all.count_version(homes[mine & (chunks.depths > 0)])
+        self._all.count_version(homes[mine & live & (chunks.depths > 0)])
         self._sum(directory)
 
     def _place(self, container: int, rows: NDArray[np.intp], found: I32, first: int) -> None:
