@@ -264,3 +264,15 @@ def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_
         store.gc()
         assert blocks(store)[1] > refer
         check(store, EVERY)
+
+
+def test_versions_that_are_gone_do_not_count_whatever_still_leans_on_them(tmp_path, clock):
+    chosen = settings(GATHERED, {"gc": {"gather_versions": 8}, "deletion": {"undelete_seconds": 0}})
+    with open_store(tmp_path / "gone", settings=chosen, clock=clock) as store:
+        put(store, EVERY)
+        for number in range(1, 8):
+            store.delete("k", number)
+        clock.now += 1  # none can be brought back any more
+        store.gc()
+        assert blocks(store) == (0, 0)
+        check(store, range(8, 13))
