@@ -93,9 +93,10 @@ class FreshBlocks:
         self._limits = int(settings.block.raw_bytes), int(settings.block.delta_bytes)
         self._growing: dict[int, tuple[OpenBlock, list[NDArray[np.intp]]]] = {}
         self._ended: list[Anew] = []
+        self.held_bytes = 0
 
     def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
-        """Take the chunks that one of `bases` is worth it for; return how deep each is then at most, 0 for the others.
+        """Take chunks, against those of `bases` that are worth it; return how deep each is then at most, 0: as it is.
 
         `depths_below` uint8[n]: each takes only bases that are less deep. They lie one behind the other in `payload`.
         Raises Corrupt where a block does not decode again.
@@ -115,10 +116,8 @@ class FreshBlocks:
             best.ordinals[mine] = bases.locations.ordinals[first]
             rows_of_bases = Prefixes(chosen.bounds, bases.locations.take(used), bases.pieces.take(used)).checked()
         for depth in np.flatnonzero(np.bincount(depths)).tolist():
-            if depth:
-                self._append(
-                    np.flatnonzero(depths == depth), rows, (payload, offsets, lengths), best, depth, rows_of_bases
-                )
+            mine = np.flatnonzero(depths == depth)
+            self._append(mine, rows, (payload, offsets, lengths), best, depth, rows_of_bases if depth else None)
         return depths
 
     def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
@@ -158,6 +157,11 @@ class FreshBlocks:
             if block.full or not len(part):
                 self._close(depth)
 
+    def cut(self) -> None:
+        """Let no patch block go on: what comes lies far behind, and leans on other stretches. Raises Corrupt."""
+        for depth in [depth for depth in self._growing if depth]:
+            self._close(depth)
+
     def end(self) -> list[Anew]:
         """Return all blocks. Raises Corrupt where one does not decode again."""
         for depth in list(self._growing):
@@ -171,4 +175,5 @@ class FreshBlocks:
         self._encoder.forget()  # as above
         closed = self._encoder.close(block)
         recoded = Recoded(closed.block, closed.prefix, closed.encoded)
+        self.held_bytes += len(recoded.block.payload)
         self._ended.append(Anew(np.concatenate(held), recoded, Locations.join(block.bases)))

@@ -10,12 +10,17 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.failpoints import POINTS
+from nearkin.formats import layout
+from nearkin.recoding import BlockRecoder
 from nearkin.testing.clock import DAY
 from nearkin.testing.collecting import COLLECTED, collected
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import ENCRYPTED, containers, flip, process, settings, stored_bytes
 from nearkin_janitor import gathering
+from nearkin_janitor.families import families_of
 from nearkin_janitor.gathering import Bounds, Gathering, to_gather
+from nearkin_janitor.generation import VerifiedReader
+from nearkin_janitor.laying import Laying
 from nearkin_janitor.reach import Reach
 from nearkin_janitor.settled import gathered, referring
 
@@ -160,12 +165,16 @@ def test_a_store_that_is_sealed_gathers_as_well(tmp_path):
         check(store, EVERY)
 
 
+def reach_of(store: Store) -> Reach:
+    """Return what all versions reach."""
+    names = [name for name, _ in store._manifests.names_and_marks()[0]]
+    return Reach(store._containers.of(None), store._manifests, names)
+
+
 def planned(store: Store, young: int = 0) -> Gathering | None:
     """Return what is to be gathered where so many of the oldest containers are young."""
-    containers = store._containers.of(None)
-    ids = sorted(container for container, _ in containers.ids())
-    reach = Reach(containers, store._manifests, [name for name, _ in store._manifests.names_and_marks()[0]])
-    return to_gather(reach, ids, ids[:young], Bounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
+    ids = sorted(container for container, _ in store._containers.ids())
+    return to_gather(reach_of(store), ids, ids[:young], Bounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
 
 
 def sources(found: Gathering) -> dict[int, set[int]]:
@@ -276,3 +285,45 @@ def test_versions_that_are_gone_do_not_count_whatever_still_leans_on_them(tmp_pa
         store.gc()
         assert blocks(store) == (0, 0)
         check(store, range(8, 13))
+
+
+def test_blocks_that_take_something_in_are_not_joined_with_others(store):
+    put(store, EVERY)
+    store.gc()
+    containers_ = store._containers.of(None)
+    laying = Laying(containers_, VerifiedReader(containers_, None, None), BlockRecoder(GATHERED))  # type: ignore[arg-type]
+    small = 0
+    for container, _ in containers_.ids():
+        directory = containers_.directory(container)
+        whole = gathered(directory) & (directory.blocks.kinds == layout.RAW)
+        kept = directory.chunks.there & (np.arange(len(directory.chunks)) % 8 == 0)
+        joined = laying.joined(directory, kept)
+        left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(whole))
+        small += int((whole & (left > 0) & (left < 128 * 1024)).sum())
+        assert not np.any(joined & whole)
+    assert small > 1
+
+
+def test_chunks_that_lean_on_one_joined_chunk_are_each_the_first_of_a_family(tmp_path):
+    with open_store(tmp_path / "g", settings=GATHERED) as opened:
+        put(opened, EVERY)
+        opened.gc()
+    shallow = settings(GATHERED, {"delta": {"max_depth": 1}})  # a new chunk leans on what its base refers to then
+    with open_store(tmp_path / "g", settings=shallow) as opened:
+        opened.put("k", mutated(HISTORY[12], 99, edits=150, edit_bytes_max=40))
+        firsts_of_families(opened)
+
+
+def firsts_of_families(store: Store) -> None:
+    reach = reach_of(store)
+    needed = reach.closed(reach.chunks)
+    families = families_of(reach, needed)
+    newest = max(c for c, _ in store._containers.ids())
+    chunks = reach.directory(newest).chunks
+    lengths = np.zeros(len(chunks), np.int64)
+    for row, (base, ordinal) in enumerate(zip(chunks.bases.containers, chunks.bases.ordinals, strict=True)):
+        lengths[row] = 0 if not base else reach.directory(int(base)).chunks.lengths[ordinal]
+    on_many = np.flatnonzero(lengths > 3 * chunks.lengths.astype(np.int64))
+    distinct = chunks.bases.take(on_many).distinct()
+    assert len(on_many) > 2 * len(distinct) > 0
+    assert len(set(families.of[newest][on_many].tolist())) == len(on_many)

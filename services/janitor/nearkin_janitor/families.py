@@ -3,7 +3,8 @@
     v1 <- v2 <- v3 <- v4 <- v5, v6, v7        one family: all that go back to the same chunk by their best bases
     dead  dead  dead  dead  live              v5 kept raw, v6 and v7 against it: v1 to v4 go
 
-One that refers to another is the first of a family, too.
+One that refers to a chunk which holds many, or leans on such a one, is the first of a family, too: or what stands
+beside it would count as what came before it.
 
 Memory: 5 bytes for each chunk that is needed, and 40 for each family.
 """
@@ -15,6 +16,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
 from nearkin.records import U32, Bools, Locations, grouped
 from nearkin_janitor.dead_chains import dead_chains
@@ -24,6 +26,8 @@ from nearkin_janitor.reach import Masks, Reach, blocks_leaning, filled, is_in
 from nearkin_janitor.settled import gathered, referring
 
 NONE = -1
+MANY = 3
+"""A base so many times as long as what leans on it holds many."""
 RAW_SHARE = 0.5
 """What a chunk that refers to another takes by itself, of its bytes."""
 _NO_ROWS: Bools = np.zeros(0, np.bool_)
@@ -46,13 +50,13 @@ class Families:
 
 def families_of(reach: Reach, needed: Masks) -> Families:
     """Return the families of the chunks `needed`, which is closed under bases. Raises Corrupt."""
-    found = Families({}, 0)
+    found, many = Families({}, 0), _Many(reach, needed)
     count = 0
     for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
         directory = reach.directory(container)
         chunks, mine = directory.chunks, filled(needed[container], len(directory.chunks))
         family = found.of[container] = np.full(len(chunks), NONE, np.int32)
-        refers = referring(directory)[chunks.blocks]  # to a chunk that holds many
+        refers = many.bases_of(directory)
         for depth in range(int(chunks.depths[mine].max(initial=0)) + 1):
             rows = np.flatnonzero(mine & (chunks.depths == depth))
             if depth:
@@ -63,6 +67,28 @@ def families_of(reach: Reach, needed: Masks) -> Families:
             family[first] = np.arange(count, count + len(first))
             count += len(first)
     return Families(found.of, count)
+
+
+class _Many:
+    """Which chunks have a best base that holds many: one that was joined, as what is gathered is."""
+
+    def __init__(self, reach: Reach, needed: Masks) -> None:
+        self._reach, self._needed = reach, needed
+        self._gathered: dict[int, Bools] = {}
+
+    def bases_of(self, directory: Directory) -> Bools:
+        """Return bool[n]; of what is not needed nothing is known."""
+        chunks = directory.chunks
+        found = referring(directory)[chunks.blocks]
+        for other, rows in grouped(chunks.bases.containers):
+            if other not in self._needed:
+                continue
+            bases, ordinals = self._reach.directory(other).chunks, chunks.bases.ordinals[rows]
+            if other not in self._gathered:
+                self._gathered[other] = gathered(self._reach.directory(other))
+            long = bases.lengths[ordinals] > MANY * chunks.lengths[rows].astype(np.int64)
+            found[rows] |= long & self._gathered[other][bases.blocks[ordinals]]
+        return found
 
 
 def _each(families: Families, bases: Locations) -> NDArray[np.int32]:
@@ -76,7 +102,7 @@ class _Sums:
     """What each family takes, in bytes: estimates, since a chunk's share of its block is one."""
 
     def __init__(self, reach: Reach, families: Families, needed: Masks) -> None:
-        count = families.count
+        count, many = families.count, _Many(reach, needed)
         self.all_of, self.dead, self.leaning, self.roots = (np.zeros(count) for _ in range(4))
         self.least = np.full(count, np.inf)
         self.leaners = np.zeros(count, np.int64)
@@ -89,7 +115,7 @@ class _Sums:
             leans = live & delta
             leans[leans] = ~is_in(reach.chunks, directory.chunks.bases.take(rows[leans]))
             encoded = np.maximum(share - NAME_AND_ROW_BYTES, 0)
-            refers = referring(directory)[directory.chunks.blocks[rows]]
+            refers = many.bases_of(directory)[rows]
             raw = np.where(refers, RAW_SHARE * directory.chunks.lengths[rows], encoded)
             self.all_of += np.bincount(of, share, count)
             self.dead += np.bincount(of, share * ~live, count)

@@ -6,6 +6,7 @@ old rows, blocks copied under their numbers, others under numbers of their own, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ class NewGeneration:
         self._bases = Locations.empty(count)
         self._ranks = np.zeros(count, np.uint8)
         self._next = len(directory.blocks)
+        self.held_bytes = 0
+        """Of what was laid."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -48,16 +51,19 @@ class NewGeneration:
         """Return how many numbers of blocks are taken."""
         return self._next
 
-    def copy(self, number: int) -> None:
-        """Take a block as it is. Raises Corrupt where its checksum disagrees."""
+    def copy(self, number: int, depth: int | None = None) -> None:
+        """Take a block as it is, at another `depth` where its bases lie less deep. Raises Corrupt where its checksum
+        disagrees.
+        """
         directory = self._directory
         record = self._containers.record(directory.container, number)
         decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
-        self._put(number, copied_block(directory, number, record), directory.prefixes.of(number))
+        block = copied_block(directory, number, record)
+        self._put(number, block if depth is None else replace(block, depth=depth), directory.prefixes.of(number))
         rows = np.flatnonzero(directory.chunks.there & (directory.chunks.blocks == number))
         self.keep_bases(rows)
         self._numbers[rows], self._encoded[rows] = number, directory.chunks.encoded[rows]
-        self.depths[rows] = directory.chunks.depths[rows]
+        self.depths[rows] = block.depth if depth is None else depth
 
     def keep_bases(self, rows: NDArray[np.intp]) -> None:
         """Let rows have the best bases that they had."""
@@ -82,6 +88,7 @@ class NewGeneration:
         """Take a block of `rows` under the next number; `encoded` the lengths of their encodings, bytes."""
         number = self._next
         self._next += 1
+        self.held_bytes += len(recoded.block.payload)
         self._put(number, recoded.block, recoded.prefix)
         self._numbers[rows], self._encoded[rows], self.depths[rows] = number, encoded, recoded.block.depth
 

@@ -58,6 +58,15 @@ class Heirs:
         """Return how deep the chunks of a container are by now; written to as they are given bases."""
         return self._depths[container]
 
+    def depths_now(self, locations: Locations, depths: U8) -> U8:
+        """Return how deep chunks are by now, `depths` of those that nobody here asks about."""
+        found = depths.copy()
+        for container, rows in grouped(locations.containers):
+            known = self._depths.get(container)
+            if known is not None:
+                found[rows] = known[locations.ordinals[rows]]
+        return found
+
     def family(self, container: int, ordinals: U32) -> NDArray[np.int32]:
         """Return the families of some chunks, NONE where they have none."""
         return self._families.chosen(container, ordinals)

@@ -50,14 +50,21 @@ class Anew:
 class FreshBlocks(Protocol):
     """Gathers chunks into blocks as the delta stage would."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of the blocks that are encoded."""
+
     def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
-        """Take the chunks that one of `bases` is worth it for; return how deep each is at most, 0 for the others.
+        """Take chunks, against those of `bases` that are worth it; return how deep each is at most, 0: as it is.
 
         `depths_below` uint8[n]: each takes only bases that are less deep.
         """
 
     def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
         """Take chunks as they are."""
+
+    def cut(self) -> None:
+        """Let no block go on that leans on others: what comes lies far behind. Raises Corrupt as `end` does."""
 
     def end(self) -> list[Anew]:
         """Return all blocks. Raises Corrupt where one does not decode again."""

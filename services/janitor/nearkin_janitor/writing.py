@@ -24,10 +24,12 @@ from nearkin.store.containers import ContainerStore
 from nearkin_janitor.families import families_of
 from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.order import leaning_last
+from nearkin_janitor.places import places_of
 from nearkin_janitor.plan import Drop, Plan, dropped_beside
 from nearkin_janitor.reach import GivingUp, Masks, Reach
+from nearkin_janitor.rebasing import Rebasing
 from nearkin_janitor.replacing import Replaced, Replacing
-from nearkin_janitor.rewrite import Rebasing, Rewriter
+from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.since import Since
 
 _log = logging.getLogger("nearkin")
@@ -80,8 +82,9 @@ class Writing:
         that is broken, if it holds nothing of `living`: it is condemned as any that nobody reaches.
         """
         beside = dropped_beside(reach, self.ids, due, rebased)
-        families = families_of(reach, reach.closed(reach.chunks))
-        rebasing = Rebasing(rebased.chunks, Heirs(reach, families, rebased.containers))
+        needed = reach.closed(reach.chunks)
+        heirs = Heirs(reach, families_of(reach, needed), rebased.containers)
+        rebasing = Rebasing(rebased.chunks, heirs, places_of(reach, needed))
         chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
         segments = {container: drop.segments for container, drop in beside.items()}
         looked_up = self.since.look_up(chunks, segments)
@@ -89,11 +92,11 @@ class Writing:
             index.forget(chunks, segments, (), looked_up)
             failpoint("rebase.forgot")
         left = dict(beside)
-        containers = leaning_last(sorted(rebased.containers), self._leans_on)
-        for container in self.counted(list(containers), "containers written anew"):
-            self.go_on()
+        containers = [ContainerId(c) for c in leaning_last(sorted(rebased.containers), self._leans_on)]
+        made = self.rewriter.side_by_side(beside, rebasing).made(containers, self._told)
+        for container in self.counted(containers, "containers written anew"):
             try:
-                if not self._anew(ContainerId(container), left, rebasing):
+                if not self._anew(container, left, partial(next, made)):
                     return
             except NoRoom as err:
                 self.sums.no_room = err
@@ -106,6 +109,12 @@ class Writing:
             del left[container]
             failpoint("rebase.container")
         failpoint("rebase.done")
+
+    def _told(self, tasks: Sequence[Item]) -> Iterator[Item]:
+        """Yield the parts of containers that are encoded again; before each the round may be ended."""
+        for task in self.counted(tasks, "parts of containers encoded again"):
+            self.go_on()
+            yield task
 
     # --- 5: what an earlier round condemned --------------------------------------------------------------------------
 
@@ -127,13 +136,17 @@ class Writing:
         containers = reversed(list(leaning_last(sorted(plan.drops), self._leans_on)))
         for container in self.counted(list(containers), "containers that go, or parts of them"):
             self.go_on()
-            effect = self._remove if left[container].everything else self._anew
+            drop = left[container]
             try:
-                done = effect(ContainerId(container), left)
+                if drop.everything:
+                    done = self._remove(ContainerId(container), left)
+                else:
+                    make = partial(self.rewriter.rewritten, ContainerId(container), drop)
+                    done = self._anew(ContainerId(container), left, make)
             except NoRoom as err:  # others may go as a whole, which makes room
                 self.sums.no_room, done = err, False
                 later.append(container)
-            drop = left.pop(container)
+            del left[container]
             if done:
                 gone[container] = drop
             else:
@@ -154,15 +167,15 @@ class Writing:
             failpoint("gc.container")
         return True
 
-    def _anew(self, container: ContainerId, left: Mapping[int, Drop], rebasing: Rebasing | None = None) -> bool:
-        """Put the next generation, then remove the one until now. At a bounded speed.
+    def _anew(self, container: ContainerId, left: Mapping[int, Drop], make: Callable[[], bytes]) -> bool:
+        """Put the next generation that is made, then remove the one until now. At a bounded speed.
 
         Returns False where it has to stay as it is.
         """
         replaced = self.replacing.replace(
             container,
             self.ids[container],
-            lambda: self.rewriter.rewritten(container, left[container], rebasing),
+            make,
             lambda: container in self.since.kept(left),
             self.since,
         )

@@ -233,8 +233,8 @@ def grace_ignored() -> None:
 def older_generation_first() -> None:
     """Compaction removes a container before its next generation is there."""
 
-    def anew(self: Any, container: Any, left: Any, rebasing: Any = None) -> bool:
-        data, before_bytes = self.rewriter.rewritten(container, left[container], rebasing), self.ids[container]
+    def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
+        data, before_bytes = make(), self.ids[container]
         generation = self.containers.generation(container)
         with self.since.turn() as index:
             self.containers.delete(container, generation)

@@ -1,0 +1,196 @@
+"""Chunks of several containers are given other bases side by side, place by place of the stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin import local_gc, open_store
+from nearkin.api import Store
+from nearkin.errors import Corrupt
+from nearkin.formats import layout
+from nearkin.store.containers import ContainerStore
+from nearkin.testing.clock import DAY, Clock
+from nearkin.testing.collecting import COLLECTED
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import containers, flip, settings, stored_bytes
+from nearkin_janitor import rebasing
+from nearkin_janitor.places import places_of
+from nearkin_janitor.reach import Reach
+from nearkin_janitor.rebasing import SideBySide
+from nearkin_janitor.settled import gathered
+
+SMALL_BLOCKS = settings(
+    COLLECTED, {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "delta": {"codec": "patch", "max_depth": 4}}
+)
+KEPT = range(8, 15)
+
+
+def history(versions: int) -> dict[int, bytes]:
+    content, found = text_like(1_500_000, 3), {}
+    for number in range(1, versions + 1):
+        content = found[number] = mutated(content, number, edits=150, edit_bytes_max=40)
+    return found
+
+
+HISTORY = history(14)
+
+
+def aged(root: Path, clock: Clock, chosen: object = SMALL_BLOCKS) -> Store:
+    """Return a store of which the first versions are gone, one round before what leans on them is written anew."""
+    store = open_store(root, settings=chosen, clock=clock)  # type: ignore[arg-type]
+    for number, content in HISTORY.items():
+        store.put("k", content)
+        if number not in KEPT:
+            store.delete("k", number)
+    clock.now += 8 * DAY
+    store.gc()
+    clock.now += DAY
+    return store
+
+
+def check(store: Store) -> None:
+    assert store.verify().damage == ()
+    for number in KEPT:
+        assert store.get("k", number).read() == HISTORY[number]
+
+
+def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Do a round with 2 MiB of blocks at hand; return the bytes that it decodes."""
+    found, real = [0], ContainerStore.keep
+
+    def keep(self: ContainerStore, container: int, block: int, decoded: np.ndarray) -> None:
+        found[0] += len(decoded)
+        real(self, container, block, decoded)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ContainerStore, "keep", keep)
+        patched.setattr(local_gc, "BLOCKS_BYTES", 2 << 20)
+        assert store.gc().containers_rewritten >= len(KEPT)
+    return found[0]
+
+
+def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(rebasing, "PLACE_CHUNKS", 16)
+    with aged(tmp_path / "side", clock) as side:
+        together = decoded_by_a_round(side, monkeypatch)
+        check(side)
+    monkeypatch.setattr(SideBySide, "places_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
+    with aged(tmp_path / "one", clock) as one:
+        assert together < 0.6 * decoded_by_a_round(one, monkeypatch)
+        check(one)
+
+
+@pytest.mark.parametrize("bound", [("SIDE_BYTES_MAX", 1), ("SIDE_CHUNKS_MAX", 1)])
+def test_containers_that_are_too_much_together_are_made_in_turn(tmp_path, clock, monkeypatch, bound):
+    with aged(tmp_path / "all", clock) as store:
+        rewritten = store.gc().containers_rewritten
+        all_bytes = stored_bytes(store.root)
+    monkeypatch.setattr(rebasing, *bound)
+    with aged(tmp_path / "turn", clock) as store:
+        assert store.gc().containers_rewritten == rewritten > 1
+        assert stored_bytes(store.root) < 1.05 * all_bytes
+        check(store)
+
+
+def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_path, clock):
+    store = aged(tmp_path / "s", clock)
+    root = store.root
+    store.close()
+    broken = containers(root)[KEPT[3] - 1]
+    flip(broken, 200)
+    before = {path.name.split(".")[0]: path.name for path in containers(root)}
+    with (
+        open_store(root, settings=SMALL_BLOCKS, clock=clock) as store,
+        pytest.raises(Corrupt, match=broken.name.split(".")[0]),
+    ):
+        store.gc()
+    after = {path.name.split(".")[0]: path.name for path in containers(root)}
+    renewed = [name in after and after[name] != old for name, old in sorted(before.items())]
+    at = sorted(before).index(broken.name.split(".")[0])
+    assert any(renewed[:at])
+    assert not any(renewed[at:])
+    with open_store(root, settings=SMALL_BLOCKS, clock=clock) as store:
+        for number in KEPT[:3]:
+            assert store.get("k", number).read() == HISTORY[number]
+
+
+def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(rebasing, "PLACE_CHUNKS", 8)
+    monkeypatch.setattr(rebasing, "SPAN_PLACES", 2)
+    large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
+    with aged(tmp_path / "s", clock, large) as store:
+        before = {c: len(store._containers.directory(c).blocks) for c, _ in store._containers.ids()}
+        store.gc()
+        patches = 0
+        for container, _ in store._containers.ids():
+            directory = store._containers.directory(container)
+            for number in np.flatnonzero((directory.blocks.raw > 0) & (directory.blocks.kinds == layout.PATCH)):
+                rows = np.flatnonzero(directory.chunks.there & (directory.chunks.blocks == number))
+                patches += int(number >= before[container])
+                assert number < before[container] or rows[-1] - rows[0] < 32
+        assert patches > len(KEPT)
+
+
+def reach_of(store: Store) -> Reach:
+    names = [name for name, _ in store._manifests.names_and_marks()[0]]
+    return Reach(store._containers.of(None), store._manifests, names)
+
+
+GATHERED = settings(
+    COLLECTED,
+    {
+        "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
+        "delta": {"codec": "patch", "max_depth": 3},
+        "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+    },
+)
+
+
+def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
+    with open_store(tmp_path / "s", settings=GATHERED, clock=clock) as store:
+        for number in HISTORY:
+            store.put("k", HISTORY[number])
+        for _ in range(2):
+            reach = reach_of(store)
+            places = places_of(reach, reach.closed(reach.chunks))
+            for container, _ in store._containers.ids():
+                chunks = reach.directory(container).chunks
+                own = np.flatnonzero(chunks.depths >= 0)[: len(chunks) - len(chunks) % 16]
+                found = places.at(container, own)
+                named = _share_of_stream(store, container)
+                known = ~np.isnan(named[own])
+                assert np.abs(found[known] / found[known].max() - named[own][known]).mean() < 0.1
+            store.gc()
+        assert any(gathered(reach_of(store).directory(c)).any() for c, _ in store._containers.ids())
+
+
+def _share_of_stream(store: Store, container: int) -> np.ndarray:
+    """Return where the container's chunks lie in the first version that names them, a share of it; nan: in none."""
+    directory = store._containers.of(None).directory(container)
+    found = np.full(len(directory.chunks), np.nan)
+    own = directory.segments.chunks
+    mine = own.containers == np.uint64(container)
+    found[own.ordinals[mine]] = np.flatnonzero(mine) / len(own)
+    return found
+
+
+def test_what_leans_on_nothing_that_goes_is_copied_and_lies_less_deep(tmp_path, clock):
+    with aged(tmp_path / "s", clock) as store:
+        own = store._containers.of(None)
+        before = {c: own.directory(c).blocks for c, _ in own.ids()}
+        records = {(c, n): bytes(own.record(c, n)) for c, table in before.items() for n in np.flatnonzero(table.raw)}
+        store.gc()
+        shallower = 0
+        for container, _ in own.ids():
+            now, old = own.directory(container).blocks, before[container]
+            for number in np.flatnonzero(now.raw[: len(old)]):
+                assert bytes(own.record(container, number)) == records[container, number]
+                assert now.depths[number] <= old.depths[number]
+                shallower += int(now.depths[number] < old.depths[number])
+        assert shallower > len(KEPT)
+        check(store)
+        assert store.rebuild_index().skipped == ()
+        check(store)
