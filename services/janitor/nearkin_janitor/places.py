@@ -1,24 +1,30 @@
 """Places in the stream. Invariant: what leans on a chunk lies at about its place, whatever container it is in.
 
-    c1   0   1   2   3   4      a place for every few chunks: where the best bases of most of them lie
-    c2   0   1   1   2   4      of those of which none leans on another container: between the places around them
-    c9   5   6                  a container of which none does begins behind all others
+    c2   0   1   2   3   4      the container of the most chunks: a place for every few of them
+    c1   0   1  (1)  2   4      one that it leans on, or that leans on it: where the others' bases, or its own, lie
+    c9   5   6                  one that nothing leads to begins behind all others
 
-Memory: 8 bytes for every 16 chunks, and 4 for each chunk of a container that took something in.
+Memory: 8 bytes for each chunk with a base in another container, and for every 16 chunks; 4 for each of a container that
+took something in.
 """
 
 from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.formats.directory import Directory
 from nearkin.records import grouped
-from nearkin_janitor.order import leaning_last
 from nearkin_janitor.reach import Masks, Reach
 from nearkin_janitor.settled import gathered
 
 EVERY_CHUNKS = 16
+LINKED_EVERY = 2
+"""Of so many chunks that lean on one container the place of one is looked at."""
 AROUND = 2
 """Places are the medians of those around, so many on each side: what resembles something far away is no move."""
 
@@ -50,19 +56,53 @@ class Places:
         return found
 
 
+class _Link(NamedTuple):
+    """Chunks of a container, and those of another that lie where they do."""
+
+    other: int
+    rows: NDArray[np.uint32]
+    of_other: NDArray[np.uint32]
+
+
 def places_of(reach: Reach, needed: Masks) -> Places:
     """Return the places of all containers of which something is `needed`. Raises Corrupt."""
-    places, end = Places(), 0
-    for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
-        directory = reach.directory(container)
-        stands_at, of_bases = _stands_at(directory), _of_bases(directory, places)
-        of_bases[stands_at != np.arange(len(stands_at))] = np.nan
-        found = _medians(of_bases)
-        if np.isnan(found).all():
-            found = np.arange(0.5, len(found)) * EVERY_CHUNKS + end
-            end += len(stands_at)
-        places.put(container, _smoothed(_filled(found)), stands_at)
+    places, links, end = Places(), _links(reach, needed), 0
+    counts = {container: len(reach.directory(container).chunks) for container in needed}
+    for largest in sorted(counts, key=lambda container: (-counts[container], container)):
+        if largest in places:
+            continue
+        found = np.arange(0.5, -(-counts[largest] // EVERY_CHUNKS)) * EVERY_CHUNKS + end
+        end += counts[largest]
+        linked, next_ones = defaultdict[int, int](int), [(0, largest)]
+        while next_ones:  # those with the most links to what has places first
+            _, container = heapq.heappop(next_ones)
+            if container in places:
+                continue
+            directory = reach.directory(container)
+            if container != largest:
+                found = _filled(_medians(counts[container], links[container], places))
+            places.put(container, _smoothed(found), _stands_at(directory))
+            for link in links[container]:
+                if link.other not in places:
+                    linked[link.other] += len(link.rows)
+                    heapq.heappush(next_ones, (-linked[link.other], link.other))
     return places
+
+
+def _links(reach: Reach, needed: Masks) -> dict[int, list[_Link]]:
+    """Return from each container those to others, in both directions: by best bases, but of what was taken in."""
+    links: dict[int, list[_Link]] = {container: [] for container in needed}
+    for container in needed:
+        directory = reach.directory(container)
+        bases = directory.chunks.bases
+        own = _stands_at(directory) == np.arange(len(bases))
+        for other, rows in grouped(bases.containers):
+            some = rows[own[rows]][::LINKED_EVERY]
+            if other != container and other in links and len(some):
+                here, there = some.astype(np.uint32), bases.ordinals[some]
+                links[container].append(_Link(other, here, there))
+                links[other].append(_Link(container, there, here))
+    return links
 
 
 def _stands_at(directory: Directory) -> NDArray[np.int32]:
@@ -79,24 +119,16 @@ def _stands_at(directory: Directory) -> NDArray[np.int32]:
     return found
 
 
-def _of_bases(directory: Directory, places: Places) -> F64:
-    """Return the places of the best bases of chunks, nan where they lie in the same container, or there are none."""
-    bases = directory.chunks.bases
-    found = np.full(len(bases), np.nan)
-    for other, rows in grouped(bases.containers):
-        if other in places:
-            found[rows] = places.at(other, bases.ordinals[rows])
-    return found
-
-
-def _medians(of_chunks: F64) -> F64:
-    """Return the median of every few, nan where there is none."""
-    padded = np.full((-(-len(of_chunks) // EVERY_CHUNKS), EVERY_CHUNKS), np.nan)
-    padded.reshape(-1)[: len(of_chunks)] = of_chunks
-    some = ~np.isnan(padded).all(axis=1)
-    found = np.full(len(padded), np.nan)
-    found[some] = np.nanmedian(padded[some], axis=1)
-    return found
+def _medians(count: int, links: list[_Link], places: Places) -> F64:
+    """Return the median place of every few of `count` chunks, nan where nothing tells it."""
+    told = [link for link in links if link.other in places]
+    found = np.concatenate([places.at(link.other, link.of_other) for link in told])
+    group = np.concatenate([link.rows for link in told]) // EVERY_CHUNKS
+    order = np.lexsort((found, group))
+    counts = np.bincount(group, minlength=-(-count // EVERY_CHUNKS))
+    medians, some = np.full(len(counts), np.nan), np.flatnonzero(counts)
+    medians[some] = found[order[(np.cumsum(counts) - counts // 2 - 1)[some]]]
+    return medians
 
 
 def _filled(found: F64) -> F64:
