@@ -93,7 +93,13 @@ class FreshBlocks:
         self._limits = int(settings.block.raw_bytes), int(settings.block.delta_bytes)
         self._growing: dict[int, tuple[OpenBlock, list[NDArray[np.intp]]]] = {}
         self._ended: list[Anew] = []
-        self.held_bytes = 0
+        self._ended_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of the blocks that are encoded, and of those that grow with their bases."""
+        growing = sum(block.used + len(block.prefix) for block, _ in self._growing.values())
+        return self._ended_bytes + growing
 
     def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
         """Take chunks, against those of `bases` that are worth it; return how deep each is then at most, 0: as it is.
@@ -175,5 +181,5 @@ class FreshBlocks:
         self._encoder.forget()  # as above
         closed = self._encoder.close(block)
         recoded = Recoded(closed.block, closed.prefix, closed.encoded)
-        self.held_bytes += len(recoded.block.payload)
+        self._ended_bytes += len(recoded.block.payload)
         self._ended.append(Anew(np.concatenate(held), recoded, Locations.join(block.bases)))

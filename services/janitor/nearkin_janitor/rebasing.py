@@ -43,7 +43,7 @@ GROUP_BYTES_MAX = MIB
 """Chunks that are tried together against all that any of them is offered: what was cut elsewhere finds both sides."""
 SIDE_CHUNKS_MAX = 1 << 20
 """Of the containers that are made side by side: 60 bytes each."""
-SIDE_BYTES_MAX = 128 * MIB
+SIDE_BYTES_MAX = 64 * MIB
 """Of what is encoded of them. Where it becomes more, the last ones wait, and are made with those that come then."""
 PLACE_CHUNKS = 128
 """What lies among so many chunks of the stream counts as one place."""

@@ -52,7 +52,7 @@ class FreshBlocks(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the blocks that are encoded."""
+        """Return the bytes of the blocks that are encoded, and of those that grow with their bases."""
 
     def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
         """Take chunks, against those of `bases` that are worth it; return how deep each is at most, 0: as it is.
