@@ -128,12 +128,24 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
         assert figures["get_oldest_mbps"]["low"] > 0
         assert 0 < figures["put_mbps"]["median"] <= 1.1 * figures["put_cpu_mbps"]["median"]  # one core: never less time
         assert (figures["put_again_mbps"] is None) == name.startswith("zstd-long")
+        assert figures["upkeep_seconds"] is None
     assert rows["nearkin"]["reduction"]["median"] > 2
     if solid:
         assert rows["zstd-long"]["reduction"]["median"] > 2
     text = (tmp_path / "store.md").read_text()
     assert [name for name in ran if f"| {name} |" not in text and f"| **{name}** |" not in text] == []
     check_pictures(tmp_path, "store", ran)
+
+
+def test_upkeep_is_done_after_every_few_versions_and_is_in_no_speed(corpus: Path, tmp_path: Path) -> None:
+    beside = [found] if (found := a_store_beside_us()) else []
+    peers = ",".join(["nearkin", "nearkin-embedded", *beside, "zstd-long"])
+    words = ("--corpus", corpus, "--runs", "1", "--upkeep-every", "2", "--peers", peers)
+    rows = rows_of(recorded(tmp_path, "store", *words), "store")
+    for name in ("nearkin", "nearkin-embedded", *beside):
+        assert rows[name]["upkeep_seconds"]["low"] > 0, name
+    assert all(figures["upkeep_seconds"] is None for name, figures in rows.items() if name.startswith("zstd"))
+    assert "Seconds of all upkeep, which is in no speed: nearkin " in (tmp_path / "store.md").read_text()
 
 
 def test_pairs_measures_algorithms_and_codecs(corpus: Path, tmp_path: Path) -> None:

@@ -123,13 +123,20 @@ _STORE_PEERS = "restic,borg,kopia,zstd-long"
 
 
 @bench.command("store")
+@click.option(
+    "--upkeep-every",
+    metavar="N",
+    type=click.IntRange(1, 1000),
+    help="After every N versions nearkin gc, restic prune, borg compact, kopia maintenance [never].",
+)
 @_room_options(3, 0, _STORE_PEERS)
-def store_(peers: str | None, **given: Any) -> None:
+def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     """Put and get whole versions, next to other stores.
 
     nearkin bench store --corpus botocore --versions 3 --runs 1
     nearkin bench store --corpus botocore,rdb,vm --runs 3
     nearkin bench store --peers nearkin-embedded,borg-fine,zstd-long
+    nearkin bench store --corpus rdb --versions 16 --upkeep-every 4 --runs 1
     NEARKIN_DELTA__MAX_DEPTH=4 nearkin bench store --peers none
 
     Peers: restic, borg, kopia, zstd-long (`zstd -3` and `-9 --long=31` over the whole history); or one setting of a
@@ -154,7 +161,12 @@ def store_(peers: str | None, **given: Any) -> None:
     def measure(corpora: list[Any], **more: Any) -> Record:
         # without charts: what draws them would stay in the memory of this process, below which no child's peak is seen
         return store_room.run(
-            corpora, chosen, work=asked.work, save=lambda record: report.write(record, asked.out, ()), **more
+            corpora,
+            chosen,
+            work=asked.work,
+            upkeep_every=upkeep_every,
+            save=lambda record: report.write(record, asked.out, ()),
+            **more,
         )
 
     _run("store", asked, None, measure)

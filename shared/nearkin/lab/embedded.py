@@ -1,6 +1,6 @@
 """Nearkin in one process, as a service embeds it: `nearkin.lab.ours` starts this and names one version after another.
 
-arguments: STORE [CONFIG]. stdin, a line each: ["put", PATH] | ["get", VERSION, TARGET]. stdout, when that is done:
+arguments: STORE [CONFIG]. stdin, a line each: ["put", PATH] | ["get", VERSION, TARGET] | ["gc"]. stdout, when done:
 {"peak_bytes": of this process so far, "cpu_seconds": of this command, and with the first one of the process's start}
 """
 
@@ -25,6 +25,8 @@ def main() -> None:
             word, *rest = json.loads(line)
             if word == "put":
                 store.put("blob", Path(rest[0]))
+            elif word == "gc":
+                store.gc()
             else:
                 with open(rest[1], "wb") as target:
                     store.get("blob", int(rest[0])).write_to(target)

@@ -62,6 +62,10 @@ class Nearkin(Peer):
     def get(self, version: int, target: Path) -> Cost:
         return self._run(*self._place(), "get", "blob", "--version", str(version), "-o", str(target))
 
+    @override
+    def upkeep(self) -> Cost:
+        return self._run("--json", *self._place(), "gc", sync=True)
+
     def _place(self) -> tuple[str, ...]:
         config = () if self.config is None else ("--config", str(self.config))
         return (*config, "--store", str(self.repository))
@@ -102,6 +106,10 @@ class NearkinEmbedded(Nearkin):
     @override
     def get(self, version: int, target: Path) -> Cost:
         return self._ask("get", str(version), str(target))
+
+    @override
+    def upkeep(self) -> Cost:
+        return self._ask("gc", sync=True)
 
     def _ask(self, *words: str, sync: bool = False) -> Cost:
         assert self._process.stdin is not None

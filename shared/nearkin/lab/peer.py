@@ -75,6 +75,10 @@ class Peer(ABC):
         """Store all versions at once, durably; for those that do not append."""
         raise NotImplementedError(f"{self.name} appends: put its versions one by one")
 
+    def upkeep(self) -> Cost | None:
+        """Do what is done to a store now and then, so that it stays small; None where there is nothing."""
+        return None
+
     @abstractmethod
     def get(self, version: int, target: Path) -> Cost:
         """Write a version to `target`."""

@@ -48,6 +48,10 @@ class Restic(Peer):
     def get(self, version: int, target: Path) -> Cost:
         return self._run("dump", "--tag", f"v{version}", "latest", "blob", stdout=target)
 
+    @override
+    def upkeep(self) -> Cost:
+        return self._run("prune", "--quiet", sync=True)
+
 
 class ResticMax(Restic):
     """restic, compressing as hard as it can."""
@@ -83,6 +87,10 @@ class Borg(Peer):
     @override
     def get(self, version: int, target: Path) -> Cost:
         return self._run("extract", "--stdout", f"::v{version}", "blob", stdout=target)
+
+    @override
+    def upkeep(self) -> Cost:
+        return self._run("compact", sync=True)
 
 
 class BorgZstd(Borg):
@@ -140,6 +148,10 @@ class Kopia(Peer):
             str(self.folder / "source"),
         )
         return self._run(*words, stdin=source, sync=True)
+
+    @override
+    def upkeep(self) -> Cost:
+        return self._run("maintenance", "run", "--full", sync=True)
 
     @override
     def get(self, version: int, target: Path) -> Cost:

@@ -32,7 +32,7 @@ from nearkin.lab.record import Corpus, LeftOut, Record, Row, Spread, cell, speed
 MEASURED = (
     "put_mbps", "first_put_mbps", "later_put_mbps", "put_again_mbps", "get_newest_mbps", "get_oldest_mbps",
     "put_cpu_mbps", "put_again_cpu_mbps", "get_newest_cpu_mbps", "get_oldest_cpu_mbps",
-    "put_seconds", "sync_seconds", "put_peak_bytes", "get_peak_bytes", "stored_bytes", "aside_bytes",
+    "put_seconds", "upkeep_seconds", "sync_seconds", "put_peak_bytes", "get_peak_bytes", "stored_bytes", "aside_bytes",
     "put_again_bytes", "reduction", "put_again_by_sha1",
 )  # fmt: skip
 """The figures of a row. Speeds are logical bytes by wall seconds, the start of the process and `sync` included;
@@ -49,12 +49,14 @@ def run(
     work: Path | None,
     command: str,
     steps: Steps | None,
+    upkeep_every: int | None = None,
     save: Callable[[Record], object] = lambda _: None,
 ) -> Record:
     """Measure every peer that is installed over every corpus, `runs` times, round by round.
 
     work: a folder on the file system to measure; None: the temporary folder's. Before the first round every program
-    is started once and every file is read once; `warmups` whole rounds are not counted. `save` is told the record after
+    is started once and every file is read once; `warmups` whole rounds are not counted. `upkeep_every`: after so many
+    versions each store does its upkeep, which no put counts. `save` is told the record after
     each round: a whole run takes long, and what ended it early must not take all of it along.
     Raises Permanent when nothing at all could be measured.
     """
@@ -78,7 +80,7 @@ def run(
                         steps(done, total, f"{corpus.name}: {peer.name}")
                     done += 1
                     try:
-                        figures = measure(peer, corpus, work)
+                        figures = measure(peer, corpus, work, upkeep_every)
                     except (CommandFailed, MissingPeer) as error:
                         record.left_out.append(LeftOut(peer.name, f"{corpus.name}: {error}"))
                         continue
@@ -110,7 +112,9 @@ def _row(corpus: Corpus, peer: type[Peer], version: str, found: list[dict[str, f
     return Row(corpus.name, "store", peer.name, peer.settings, version, peer.ours, figures)
 
 
-def measure(peer_class: type[Peer], corpus: Corpus, work: Path | None) -> dict[str, float | None]:
+def measure(
+    peer_class: type[Peer], corpus: Corpus, work: Path | None, upkeep_every: int | None
+) -> dict[str, float | None]:
     """Put every version, get the newest and the oldest, put the newest again, and read every version back.
 
     Raises CommandFailed when a command fails or a version comes back changed, MissingPeer.
@@ -122,7 +126,7 @@ def measure(peer_class: type[Peer], corpus: Corpus, work: Path | None) -> dict[s
             peer = peer_class(folder)
             peer.create()
             ends.callback(peer.close)
-            return _through(peer, sources)
+            return _through(peer, sources, upkeep_every)
     except NearkinError:
         raise
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:  # its files or answers are amiss
@@ -131,13 +135,15 @@ def measure(peer_class: type[Peer], corpus: Corpus, work: Path | None) -> dict[s
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _through(peer: Peer, sources: Sequence[Path]) -> dict[str, float | None]:
+def _through(peer: Peer, sources: Sequence[Path], upkeep_every: int | None) -> dict[str, float | None]:
     sizes = [source.stat().st_size for source in sources]
-    puts = (
-        [_put(peer, number, source) for number, source in enumerate(sources, start=1)]
-        if peer.appends
-        else [peer.put_history(sources)]
-    )
+    puts, upkeep = list[Cost](), list[Cost]()
+    for number, source in enumerate(sources if peer.appends else (), start=1):
+        puts.append(_put(peer, number, source))
+        if upkeep_every and number % upkeep_every == 0 and (cost := peer.upkeep()):
+            upkeep.append(cost)
+    if not peer.appends:
+        puts.append(peer.put_history(sources))
     stored = _kept_bytes(peer)
     target = peer.folder / "restored"
     gets: dict[int, Cost] = {}
@@ -162,6 +168,7 @@ def _through(peer: Peer, sources: Sequence[Path]) -> dict[str, float | None]:
         "get_newest_cpu_mbps": sizes[-1] / _cpu_seconds(gets[len(sources)]) / 1e6,
         "get_oldest_cpu_mbps": sizes[0] / _cpu_seconds(gets[1]) / 1e6,
         "put_seconds": seconds,
+        "upkeep_seconds": sum(cost.seconds for cost in upkeep) if upkeep else None,
         "sync_seconds": sum(cost.sync_seconds for cost in puts),
         "put_peak_bytes": max(cost.peak_bytes for cost in puts),
         "get_peak_bytes": max(cost.peak_bytes for cost in gets.values()),
@@ -226,6 +233,9 @@ def _corpus_lines(record: Record, corpus: Corpus) -> list[str]:
         *(f"| {row.tool} | {' | '.join(speed(row.figures[name]) for name in _BY_CPU)} |" for row in rows),
     ]
     lines += ["", *(f"- {row.tool}: {row.version}; {row.settings}" for row in rows)]
+    upkeep = [f"{row.tool} {cell(figure, 2)}" for row in rows if (figure := row.figures["upkeep_seconds"])]
+    if upkeep:
+        lines += ["", f"Seconds of all upkeep, which is in no speed: {', '.join(upkeep)}."]
     again = [f"{row.tool} {cell(row.figures['put_again_by_sha1'], 2)}" for row in rows if row.ours]
     if again:
         lines += ["", f"Put again, by one stream of OpenSSL's SHA-1 over 8 KiB blocks: {', '.join(again)}."]
