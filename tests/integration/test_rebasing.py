@@ -16,11 +16,11 @@ from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import containers, flip, settings, stored_bytes
-from nearkin_janitor import rebasing
+from nearkin_janitor import rebasing, underway
 from nearkin_janitor.places import places_of
 from nearkin_janitor.reach import Reach
-from nearkin_janitor.rebasing import SideBySide
 from nearkin_janitor.settled import gathered
+from nearkin_janitor.underway import Means
 
 SMALL_BLOCKS = settings(
     COLLECTED, {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "delta": {"codec": "patch", "max_depth": 4}}
@@ -73,11 +73,11 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(rebasing, "PLACE_CHUNKS", 16)
+    monkeypatch.setattr(underway, "PLACE_CHUNKS", 16)
     with aged(tmp_path / "side", clock) as side:
         together = decoded_by_a_round(side, monkeypatch)
         check(side)
-    monkeypatch.setattr(SideBySide, "places_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
+    monkeypatch.setattr(Means, "places_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
     with aged(tmp_path / "one", clock) as one:
         assert together < 0.6 * decoded_by_a_round(one, monkeypatch)
         check(one)
@@ -118,8 +118,8 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
 
 
 def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(rebasing, "PLACE_CHUNKS", 8)
-    monkeypatch.setattr(rebasing, "SPAN_PLACES", 2)
+    monkeypatch.setattr(underway, "PLACE_CHUNKS", 8)
+    monkeypatch.setattr(underway, "SPAN_PLACES", 2)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
     with aged(tmp_path / "s", clock, large) as store:
         before = {c: len(store._containers.directory(c).blocks) for c, _ in store._containers.ids()}

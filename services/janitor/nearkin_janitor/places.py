@@ -32,7 +32,7 @@ F64 = NDArray[np.float64]
 
 
 class Places:
-    """Where in the stream the chunks of some containers lie, in chunks of those that lean on no other."""
+    """Where in the stream the chunks of some containers lie, in chunks of the one that has the most."""
 
     def __init__(self) -> None:
         self._of: dict[int, F64] = {}

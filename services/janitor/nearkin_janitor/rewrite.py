@@ -20,9 +20,10 @@ from nearkin_janitor.gathered import Gatherer
 from nearkin_janitor.generation import NewGeneration, VerifiedReader
 from nearkin_janitor.laying import Laying
 from nearkin_janitor.plan import Drop
-from nearkin_janitor.rebasing import Rebasing, SideBySide
+from nearkin_janitor.rebasing import SideBySide
 from nearkin_janitor.recoder import Recoder
 from nearkin_janitor.tenants import Tenants
+from nearkin_janitor.underway import Rebasing
 
 
 class Rewriter:

@@ -27,10 +27,10 @@ from nearkin_janitor.order import leaning_last
 from nearkin_janitor.places import places_of
 from nearkin_janitor.plan import Drop, Plan, dropped_beside
 from nearkin_janitor.reach import GivingUp, Masks, Reach
-from nearkin_janitor.rebasing import Rebasing
 from nearkin_janitor.replacing import Replaced, Replacing
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.since import Since
+from nearkin_janitor.underway import Rebasing
 
 _log = logging.getLogger("nearkin")
 
