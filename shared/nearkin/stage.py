@@ -75,7 +75,8 @@ class Reads:
     `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` whose stored
     neighbours are wanted; `contents`, `similar` and `lower` the locations whose bytes and depths are wanted. With
     `depth_below` a chunk that is as deep as that is replaced by its own base, and so on down; with `no_deltas` so is
-    one that is kept as a VCDIFF delta.
+    one that is kept as a VCDIFF delta. With `bounds` uint32[g + 1] of groups of `contents`, or of `lower`,
+    each group has what stood beside the ancestors in it as well.
     """
 
     segment_ids: U8 | None = None
@@ -88,6 +89,7 @@ class Reads:
     lower: Locations | None = None
     depth_below: int | None = None
     no_deltas: bool = False
+    bounds: U32 | None = None
 
 
 @frozen
@@ -112,14 +114,16 @@ class FoundBases:
 class Contents:
     """Bytes of stored chunks; `available` False rows (lost or broken bases, or beyond the bound) have length 0.
 
-    `locations` are those asked for, or what replaced them. Rows of one location share its bytes, which lie where they
-    were decoded as a rule: they are looked at for one batch, and not to be kept.
+    `locations` are those asked for, or what replaced them, and what was added: `bounds` are then those of the groups.
+    Rows of one location share its bytes, which lie where they were decoded as a rule: they are looked at for one batch,
+    and not to be kept.
     """
 
     locations: Locations
     pieces: Pieces
     depths: U8
     available: Bools
+    bounds: U32 | None = None
 
 
 @frozen

@@ -57,6 +57,10 @@ def bytes_of(pieces: Pieces) -> list[bytes]:
     return [bytes(pieces.buffers[buffer][first : first + length]) for buffer, first, length in rows]
 
 
+def places_of(locations: Locations) -> list[tuple[int, int]]:
+    return list(zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True))
+
+
 def fetched(reader: ChunkReader, plan: Plan) -> list[bytes]:
     return [bytes(part) for part in np.split(reader.fetch(plan), np.cumsum(plan.lengths)[:-1])]
 
@@ -184,6 +188,59 @@ def test_bases_of_a_batch_name_their_bytes_once_and_those_that_are_lost_none(sto
         assert (column[:half] == column[half:]).all()
     sound = np.flatnonzero(there[:half])
     assert bytes_of(found.pieces.take(sound)) == fetched(ChunkReader(source), plan.take(sound))
+
+
+@pytest.mark.parametrize("store", ["patch"], indirect=True)
+def test_ancestors_come_with_what_stood_beside_them(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = containers(store)
+    reader, bases = ChunkReader(source), BaseReader(source)
+    plan = reader.plan(everything(source))
+    deep = plan.locations.take(np.flatnonzero(plan.depths > 0))
+    each = np.arange(0, len(deep) + 1, 2, dtype=np.uint32)  # two in a group
+    deep = deep.take(slice(0, int(each[-1])))
+    alone = bases.contents(deep, depth_below=1)
+    found = bases.contents(deep, depth_below=1, bounds=each)
+    assert alone.bounds is None
+    assert found.bounds is not None
+    assert len(found.bounds) == len(each)
+    assert len(found.locations) > len(deep)
+    places = places_of(found.locations)
+    ancestors = places_of(alone.locations)
+    rows = zip(places_of(plan.locations), plan.blocks.tolist(), plan.depths.tolist(), strict=True)
+    block_of = {place: (place[0], block) for place, block, depth in rows if not depth}
+    read = {block_of[place] for place in ancestors}
+    at_hand = {place for place, block in block_of.items() if block in read}
+    assert len(at_hand) < len(block_of)
+    for group, (first, last) in enumerate(zip(found.bounds[:-1].tolist(), found.bounds[1:].tolist(), strict=True)):
+        mine = ancestors[2 * group : 2 * group + 2]
+        beside = {(c, o + step) for c, o in mine for step in (-1, 1)} - set(mine)
+        assert places[first : first + 2] == mine
+        assert set(places[first + 2 : last]) == beside & at_hand
+        assert last - first - 2 == len(beside & at_hand)
+    assert (found.depths == 0).all()
+    assert found.available.all()
+    assert bytes_of(found.pieces) == fetched(reader, reader.plan(found.locations))
+
+    monkeypatch.setattr("nearkin.store.bases.BESIDE_BYTES_MAX", 0)
+    assert len(bases.contents(deep, depth_below=1, bounds=each).locations) == len(deep)
+
+
+def test_a_version_whose_chunks_end_elsewhere_leans_on_all_that_they_had(tmp_path: Path) -> None:
+    content, versions = text_like(600_000, 3), list[bytes]()
+    for version in range(4):
+        versions.append(content)
+        content = mutated(content, version, edits=60, edit_bytes_max=400)
+
+    def stored(name: str) -> int:
+        with open_store(tmp_path / name, settings=chosen(SMALL, {"delta": {"max_depth": 1}})) as opened:
+            results = [opened.put("k", each) for each in versions]
+            assert [b"".join(opened.get("k", number + 1)) for number in range(4)] == versions
+        return results[-1].ledger.stored_bytes
+
+    with_beside = stored("with")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("nearkin.store.bases.BESIDE_BYTES_MAX", 0)
+        assert with_beside < 0.95 * stored("without")
 
 
 def test_rows_that_leave_their_block_are_refused() -> None:

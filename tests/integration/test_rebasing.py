@@ -143,7 +143,7 @@ GATHERED = settings(
     COLLECTED,
     {
         "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
-        "delta": {"codec": "patch", "max_depth": 3},
+        "delta": {"codec": "patch", "max_depth": 2},
         "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
     },
 )

@@ -178,7 +178,10 @@ class BaseFinder:
             of.similar, of.crowded = relieved(of.similar, of.crowded, _targets(batch), lower, self._helpers)
         if of.crowded is None:
             return None
-        return Reads(lower=of.crowded.asked, depth_below=of.crowded.depth_below, no_deltas=self._no_deltas)
+        bounds = of.crowded.bounds
+        return Reads(
+            lower=of.crowded.asked, depth_below=of.crowded.depth_below, no_deltas=self._no_deltas, bounds=bounds
+        )
 
     def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
         """Return which fresh chunks are still unknown, and locality found no base for them."""

@@ -89,7 +89,8 @@ def relieved(
     And the others, for the level above.
     """
     each = np.arange(len(asked.chunks) + 1, dtype=np.uint32)
-    chosen = try_bases(targets.take(asked.chunks), each, bases, asked.bounds, helpers)
+    theirs = asked.bounds if bases.bounds is None else bases.bounds
+    chosen = try_bases(targets.take(asked.chunks), each, bases, theirs, helpers)
     fits = chosen.found & (chosen.rest <= FULL_REST * GROWTH**asked.level * chosen.alone)
     above = asked.above(~fits)
     if not fits.any():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nearkin.limits import MIB
 from nearkin.parallel import ALONE, Helpers
-from nearkin.records import Bools, Locations, bounds_of
+from nearkin.records import U32, Bools, Locations, bounds_of
 from nearkin.stage import Facts, Neighbours, Reads
 from nearkin_delta.bases import Part, Targets, local_ranks, try_bases
 from nearkin_delta.levels import Crowded, crowded, relieved
@@ -68,7 +68,8 @@ class Near:
             self._open, self._crowded = relieved(self._open, self._crowded, self._targets, facts.lower, self._helpers)
         if self._crowded is not None:
             asked, below = self._crowded.asked, self._crowded.depth_below
-            return Reads(lower=asked, depth_below=below, no_deltas=self._no_deltas)
+            bounds = self._crowded.bounds
+            return Reads(lower=asked, depth_below=below, no_deltas=self._no_deltas, bounds=bounds)
         self.parts += self._open
         self._open = []
         while self._waiting:
@@ -76,20 +77,27 @@ class Near:
             chunks = self._chunks(span)
             if len(chunks):
                 self._span = span
-                return Reads(contents=chunks, depth_below=self._max_depth, no_deltas=self._no_deltas)
+                bounds = self._theirs(span)
+                return Reads(contents=chunks, depth_below=self._max_depth, no_deltas=self._no_deltas, bounds=bounds)
         return None
 
     def _chunks(self, span: slice) -> Locations:
         bounds = self._neighbours.bounds
         return self._neighbours.chunks.take(slice(int(bounds[span.start]), int(bounds[span.stop])))
 
+    def _theirs(self, span: slice) -> U32:
+        """Return the bounds of the old neighbours of each gap of a span among those of the span."""
+        bounds = self._neighbours.bounds[span.start : span.stop + 1]
+        theirs: U32 = bounds - bounds[0]
+        return theirs
+
     def _tried(self, span: slice, facts: Facts) -> Part:
         assert facts.contents is not None
-        both = slice(span.start, span.stop + 1)
-        mine, theirs = self._bounds[both], self._neighbours.bounds[both]
+        mine = self._bounds[span.start : span.stop + 1]
         rows: NDArray[np.intp] = np.arange(mine[0], mine[-1], dtype=np.intp)
         targets, contents = self._targets.take(rows), facts.contents
-        chosen = try_bases(targets, mine - mine[0], contents, theirs - theirs[0], self._helpers)
+        theirs = self._theirs(span) if contents.bounds is None else contents.bounds
+        chosen = try_bases(targets, mine - mine[0], contents, theirs, self._helpers)
         return Part(rows, chosen, contents, local_ranks(len(rows)))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from nearkin import tally
 from nearkin.formats.directory import Directory
 from nearkin.index.pending import PendingIndex
-from nearkin.records import U8, ContainerId, Locations
+from nearkin.records import U8, U32, ContainerId, Locations
 from nearkin.stage import Contents, Facts, Found, FoundBases, Reads
 from nearkin.store.bases import BaseReader
 from nearkin.store.collected import Collected
@@ -138,15 +138,15 @@ class EmbeddedFacts:
         if reads.gaps is not None:
             facts = replace(facts, neighbours=self._neighbourhood.between(reads.gaps))
         if reads.contents is not None:
-            facts = replace(facts, contents=self._contents(reads.contents, reads))
+            facts = replace(facts, contents=self._contents(reads.contents, reads, reads.bounds))
         if reads.similar is not None:
             facts = replace(facts, similar=self._contents(reads.similar, reads))
         if reads.lower is not None:
-            facts = replace(facts, lower=self._contents(reads.lower, reads))
+            facts = replace(facts, lower=self._contents(reads.lower, reads, reads.bounds))
         return facts
 
-    def _contents(self, locations: Locations, reads: Reads) -> Contents:
-        found = self._bases.contents(locations, reads.depth_below, no_deltas=reads.no_deltas)
+    def _contents(self, locations: Locations, reads: Reads, bounds: U32 | None = None) -> Contents:
+        found = self._bases.contents(locations, reads.depth_below, no_deltas=reads.no_deltas, bounds=bounds)
         if self._collected is None:
             return found
         condemned = self._collected.condemned(found.locations)

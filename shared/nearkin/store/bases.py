@@ -1,6 +1,7 @@
 """Reading bases. Invariant: what cannot be read is not available, no error, and all else is.
 
-locations -> those that are there -> in place of what is too deep its ancestor -> bytes, each distinct chunk once
+locations -> those that are there -> in place of what is too deep its ancestor, and what stood beside that
+          -> bytes, each distinct chunk once
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import layout
+from nearkin.kernels.rows import numbered
 from nearkin.limits import DEPTH_MAX
-from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, Pieces, grouped
+from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, Pieces, bounds_of, grouped
 from nearkin.stage import Contents
+from nearkin.store.beside import beside_replaced, group_of_rows
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource
 from nearkin.store.plans import Plan
@@ -20,6 +23,8 @@ from nearkin.store.plans import Plan
 CONTENTS_BYTES_MAX = 32 * 1024 * 1024
 """Of bases read for one batch, at most."""
 
+BESIDE_BYTES_MAX = 64 * 1024
+"""A longer chunk is not read for standing beside one that is: one that a round joined is as long as eight or more."""
 MISSING_MAX = 1 << 16
 _NO_LENGTHS: U32 = np.zeros(0, np.uint32)
 
@@ -33,16 +38,23 @@ class BaseReader:
         self._missing: set[int] = set()
         """Containers that were collected, and that older recipes still name."""
 
-    def contents(self, locations: Locations, depth_below: int | None = None, *, no_deltas: bool = False) -> Contents:
+    def contents(
+        self,
+        locations: Locations,
+        depth_below: int | None = None,
+        *,
+        no_deltas: bool = False,
+        bounds: U32 | None = None,
+    ) -> Contents:
         """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
 
-        With `depth_below` chunks as deep as that are replaced as `Reads` says, and deltas with `no_deltas`. What comes
-        after CONTENTS_BYTES_MAX is not available either.
+        With `depth_below` chunks as deep as that are replaced as `Reads` says, and deltas with `no_deltas`; with
+        `bounds` there may be more of them. What comes after CONTENTS_BYTES_MAX is not available either.
         """
         if self._missing and not (there := self._there(locations)).all():
             return self._some(locations, there, depth_below, no_deltas)
         try:
-            return self._contents(locations, depth_below, no_deltas)
+            return self._contents(locations, depth_below, no_deltas, bounds)
         except (Corrupt, NotFound):
             there = self._there(locations)
             if not there.all():  # garbage that was collected: what is around it is read as ever
@@ -78,25 +90,42 @@ class BaseReader:
             self._missing.add(container)
             return _NO_LENGTHS
 
-    def _contents(self, locations: Locations, depth_below: int | None, no_deltas: bool) -> Contents:
+    def _contents(
+        self, locations: Locations, depth_below: int | None, no_deltas: bool, bounds: U32 | None = None
+    ) -> Contents:
         plan = self._reader.plan(locations)
         if depth_below is not None:
             plan = self._replaced(plan, depth_below, no_deltas)
+            if bounds is not None:
+                plan, bounds = self._with_beside(locations, plan, depth_below, no_deltas, bounds)
         distinct, which = _distinct(plan.locations)
         kept = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
         pieces = self._reader.lent(plan.take(distinct[kept]))
         pieces = Pieces.placed(len(distinct), [(np.flatnonzero(kept), pieces)])
-        return Contents(plan.locations, pieces.take(which), plan.depths, kept[which])
+        return Contents(plan.locations, pieces.take(which), plan.depths, kept[which], bounds)
+
+    def _with_beside(
+        self, asked: Locations, plan: Plan, depth_below: int, no_deltas: bool, bounds: U32
+    ) -> tuple[Plan, U32]:
+        """Return `plan` with what stood beside the ancestors in it, each group's behind its others; and the bounds."""
+        beside, groups = beside_replaced(asked, plan.locations, bounds)
+        there = np.flatnonzero(self._there(beside))
+        more = self._reader.plan(beside.take(there))
+        near = (more.lengths <= BESIDE_BYTES_MAX) & _in_blocks_of(plan, more)
+        fit = np.flatnonzero(near & ~_unfit(more, depth_below, no_deltas))
+        if not len(fit):
+            return plan, bounds
+        of = np.concatenate([group_of_rows(bounds), groups[there[fit]]])
+        more = more.take(fit)
+        both = Plan(Locations.join([plan.locations, more.locations]), np.concatenate([plan.rows, more.rows]))
+        return both.take(np.argsort(of, kind="stable")), bounds_of(np.bincount(of, minlength=len(bounds) - 1))
 
     def _replaced(self, plan: Plan, depth_below: int, no_deltas: bool) -> Plan:
         """Return the plan of the first ancestor of each row that is less deep than `depth_below`, and no delta."""
         containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
         replaced = Plan(Locations(containers, ordinals), plan.rows)
         for _ in range(DEPTH_MAX + 1):
-            unfit = replaced.depths >= depth_below
-            if no_deltas:
-                unfit |= replaced.kinds == layout.XDELTA3
-            deep = np.flatnonzero(unfit)
+            deep = np.flatnonzero(_unfit(replaced, depth_below, no_deltas))
             if not len(deep):
                 return replaced
             below = self._reader.plan(replaced.bases.take(deep))
@@ -119,6 +148,21 @@ class BaseReader:
             found.containers[rows], found.ordinals[rows] = part.locations.containers, part.locations.ordinals
             parts.append((rows, part.pieces))
         return Contents(found, Pieces.placed(count, parts), depths, available)
+
+
+def _unfit(plan: Plan, depth_below: int, no_deltas: bool) -> Bools:
+    """Return which chunks are no bases: they lie too deep, or are deltas where that matters."""
+    unfit: Bools = plan.depths >= depth_below
+    if no_deltas:
+        unfit |= plan.kinds == layout.XDELTA3
+    return unfit
+
+
+def _in_blocks_of(plan: Plan, more: Plan) -> Bools:
+    """Return which rows of `more` lie in blocks that are read for `plan` anyway."""
+    containers = np.concatenate([plan.locations.containers, more.locations.containers])
+    names = numbered(containers)[0].astype(np.int64) << 32 | np.concatenate([plan.blocks, more.blocks])
+    return np.isin(names[len(plan) :], names[: len(plan)])
 
 
 def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:

@@ -21,6 +21,8 @@ from nearkin.stage import Anchor, Gaps, Neighbours
 from nearkin.store.containers import ByteBoundedCache, ContainerSource
 
 ROWS_CACHE_BYTES = 8 * 1024 * 1024
+BEHIND = 2
+"""Rows before the one at which a gap goes on from the one before it: the old version may have had fewer until there."""
 NOWHERE = -1
 Rows = NDArray[np.int64]
 Directories = dict[int, Directory]
@@ -52,7 +54,7 @@ class Neighbourhood:
         """By container, its chunks and the rows of its recipes: it has fewer of these once it was written anew."""
 
     def between(self, gaps: Gaps) -> Neighbours:
-        """Return for each gap the stored chunks that lay there: 2 n + 4 at most where n chunks are fresh."""
+        """Return for each gap the stored chunks that lay there: 2 n + 6 at most where n chunks are fresh."""
         count, fresh = len(gaps), gaps.fresh.astype(np.int64)
         read: Directories = {}
         left = self._places(gaps.left_kinds, gaps.left, read, after=True)
@@ -65,7 +67,9 @@ class Neighbourhood:
         back = right.known & ~whole
         # Both sides where they come from different surroundings; where only one is known, all that it may be.
         back_from = np.maximum(0, right.rows - np.where(left.known, more, fresh + more))
-        starts = np.concatenate([np.where(left.known, left.rows, 0), np.where(back, back_from, 0)])
+        drifts = (gaps.left_kinds == Anchor.CONTINUED) | (gaps.left_kinds == Anchor.ROW)
+        from_row = np.maximum(0, left.rows - np.where(drifts, BEHIND, 0))
+        starts = np.concatenate([np.where(left.known, from_row, 0), np.where(back, back_from, 0)])
         stops = np.concatenate([np.where(left.known, ahead_until, 0), np.where(back, right.rows, 0)])
         found, of = _chunks(read, np.concatenate([left.containers, right.containers]), starts, stops)
         of %= count or 1
