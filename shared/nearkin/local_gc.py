@@ -77,8 +77,11 @@ class LocalGc:
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
             apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
             turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
-            with self._ledger() as ledger:
-                report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
+            try:
+                with self._ledger() as ledger:
+                    report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
+            finally:
+                apart.forget_read()  # else 100 MB wait for the garbage collector
             report = replace(report, freed_bytes=report.freed_bytes + erased_bytes)
             return self._with_retention(report, dry_run=False)
         finally:

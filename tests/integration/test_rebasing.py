@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from nearkin import local_gc, open_store
 from nearkin.api import Store
 from nearkin.errors import Corrupt
 from nearkin.formats import layout
-from nearkin.store.containers import ContainerStore
+from nearkin.store.containers import CACHE_BYTES, ContainerStore
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED
 from nearkin.testing.generated import mutated, text_like
@@ -118,8 +119,7 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
 
 
 def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(underway, "PLACE_CHUNKS", 8)
-    monkeypatch.setattr(underway, "SPAN_PLACES", 2)
+    monkeypatch.setattr(underway, "PLACE_CHUNKS", 16)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
     with aged(tmp_path / "s", clock, large) as store:
         before = {c: len(store._containers.directory(c).blocks) for c, _ in store._containers.ids()}
@@ -132,6 +132,21 @@ def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path,
                 patches += int(number >= before[container])
                 assert number < before[container] or rows[-1] - rows[0] < 32
         assert patches > len(KEPT)
+
+
+def test_what_a_round_had_at_hand_goes_with_it_not_with_the_garbage_collector(tmp_path, clock):
+    def held_bytes() -> float:
+        return sum(CACHE_BYTES.values().values())
+
+    with aged(tmp_path / "s", clock) as store:
+        gc.collect()
+        gc.disable()
+        try:
+            before_bytes = held_bytes()
+            assert store.gc().containers_rewritten
+            assert held_bytes() <= before_bytes
+        finally:
+            gc.enable()
 
 
 def reach_of(store: Store) -> Reach:
