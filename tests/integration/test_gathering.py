@@ -262,6 +262,20 @@ def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_pat
         check(store, range(1, versions + 1))
 
 
+@pytest.mark.parametrize(("block_bytes", "takes"), [(1 << 20, 0), (1 << 18, 1)])
+def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_path, clock, block_bytes, takes):
+    """In parts it takes more than is gained, and what it was to take in would be left as it was."""
+    whole = settings(GATHERED, {"block": {"raw_bytes": "8MiB"}})
+    with open_store(tmp_path / "large", settings=whole, clock=clock) as store:
+        put(store, range(1, 8))
+        ids = sorted(container for container, _ in store._containers.ids())
+        (raw_bytes,) = store._containers.of(None).directory(ids[0]).blocks.raw.tolist()
+        assert 1 << 18 < raw_bytes < 1 << 20
+        found = to_gather(reach_of(store), ids, [], Bounds(3, block_bytes, 1 << 16, 1 << 16, 2))
+        assert found is not None
+        assert min(number for number, one in enumerate(ids) if found.taking(one)) == takes
+
+
 def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_path, clock):
     chosen = settings(GATHERED, {"gc": {"gather_versions": 8}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock) as store:

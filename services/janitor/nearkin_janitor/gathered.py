@@ -32,8 +32,9 @@ from nearkin_janitor.recoder import Part, Recoded, Recoder
 from nearkin_janitor.settled import referring
 from nearkin_janitor.tenants import Tenants
 
-STRETCH_BLOCKS = 2
-"""A stretch of raw chunks is as long as so many blocks of patches."""
+STRETCH_SHARE = 8
+"""A stretch of raw chunks is such a share of what a block holds at most: about so many versions of it fit."""
+STRETCH_BYTES_MIN = 64 * KIB
 JOINED_BYTES_MAX = 256 * KIB
 """Chunks are joined to one of as many bytes at most, or as a block of patches holds: as long as a chunk may be."""
 PREFIX_BASES_MAX = 4096
@@ -83,8 +84,8 @@ class Gatherer:
         """
         if not self.recode.gathers:
             return None
-        delta_bytes = self.recode.delta_bytes
-        stretch_bytes, joined_bytes = STRETCH_BLOCKS * delta_bytes, min(delta_bytes, JOINED_BYTES_MAX)
+        stretch_bytes = max(block_bytes // STRETCH_SHARE, STRETCH_BYTES_MIN)
+        joined_bytes = min(self.recode.delta_bytes, JOINED_BYTES_MAX)
         bounds = Bounds(self.recode.depth_max, block_bytes, stretch_bytes, joined_bytes, versions_min)
         return to_gather(reach, ids, young, bounds)
 

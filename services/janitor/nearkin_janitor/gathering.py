@@ -298,8 +298,8 @@ class _Planner:
         part[settled[chunks.blocks] | (blocks.depths[chunks.blocks] > 0)] = 0
         distinct, which = np.unique(chunks.blocks.astype(np.int64) << 32 | part, return_inverse=True)
         held = np.bincount(which, lengths, len(distinct)).astype(np.int64)
-        if not gives:
-            held[:] = self._bounds.block_bytes  # full
+        whole = 2 * blocks.raw[distinct >> 32].astype(np.int64) > 3 * self._bounds.block_bytes  # worth more than parts
+        held[whole | (not gives)] = self._bounds.block_bytes  # full
         first = len(self._all)
         self._all.add(directory.container, held, blocks.depths[distinct >> 32])
         own: I32 = (first + which).astype(np.int32)
