@@ -141,7 +141,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "container": {"target_bytes": 24 * MIB},
         "restore": {"cache_bytes": 160 * MIB},
         "runner": {"batch_bytes": 8 * MIB},
-        "gc": {"gather_bytes": 16 * MIB, "gather_versions": 8},
+        "gc": {"gather_bytes": 8 * MIB, "gather_versions": 8},
     },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {
