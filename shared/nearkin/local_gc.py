@@ -74,7 +74,6 @@ class LocalGc:
                 failpoint("gc.begun")
                 erased_bytes = sweep_erased(self.condemned.objects, index)
             self._check_no_manifest_is_lost()
-            self._let_go()  # not 160 MB of blocks of puts beside those of the round
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
             apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
             turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
@@ -87,11 +86,8 @@ class LocalGc:
             return self._with_retention(report, dry_run=False)
         finally:
             rounds.release()
-            self._let_go()  # no later put may lean on what has gone
-
-    def _let_go(self) -> None:
-        self.containers.forget_read()
-        self.containers.buffers.let_go()
+            self.containers.forget_read()  # no later put may lean on what has gone
+            self.containers.buffers.let_go()
 
     def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
         """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""

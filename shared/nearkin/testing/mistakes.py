@@ -287,7 +287,6 @@ def spared_leans_on_nothing() -> None:
 def read_is_kept() -> None:
     """Puts of the process that does a round keep what they have read of a container that goes."""
     _patch(nearkin.local_gc.LocalTurns, "written", lambda *_: None)
-    _patch(nearkin.local_gc.LocalGc, "_let_go", lambda _: None)
     _patch(ContainerStore, "_is_now", lambda self, *noted: self._generations.update([noted]))
 
 
