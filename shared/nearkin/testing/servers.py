@@ -40,7 +40,9 @@ class Redis(Server):
         """Return the server itself."""
         return [
             *(programs.redis_server(), "--port", str(self.port), "--bind", LOOPBACK, "--dir", str(self.folder)),
-            *("--daemonize", "no", "--save", "", "--appendonly", "yes", "--maxmemory-policy", "noeviction"),
+            *("--daemonize", "no", "--save", "", "--maxmemory-policy", "noeviction"),
+            # `everysec` holds writes back in its memory while an fsync is under way; `no` writes before each answer.
+            *("--appendonly", "yes", "--appendfsync", "no"),
         ]
 
     def ready(self) -> bool:

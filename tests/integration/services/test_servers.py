@@ -93,6 +93,24 @@ def test_kafka_killed_and_started_again_has_what_it_acknowledged(tmp_path: Path,
         assert consume(server.bootstrap, "kept", 1000)[-1] == b"999"
 
 
+SLOW_FSYNC = """
+#include <unistd.h>
+int fsync(int fd) { (void)fd; return usleep(300000); }
+int fdatasync(int fd) { (void)fd; return usleep(300000); }
+"""
+
+
+@pytest.fixture(params=["disk", "slow disk"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk as it is, or one whose fsync takes 300 ms: what a Redis under load writes to."""
+    if request.param == "slow disk":
+        library = tmp_path / "slow_fsync.so"
+        compile_ = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+        subprocess.run(compile_, input=SLOW_FSYNC, text=True, check=True)
+        monkeypatch.setenv("LD_PRELOAD", str(library))
+
+
+@pytest.mark.usefixtures("disk")
 def test_redis_killed_and_started_again_has_what_it_answered(tmp_path: Path, need: Any) -> None:
     with need(lambda: Redis(tmp_path / "redis")) as server:
         with RedisClient.from_url(server.url) as client:
