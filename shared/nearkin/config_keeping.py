@@ -241,6 +241,9 @@ class GcSettings:
     gather_versions: Annotated[int, Between(2, 65_536)] = 12
     """From so many versions on that are kept and lean on one stretch (a large one of several containers counts as
     several): where fewer are kept, gathering costs more than it saves (docs/decisions/0033)."""
+    recompress_level: Annotated[int, Between(0, 19)] = 9
+    """zstd's level at which a round writes again, once, what a put wrote fast: blocks that lean on nothing, where
+    `block.level` is lower; 0: never. Twelve dumps take a fifth less, botocore a seventh (docs/decisions/0036)."""
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400

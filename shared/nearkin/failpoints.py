@@ -90,6 +90,8 @@ STORE_POINTS: Final = MappingProxyType(
         "rebase.done": "all that were to be are written anew",
         # gathering (nearkin_janitor.collect): beside compaction's steps
         "gather.container": "a container holds what it took in, or refers to what others did",
+        # compressing further (nearkin_janitor.collect): beside compaction's steps
+        "recompress.container": "a container holds the same in fewer bytes",
         # compaction (nearkin_janitor.collect)
         "compact.made": "a new generation is made, nothing of it written",
         "compact.put": "it is durable, beside the older one",

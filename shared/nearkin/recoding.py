@@ -27,7 +27,10 @@ class BlockRecoder:
         from nearkin_delta.blocks import BlockEncoder
 
         self._settings = settings
-        self._encoder = BlockEncoder(settings.block, settings.delta)
+        put, again = settings.block.level, settings.gc.recompress_level
+        self._raw_level = again if again > put else 0
+        """At which blocks are written that lean on nothing; 0: as a put writes them."""
+        self._encoder = BlockEncoder(settings.block, settings.delta, raw_level=self._raw_level)
         self._room = Buffers().take
 
     @property
@@ -57,7 +60,17 @@ class BlockRecoder:
         """
         from nearkin_delta.gathered import encode_gathered
 
-        return encode_gathered(payload, base_payload if len(bases) else None, depth, self._settings.block)
+        level = max(self._settings.block.level, self._raw_level)
+        return encode_gathered(payload, base_payload if len(bases) else None, depth, level)
+
+    @property
+    def recompresses(self) -> bool:
+        """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
+        return self._raw_level > 0
+
+    def recompressed(self, decoded: U8) -> EncodedBlock:
+        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
+        return self._encoder.raw(decoded)
 
     def fresh(self) -> FreshBlocks:
         """Return what encodes chunks as if they were put now."""

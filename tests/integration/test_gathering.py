@@ -254,7 +254,7 @@ def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, 
 @pytest.mark.parametrize("versions", [10, 12])
 def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_path, clock, versions):
     """Eleven lean on the first one: twelve versions are there."""
-    chosen = settings(GATHERED, {"gc": {"gather_versions": 11}})
+    chosen = settings(GATHERED, {"gc": {"gather_versions": 11, "recompress_level": 0}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock) as store:
         put(store, range(1, versions + 1))
         told = store.gc()

@@ -14,7 +14,7 @@ from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import U8
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin_delta import searches as module
-from nearkin_delta.searches import Searches
+from nearkin_delta.searches import Searches, of_rounds
 
 OPTIONS: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
 KEYS = [random_bytes(40, seed) for seed in range(40_000)]
@@ -129,3 +129,30 @@ def test_at_other_levels_every_block_is_written_at_the_level_that_was_asked_for(
     encoder, searches = FrameEncoder(options), Searches(options, far=False)
     raw = noise(module.SAMPLED_BYTES_MIN)
     assert {len(searches.encode(raw, encoder).payload) for _ in range(3)} == {len(encoder.encode(raw))}
+
+
+@pytest.mark.parametrize(("level", "size_bytes", "least"), [(9, 3 << 20, 6), (9, (3 << 20) - 1, 0), (5, 3 << 20, 0)])
+def test_large_blocks_at_lazy_levels_pass_over_matches_of_5_bytes(level: int, size_bytes: int, least: int) -> None:
+    """Whether a put writes them at such a level or a round does."""
+    raw = scattered(3)[:size_bytes]
+    options = {**OPTIONS, CompressionParameter.compression_level: level}
+    seen = {**options, CompressionParameter.window_log: 22, CompressionParameter.min_match: least}
+    encoder = FrameEncoder(options)
+    wanted = bytes(encoder.encode(raw, None, seen))
+    assert wanted != bytes(encoder.encode(raw, None, {**seen, CompressionParameter.min_match: 6 - least}))
+    assert bytes(Searches(options, far=False).encode(raw, encoder).payload) == wanted
+    assert bytes(encoder.encode(raw, None, of_rounds(level, len(raw)))) == wanted
+
+
+def test_the_archive_tries_longer_matches_beside_its_own() -> None:
+    """Of 3 MB of words some bytes long, apart from one another, matches of 5 bytes hide what is there."""
+    options = {**OPTIONS, CompressionParameter.compression_level: 9}
+    encoder = CountingEncoder(options)
+    raw = as_array(text_like(3_200_000, 5))
+    more = {CompressionParameter.search_log: 6, CompressionParameter.hash_log: 23}
+    ways = [{**options, **module.LONG, **more, CompressionParameter.min_match: least} for least in (0, 6)]
+    alone = [len(encoder.encode(raw, None, way)) for way in ways]
+    assert alone[0] != alone[1]
+    encoder.frames = 0
+    assert Searches(options, far=True).encode(raw, encoder).stored_bytes == min(alone)
+    assert encoder.frames == 2

@@ -29,7 +29,7 @@ from nearkin.kernels.rows import rows_to_fill
 from nearkin.limits import KIB, MIB
 from nearkin.records import U8, U32, U64, ContainerId, Locations, offsets_of
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
-from nearkin_delta.searches import Searches, deeper, log_of
+from nearkin_delta.searches import Searches, deeper, log_of, of_rounds
 
 PREFIX_BYTES_MAX = 2 * MIB
 """A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
@@ -224,9 +224,10 @@ class BlockEncoder:
         room: Callable[[int], U8] | None = None,
         *,
         keep: bool = False,
+        raw_level: int = 0,
     ) -> None:
         """`room`: memory for frames, None: malloc's; and, to `keep`, for what each block decodes to, where the block's
-        own memory is too large for that.
+        own memory is too large for that. `raw_level`: a round's, for blocks that lean on nothing; 0: as a put.
         """
         self._level, self._far = block.level, block.far_matches
         options: dict[int, int] = {
@@ -235,6 +236,7 @@ class BlockEncoder:
         }
         self._encoder = FrameEncoder(options, None if room is None else Slabs(room).cut)
         self._searches = Searches(options, block.far_matches)
+        self._raw_level = raw_level
         self._encode_deltas = xdelta3_encoder(delta.level)
         self._keep_in = room if keep else None
 
@@ -253,12 +255,18 @@ class BlockEncoder:
         decoded[:] = open_block.bytes_so_far
         return closed.with_decoded(decoded)
 
+    def raw(self, chunks: U8) -> EncodedBlock:
+        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
+        if self._raw_level:
+            return encode_block(chunks, layout.RAW, 0, self._encoder, of_rounds(self._raw_level, len(chunks)))
+        return self._searches.encode(chunks, self._encoder)
+
     def _smallest(self, open_block: OpenBlock) -> ClosedBlock:
         raw, none = open_block.bytes_so_far, Locations.empty()
         if open_block.kind != layout.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
             kind = layout.RAW if open_block.kind == layout.PATCH else open_block.kind
             if kind == layout.RAW:
-                return ClosedBlock(self._searches.encode(raw, self._encoder), len(raw), none)
+                return ClosedBlock(self.raw(raw), len(raw), none)
             return ClosedBlock(encode_block(raw, kind, open_block.depth, self._encoder), len(raw), none)
         patch = encode_patch(raw, open_block.prefix, open_block.depth, self._encoder, self._options(open_block))
         found = ClosedBlock(patch, len(raw), open_block.prefix_bases)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from backports.zstd import CompressionParameter
 
-from nearkin.config_reduction import BlockSettings
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin.kernels.frames import FrameEncoder
@@ -15,16 +14,17 @@ from nearkin.records import U8
 from nearkin_delta.searches import log_of
 
 LEVEL_MIN = 5
+"""Whatever the settings say: of many versions a shallow search finds little."""
 TABLE_LOG_MAX = 22
 """Tables of as many entries as a block has bytes, up to 4 million: 16 MiB each."""
 
 
-def encode_gathered(raw: U8, prefix: U8 | None, depth: int, settings: BlockSettings) -> EncodedBlock:
+def encode_gathered(raw: U8, prefix: U8 | None, depth: int, level: int) -> EncodedBlock:
     """Return a block, a patch of `prefix` where there is one. Raises Corrupt where it does not decode again."""
     reach = len(raw) + (0 if prefix is None else len(prefix))
     log = log_of(reach)
     options: dict[int, int] = {
-        CompressionParameter.compression_level: max(settings.level, LEVEL_MIN),
+        CompressionParameter.compression_level: max(level, LEVEL_MIN),
         CompressionParameter.content_size_flag: 1,
         CompressionParameter.window_log: log,
         CompressionParameter.hash_log: min(log, TABLE_LOG_MAX),

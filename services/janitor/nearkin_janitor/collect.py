@@ -5,7 +5,8 @@
     4 what leans on what an earlier round condemned and is due: a new generation that leans on what lives
     5 what an earlier round condemned, is due and nothing leans on: index, then container, or a new generation of it
     6 by `gc.gather_bytes`, what newer versions changed of a stretch, over and over: into its block (gathering.py)
-    7 what else is unreached: index, then record
+    7 by `gc.recompress_level`, what puts compressed in a hurry: by a deeper search, once (recompressing.py)
+    8 what else is unreached: index, then record
 
 Between the index forgetting what is condemned and its going lies `gc.grace_seconds`: who was told of it before has
 committed by then, and the mark of that round sees the version. docs/decisions/0015-garbage-collection.md.
@@ -190,10 +191,12 @@ class Collector:
             raise sums.no_room
         if self._gather_bytes and sums.no_room is None:
             writing.gather(reach, young, self._gather_bytes, self._gather_versions)  # 6
+        if sums.no_room is None:
+            writing.recompress(young)  # 7
         since.look()
         plan = to_condemn(reach, ids, self._compact_below)
         failpoint("gc.condemned-planned")
-        record = self._condemn(plan, ids, record, before, since, sums)  # 7
+        record = self._condemn(plan, ids, record, before, since, sums)  # 8
         if dry_run:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
             others = Reach(self._containers, self._manifests, undeletable, young, listed=generations)

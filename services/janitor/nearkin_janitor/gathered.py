@@ -40,6 +40,9 @@ JOINED_BYTES_MAX = 256 * KIB
 PREFIX_BASES_MAX = 4096
 PREFIX_SHARE_MAX = 2
 """What a block leans on is at most so many times as much as a block holds."""
+SHALLOW_SHARE = 0.1
+"""What is taken in may take so much more than it did. It lies less deep, and what leans on it tells less again: with
+roots that are compressed further, 16 dumps gained nothing at once, and 2.6 of 38 MB all in all."""
 REFERENCE_BYTES = 64
 """What a block of references takes about, besides its payload: its header, and its rows in the directory's tables."""
 
@@ -137,21 +140,21 @@ class CarryingOut:
             self._grown[stretch] = Locations(here, rows.astype(np.uint32))
 
     def _is_worth(self, directory: Directory, made: Made) -> bool:
-        """Return whether what is taken in takes less from then on."""
-        gained = float(directory.container_bytes - len(made.data))
+        """Return whether what is taken in takes less from then on, or little more: it lies less deep."""
+        gained, taken = float(directory.container_bytes - len(made.data)), 0.0
         for source, references in made.references.items():
             shares = bytes_of_chunks(self._containers.directory(ContainerId(source)))
             for reference in references:
-                gained += float(np.maximum(shares[reference.rows] - NAME_AND_ROW_BYTES, 0).sum())
+                taken += float(np.maximum(shares[reference.rows] - NAME_AND_ROW_BYTES, 0).sum())
                 gained -= len(reference.recoded.block.payload) + REFERENCE_BYTES
-        return gained >= 0
+        return gained + taken >= -SHALLOW_SHARE * taken
 
     def _anew(
         self, directory: Directory, references: list[Reference], taking: list[int], fingerprinter: Fingerprinter
     ) -> Made | None:
         """Return the next generation, None: nothing is another."""
         old, container = directory.chunks, directory.container
-        new, made = NewGeneration(self._containers, directory, old.there), Made(b"", {}, {})
+        new, made = NewGeneration(self._containers, directory, old.there, self._recode), Made(b"", {}, {})
         laid = np.zeros(len(old), np.bool_)
         for reference in references:
             self._lay_reference(new, reference)

@@ -13,24 +13,33 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, decode_block
 from nearkin.formats.container import copied_block, decode_container, encode_container
 from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin_janitor.recoder import Recoded
+from nearkin_janitor.recoder import Recoded, Recoder
 from nearkin_janitor.tenants import Tenants
+
+INCOMPRESSIBLE = 0.95
+"""A block that a quick search brings to no less than this share is packed already: a deep one finds no more."""
 
 
 class NewGeneration:
     """The rows of the new generation while they are filled in."""
 
-    def __init__(self, containers: ContainerStore, directory: Directory, kept: Bools) -> None:
-        """`kept` bool[n]: the chunks that stay; the others' rows will be of zeros."""
+    def __init__(self, containers: ContainerStore, directory: Directory, kept: Bools, recode: Recoder) -> None:
+        """`kept` bool[n]: the chunks that stay; the others' rows will be of zeros.
+
+        `recode` compresses again, once, what a put compressed.
+        """
         count = len(directory.chunks)
         self._containers = containers
         self._directory = directory
+        first = containers.generation(directory.container) == 0
+        self._recompressed = recode.recompressed if first and recode.recompresses else None
         self._blocks: list[EncodedBlock | None] = []
         self._prefixes: list[Locations] = []
         self._names = np.where(kept[:, None], directory.chunks.names, np.uint8(0))
@@ -52,13 +61,17 @@ class NewGeneration:
         return self._next
 
     def copy(self, number: int, depth: int | None = None) -> None:
-        """Take a block as it is, at another `depth` where its bases lie less deep. Raises Corrupt where its checksum
-        disagrees.
+        """Take a block as it is, or compressed again; at another `depth` where its bases lie less deep.
+
+        Raises Corrupt where its checksum disagrees.
         """
         directory = self._directory
         record = self._containers.record(directory.container, number)
-        decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
+        decoded = decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
         block = copied_block(directory, number, record)
+        if self._recompressed is not None and may_come_smaller(directory)[number]:
+            again = self._recompressed(decoded)
+            block = again if again.stored_bytes < block.stored_bytes else block
         self._put(number, block if depth is None else replace(block, depth=depth), directory.prefixes.of(number))
         rows = np.flatnonzero(directory.chunks.there & (directory.chunks.blocks == number))
         self.keep_bases(rows)
@@ -131,6 +144,13 @@ class NewGeneration:
         )
         segments = _segments(directory.segments, dropped_segments)
         return encode_generation(directory, self._blocks, self._prefixes, chunks, segments, "written anew")
+
+
+def may_come_smaller(directory: Directory) -> Bools:
+    """Return which blocks a deeper search may make smaller: they lean on nothing, and compress."""
+    blocks = directory.blocks
+    raw: Bools = (blocks.raw > 0) & (blocks.kinds == layout.RAW) & (blocks.codecs == layout.ZSTD)
+    return raw & (blocks.stored < blocks.raw * INCOMPRESSIBLE)
 
 
 def encode_generation(

@@ -98,5 +98,12 @@ class Recoder(Protocol):
         Raises Corrupt where it does not decode again.
         """
 
+    @property
+    def recompresses(self) -> bool:
+        """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
+
+    def recompressed(self, decoded: U8) -> EncodedBlock:
+        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
+
     def __call__(self, part: Part) -> Recoded:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""

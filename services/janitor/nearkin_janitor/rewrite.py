@@ -22,6 +22,7 @@ from nearkin_janitor.laying import Laying
 from nearkin_janitor.plan import Drop
 from nearkin_janitor.rebasing import SideBySide
 from nearkin_janitor.recoder import Recoder
+from nearkin_janitor.recompressing import Recompressor
 from nearkin_janitor.tenants import Tenants
 from nearkin_janitor.underway import Rebasing
 
@@ -40,6 +41,8 @@ class Rewriter:
         self._laying = Laying(self._containers, verified, recode)
         self.gatherer = Gatherer(self._containers, tenants, verified, recode)
         """Makes the generations that hold what was gathered."""
+        self.recompressor = Recompressor(self._containers, recode)
+        """Makes the generations that hold the same in fewer bytes."""
 
     def over(self, containers: ContainerStore) -> Rewriter:
         """Return what does the same for the containers of another store, such as one that is a preview's."""
@@ -53,7 +56,8 @@ class Rewriter:
         directory = self._containers.directory(container)
         kept = directory.chunks.there.copy()
         kept[drop.chunks] = False
-        new, joined = NewGeneration(self._containers, directory, kept), self._laying.joined(directory, kept)
+        new = NewGeneration(self._containers, directory, kept, self._recode)
+        joined = self._laying.joined(directory, kept)
         self._laying.rest(new, directory, kept, joined)
         self._laying.raw(new, directory, np.flatnonzero(kept & joined[directory.chunks.blocks]))
         return new.encoded(drop.segments)

@@ -103,7 +103,7 @@ class Underway:
         self._kept = chunks.there.copy()
         self._kept[drop.chunks] = False
         self._drop = drop
-        self._new = NewGeneration(means.containers, directory, self._kept)
+        self._new = NewGeneration(means.containers, directory, self._kept, means.recode)
         self._reader = ChunkReader(means.containers)
         self._blocks = means.recode.fresh()
         self._depths = means.rebasing.heirs.depths(directory.container)

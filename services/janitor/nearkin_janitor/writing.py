@@ -5,6 +5,7 @@ Each effect is a turn that first looks what came since.
 rebase   what leans on what an earlier round condemned: on what lives, the oldest first
 sweep    what is due and nothing leans on: gone, or written anew without it, the newest first
 gather   what newer versions changed of a stretch: into its block, the oldest first (gathering.py)
+recompress   what puts compressed in a hurry: by a deeper search, once (recompressing.py)
 """
 
 from __future__ import annotations
@@ -223,3 +224,22 @@ class Writing:
                 anew.written(container)
                 failpoint("gather.container")
         reach.follow_references()
+
+    # --- 7: what puts compressed in a hurry --------------------------------------------------------------------------
+
+    def recompress(self, young: Collection[int]) -> None:
+        """Write containers anew whose blocks come smaller by a deeper search, the oldest first; once each."""
+        recompressor = self.rewriter.recompressor
+        for container in self.counted(recompressor.chosen(self.ids, young), "containers compressed further"):
+            self.go_on()
+            make, stays = partial(recompressor.data, container), partial(self.since.stays_as_it_is, container)
+            try:
+                replaced = self.replacing.replace(container, self.ids[container], make, stays, self.since)
+            except NoRoom as err:
+                _log.warning("%s: no more is compressed further in this round", err)
+                break
+            except Corrupt as err:
+                _log.warning("%s: it is not compressed further", err)
+                continue
+            if self._noted(container, replaced):
+                failpoint("recompress.container")

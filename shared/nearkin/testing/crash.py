@@ -71,6 +71,7 @@ GROUPS: Mapping[str, str] = {
     "compact": "gc",
     "rebase": "gc",
     "gather": "gc",
+    "recompress": "gc",
     "ledger": "gc",
     "commit": "put",
     "undelete": "delete",

@@ -1,0 +1,223 @@
+"""Rounds compress again, once, what puts compressed in a hurry; nothing else of it changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.errors import ConfigError
+from nearkin.failpoints import POINTS
+from nearkin.formats import layout
+from nearkin.formats.directory import Directory
+from nearkin.recoding import BlockRecoder
+from nearkin.testing.clock import DAY
+from nearkin.testing.collecting import COLLECTED, collected
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import ENCRYPTED, containers, flip, process, settings, stored_bytes
+from nearkin_janitor import recompressing
+from nearkin_janitor.recompressing import Recompressor
+
+LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"gather_bytes": 0}}
+CHOSEN = settings(COLLECTED, LARGER)
+FIRST = text_like(4_000_000, 1)
+SECOND = mutated(FIRST, 2, edits=100)
+
+
+def put(store: Store) -> None:
+    store.put("k", FIRST)
+    store.put("k", SECOND)
+
+
+def check(store: Store) -> None:
+    assert store.verify().damage == ()
+    assert store.get("k", 1).read() == FIRST
+    assert store.get("k", 2).read() == SECOND
+    assert store.get("k", 2, start=1_500_000, stop=1_600_000).read() == SECOND[1_500_000:1_600_000]
+
+
+def directories(store: Store) -> dict[int, Directory]:
+    """Return the directory of every container, as it lies on the disk."""
+    found = store._containers.of(None)
+    found.forget_read()
+    return {container: found.directory(container) for container, _ in found.ids()}
+
+
+def generations(store: Store) -> list[int]:
+    return [max(there) for there in store._containers.generations().values()]
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    with open_store(tmp_path / "r", settings=CHOSEN, clock=clock) as opened:
+        yield opened
+
+
+def test_a_round_makes_raw_blocks_smaller_and_changes_nothing_else(store, clock):
+    put(store)
+    before_bytes, before = stored_bytes(store.root), directories(store)
+    told, report = store.gc(dry_run=True), store.gc()
+    assert told.freed_bytes == report.freed_bytes == before_bytes - stored_bytes(store.root) > before_bytes // 20
+    assert told.containers_rewritten == report.containers_rewritten > 0
+    for container, now in directories(store).items():
+        old = before[container]
+        for field in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):
+            assert np.array_equal(getattr(now.chunks, field), getattr(old.chunks, field)), field
+        assert np.array_equal(now.chunks.bases.ordinals, old.chunks.bases.ordinals)
+        assert np.array_equal(now.segments.bounds, old.segments.bounds)
+        raw = old.blocks.kinds == layout.RAW
+        assert np.array_equal(now.blocks.raw, old.blocks.raw)
+        assert np.array_equal(now.blocks.stored[~raw], old.blocks.stored[~raw])
+        assert np.all(now.blocks.stored[raw] <= old.blocks.stored[raw])
+    check(store)
+    assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
+    clock.now += DAY
+    assert store.gc().containers_rewritten == 0  # once
+
+
+def test_the_index_is_made_again_and_puts_go_on(store):
+    put(store)
+    store.gc()
+    assert store.rebuild_index().skipped == ()
+    check(store)
+    assert store.put("again", SECOND).ledger.unique_bytes == 0
+    third = mutated(SECOND, 3, edits=50)
+    assert store.put("k", third).ledger.stored_bytes < len(third) // 20  # it finds its bases
+    assert store.get("k", 3).read() == third
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"gc": {"recompress_level": 0}}, {"gc": {"recompress_level": 3}}, {"block": {"level": 9}}],
+    ids=["never", "no more than a put", "as a put"],
+)
+def test_what_would_come_no_smaller_is_left_as_it_is(tmp_path, clock, chosen):
+    with open_store(tmp_path / "off", settings=settings(CHOSEN, chosen), clock=clock) as store:
+        put(store)
+        assert store.gc().containers_rewritten == 0
+
+
+def test_a_level_that_zstd_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r'gc\.recompress_level "23": want 0 to 19'):
+        settings(CHOSEN, {"gc": {"recompress_level": 23}})
+
+
+def test_random_bytes_and_what_mostly_leans_on_others_are_left_as_they_are(store, clock):
+    put(store)
+    store.gc()
+    store.put("random", random_bytes(2_000_000, 7))
+    store.put("k", mutated(SECOND, 4, edits=400))
+    assert store.gc().containers_rewritten == 0
+    assert sorted(generations(store), reverse=True)[-2:] == [0, 0]
+
+
+def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_path, clock):
+    """A container of which a part goes is of a later generation then, and no round looks at it again."""
+    parts = {f"k{number}": text_like(900_000, number) for number in range(4)}
+    left = {}
+    for level in (0, 9):
+        chosen = settings(CHOSEN, {"gc": {"recompress_level": level}, "container": {"target_bytes": "16MiB"}})
+        with open_store(tmp_path / f"level {level}", settings=chosen, clock=clock) as store:
+            list(store.put_many(parts.items()))
+            assert len(containers(store.root)) == 1
+            for number in range(2):
+                store.delete(f"k{number}")
+            clock.now += 8 * DAY
+            # As if what is young could not be: so that the first to write it anew is the round that frees.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Recompressor, "chosen", lambda *_: [])
+                collected(store, clock)
+            assert generations(store) == [1]
+            for number in range(2, 4):
+                assert store.get(f"k{number}").read() == parts[f"k{number}"]
+            left[level] = stored_bytes(store.root)
+    assert left[9] < 0.95 * left[0]
+
+
+def test_so_much_at_a_time_the_oldest_first(store, monkeypatch, clock):
+    monkeypatch.setattr(recompressing, "ROUND_BYTES_MAX", 1)
+    for number in range(3):
+        store.put(f"k{number}", text_like(900_000, number))
+    for done in range(1, 4):
+        assert store.gc().containers_rewritten == 1
+        ids = sorted(container for container, _ in store._containers.ids())
+        assert [store._containers.generation(c) for c in ids] == [1] * done + [0] * (3 - done)
+        clock.now += DAY
+
+
+def test_the_young_are_left_alone(store):
+    put(store)
+    found = store._containers.of(None)
+    sizes = dict(found.ids())
+    recompressor = Recompressor(found, BlockRecoder(CHOSEN))
+    chosen = recompressor.chosen(sizes, [])
+    assert chosen == sorted(chosen)
+    assert len(chosen) > 0
+    assert recompressor.chosen(sizes, chosen[:1]) == chosen[1:]
+
+
+def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplog, clock):
+    store.put("broken", text_like(900_000, 1))
+    (broken,) = containers(store.root)
+    store.put("whole", text_like(900_000, 2))
+    flip(broken, 5000)
+    store._containers.forget_read()
+    with caplog.at_level(logging.WARNING):
+        report = store.gc()
+    assert report.containers_rewritten == 1
+    assert "is not compressed further" in caplog.text
+    assert broken.exists()
+    assert store.get("whole").read() == text_like(900_000, 2)
+
+
+DIES = """
+import json, os, sys
+from nearkin import failpoints, open_store
+from nearkin.testing.collecting import COLLECTED
+from nearkin.testing.stores import settings
+root, point, times, chosen = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+passed = []
+def dies(name):
+    if name == point:
+        passed.append(name)
+        if len(passed) == times:
+            os._exit(9)
+failpoints.arm(watch=dies)
+with open_store(root, settings=settings(COLLECTED, chosen)) as store:
+    store.gc()
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "times"), [("compact.made", 1), ("compact.put", 1), ("compact.renewed", 1), ("recompress.container", 1)]
+)
+def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_path, clock, point, times):
+    assert point in POINTS
+    chosen = {**LARGER, "container": {"target_bytes": "256KiB"}}
+    root = tmp_path / "d"
+    with open_store(root, settings=settings(COLLECTED, chosen), clock=clock) as store:
+        put(store)
+        assert len(containers(root)) > 2
+    dying = process(DIES, root, point, str(times), json.dumps(chosen))
+    dying.communicate(timeout=60)
+    assert dying.returncode == 9
+    with open_store(root, settings=settings(COLLECTED, chosen), clock=clock) as store:
+        check(store)
+        assert store.gc().containers_rewritten > 0
+        check(store)
+        assert store.gc().containers_rewritten == 0
+
+
+@pytest.mark.parametrize("how", [ENCRYPTED, {"storage": {"parity": "rs-4-2"}}], ids=["encrypted", "parity"])
+def test_in_a_store_that_keeps_more_than_the_objects(tmp_path, clock, how):
+    with open_store(tmp_path / "e", settings=settings(CHOSEN, how), clock=clock) as store:
+        put(store)
+        before_bytes = stored_bytes(store.root)
+        report = store.gc()
+        assert report.containers_rewritten > 0
+        assert stored_bytes(store.root) < before_bytes - before_bytes // 20
+        check(store)
