@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,52 @@ def test_a_lower_bound_drops_what_is_too_much_and_holds() -> None:
     cache.bound(100)
     cache.put(12, "z", 36)
     assert (cache.used_bytes, cache.get(12)) == (66, "z")
+
+
+def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
+    """A hundred fit: of what a pass over more than fit left, a quarter is the last of it, the rest from all over."""
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
+    for number in range(300):
+        cache.put(number, "x", 10)
+    held = [number for number in range(300) if number in cache._entries]
+    assert len(held) == 100
+    assert held[-25:] == list(range(275, 300))
+    assert held[0] < 150
+    assert cache.get(held[0]) == "x"  # it is the last one used now
+    for number in range(300, 324):
+        cache.put(number, "x", 10)
+    assert cache.get(held[0]) == "x"
+
+
+def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the_same() -> None:
+    def played() -> list[int]:
+        cache: ByteBoundedCache[int, int] = ByteBoundedCache(2000, "test")
+        chance, held = random.Random(7), list[int]()
+        for _ in range(1000):
+            key, what = chance.randrange(300), chance.randrange(100)
+            if what < 50:
+                cache.put(key, key, 1 + key % 40)
+            elif what < 90:
+                assert cache.get(key) in (None, key)
+            elif what < 97:
+                cache.drop([key, key + 1])
+            elif what < 98:
+                cache.drop_if(lambda one: one % 7 == 0)
+            elif what < 99:
+                cache.bound(chance.choice([500, 2000]))
+            else:
+                cache.clear()
+            there = [one for one in range(300) if one in cache._entries]
+            assert cache.entries == len(there) == len(cache._newer) + len(cache._older)
+            assert sorted([*cache._newer, *cache._older]) == there
+            assert all(cache._older[place] == one for one, place in cache._places.items())
+            assert cache.used_bytes == sum(1 + one % 40 for one in there) <= 2000
+            if cache.get(key) is not None:
+                assert len(cache._newer) <= max(1, len(there) // 4)
+            held.append(len(there))
+        return held
+
+    assert played() == played()
 
 
 def test_a_put_keeps_to_its_own_bound_and_a_restore_to_the_larger_one(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nearkin import tally
@@ -33,6 +32,8 @@ MENDED_BYTES = 64 * 1024 * 1024
 """Containers that parity made whole in memory, until they are put right in the store."""
 _log = logging.getLogger("nearkin")
 
+NEWER_SHARE = 4
+"""Of what a cache holds, by count: those used last are not dropped."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -40,9 +41,9 @@ Value = TypeVar("Value")
 class ByteBoundedCache(Generic[Key, Value]):
     """Cache bounded in bytes, safe between threads. A value larger than the bound is not kept.
 
-    What is dropped is any of the half used least recently, by lot: docs/decisions/0029. Version after version is
-    read from end to end, and of data a little larger than the cache the least recently used ones are just those wanted
-    next; but of bases that lie all over a long history those are wanted again that were wanted a moment ago.
+    What is dropped is any but the quarter used last, by lot: docs/decisions/0029. Version after version is read from
+    end to end, and of data a little larger than the cache the least recently used ones are just those wanted next; but
+    of bases that lie all over a long history those are wanted again that were wanted a moment ago.
     """
 
     def __init__(self, bytes_max: int, name: str) -> None:
@@ -50,7 +51,12 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._bytes_max = bytes_max
         self._name = name
         self._used_bytes = 0
-        self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._entries: dict[Key, tuple[Value, int]] = {}
+        self._newer: OrderedDict[Key, None] = OrderedDict()
+        """The quarter used last, in that order."""
+        self._older: list[Key] = []
+        """All others, in none; and where each stands."""
+        self._places: dict[Key, int] = {}
         self._lock = threading.Lock()
         self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
         self.hits = 0
@@ -66,7 +72,7 @@ class ByteBoundedCache(Generic[Key, Value]):
                 self.misses += 1
             else:
                 self.hits += 1
-                self._entries.move_to_end(key)
+                self._use(key)
         tally.CACHE_LOOKUPS.add(1, self._name, "no" if entry is None else "yes")
         return None if entry is None else entry[0]
 
@@ -87,6 +93,7 @@ class ByteBoundedCache(Generic[Key, Value]):
                 return
             self._entries[key] = (value, value_bytes)
             self._used_bytes += value_bytes
+            self._use(key)
             self._fit()
 
     def bound(self, bytes_max: int) -> None:
@@ -95,18 +102,44 @@ class ByteBoundedCache(Generic[Key, Value]):
             self._bytes_max = bytes_max
             self._fit()
 
+    def _use(self, key: Key) -> None:
+        """Count a value among those used last, and as many others as there may be."""
+        if key in self._places:
+            self._leave(key)
+        self._newer[key] = None
+        self._newer.move_to_end(key)
+        while len(self._newer) > max(1, len(self._entries) // NEWER_SHARE):
+            older, _ = self._newer.popitem(last=False)
+            self._places[older] = len(self._older)
+            self._older.append(older)
+
+    def _leave(self, key: Key) -> None:
+        """Take a key out of the older ones: the last of them stands in its place."""
+        place, last = self._places.pop(key), self._older.pop()
+        if last != key:
+            self._older[place] = last
+            self._places[last] = place
+
     def _fit(self) -> None:
         while self._used_bytes > self._bytes_max:
-            older = self._lot.randrange(max(1, len(self._entries) // 2))
-            _, dropped_bytes = self._entries.pop(next(islice(self._entries, older, None)))
-            self._used_bytes -= dropped_bytes
+            lot = self._older[int(self._lot.random() * len(self._older))] if self._older else next(iter(self._newer))
+            self._drop(lot)
+
+    def _drop(self, key: Key) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self._used_bytes -= entry[1]
+        if key in self._places:
+            self._leave(key)
+        else:
+            del self._newer[key]
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget what these keys name; those that are not there are fine."""
         with self._lock:
             for key in keys:
-                _, dropped_bytes = self._entries.pop(key, (None, 0))
-                self._used_bytes -= dropped_bytes
+                self._drop(key)
 
     def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
         """Forget what these keys name."""
@@ -117,7 +150,8 @@ class ByteBoundedCache(Generic[Key, Value]):
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._entries.clear()
+            for all_of in (self._entries, self._newer, self._older, self._places):
+                all_of.clear()
             self._used_bytes = 0
 
 
