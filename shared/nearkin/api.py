@@ -28,6 +28,7 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest
 from nearkin.frozen import frozen
 from nearkin.interrupts import interrupts_wait
+from nearkin.limits import MIB
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.reports import (
     Damage,
@@ -75,6 +76,9 @@ __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 FORGET_REASON = "forget"
 CLOSE_SECONDS = 30.0
 """So long the closing of a store waits for a put in another thread."""
+BESIDE_ROUND_BYTES = 48 * MIB
+"""Of decoded blocks that puts and restores have at hand while a round is at work, which has as many of its own twice
+over; at its end they are forgotten anyway."""
 _log = logging.getLogger("nearkin")
 
 
@@ -640,7 +644,13 @@ class Store:
             return collection.preview(steps, deleted_too=deleted_too)
         if self._putting and not wait_seconds:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        return collection.run(wait_seconds, go_on, steps)
+        try:
+            if not self._putting:  # a put that begins meanwhile takes what it needs
+                self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._cache_bytes))
+            return collection.run(wait_seconds, go_on, steps)
+        finally:
+            if not self._putting:
+                self._containers.blocks.bound(self._cache_bytes)
 
     def erase_tenant(self, tenant: str) -> int:
         """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there were.

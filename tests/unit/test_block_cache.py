@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import Corrupt, NotFound
+from nearkin.api import BESIDE_ROUND_BYTES
+from nearkin.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin.limits import MIB
 from nearkin.store.containers import ByteBoundedCache
 from nearkin.testing.generated import mutated, text_like
@@ -89,6 +90,33 @@ def test_a_put_keeps_to_its_own_bound_and_a_restore_to_the_larger_one(tmp_path: 
         assert blocks.used_bytes > 8 * MIB
         store.put("k", b"another")
         assert blocks.used_bytes <= 2 * MIB
+
+
+def test_while_a_round_is_at_work_less_is_at_hand_and_then_as_much_as_before(tmp_path: Path) -> None:
+    chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
+    data = text_like(60_000_000, 3)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        blocks, held = store._containers.blocks, list[int]()
+        store.put("k", data)
+
+        def read() -> None:
+            assert store.get("k").read() == data
+            held.append(blocks.used_bytes)
+
+        read()
+        store.gc(go_on=read)
+        read()
+
+        def ended() -> None:
+            raise StoreUnavailable("ended")
+
+        with pytest.raises(StoreUnavailable, match="ended"):
+            store.gc(go_on=ended)
+        read()
+        first, *during, after, at_last = held
+        assert first == after == at_last > 50_000_000
+        assert during
+        assert max(during) <= BESIDE_ROUND_BYTES < 52_000_000
 
 
 def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:
