@@ -178,7 +178,7 @@ class Store:
         )
         self._fingerprinter = self._fingerprinters(settings.tenant)
         domain = self._fingerprinter.domain
-        self._cache_bytes = max(int(settings.base.cache_bytes), int(settings.restore.cache_bytes))
+        self._cache_bytes = int(settings.restore.cache_bytes)
         self._containers = ContainerStore(self._covered, domain, self._cache_bytes)
         self._manifests = ManifestStore(self._covered)
         self._index = LocalIndex(
@@ -284,7 +284,8 @@ class Store:
             self._containers.blocks.bound(int(self.settings.base.cache_bytes))  # a put has much else in memory
             yield from self._put_in_groups(items, progress)
         finally:
-            self._containers.blocks.bound(self._cache_bytes)
+            blocks = self._containers.blocks  # what is at hand serves whoever reads next
+            blocks.bound(max(self._cache_bytes, blocks.used_bytes))
             self._putting, self._writer = False, None
             self._index.put_ends()
             crossing.leave()

@@ -92,6 +92,21 @@ def test_a_put_keeps_to_its_own_bound_and_a_restore_to_the_larger_one(tmp_path: 
         assert blocks.used_bytes <= 2 * MIB
 
 
+def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_its_own(tmp_path: Path) -> None:
+    chosen = settings({"base": {"cache_bytes": 32 * MIB}, "restore": {"cache_bytes": 8 * MIB}})
+    data = text_like(20_000_000, 3)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        blocks = store._containers.blocks
+        store.put("k", data)
+        left = blocks.used_bytes
+        assert 8 * MIB < left <= 32 * MIB
+        assert store.get("k").read() == data
+        assert blocks.used_bytes == left
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        assert store.get("k").read() == data
+        assert 4 * MIB < store._containers.blocks.used_bytes <= 8 * MIB
+
+
 def test_while_a_round_is_at_work_less_is_at_hand_and_then_as_much_as_before(tmp_path: Path) -> None:
     chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
     data = text_like(60_000_000, 3)
