@@ -8,7 +8,7 @@ anything closer is looked for, so that how much it may find decides:
              anywhere, and puts 7 % on botocore's JSON
 
     longer   `long` with matches of 6 bytes at least, where zstd takes 5: takes 2.1 % off the dumps and 0.5 %
-             off botocore at level 9, and `dense` finds nothing more there; Debian images want both
+             off botocore at level 9 and 30 MiB, where `dense` finds nothing more; Debian images want both
 
 So two are tried, and then the better one alone for some blocks. None costs a reader anything.
 """
@@ -131,8 +131,8 @@ class Searches:
         self._level = level = options[CompressionParameter.compression_level]
         self._options = options
         more = deeper(level) | _wider(level)
-        other = {**LONG, CompressionParameter.min_match: LAZY_MIN_MATCH} if level in LAZY_LEVELS else DENSE
-        self._ways = ({**options, **LONG, **more}, {**options, **other, **more}) if far else ()
+        self._long, self._dense = {**options, **LONG, **more}, {**options, **DENSE, **more}
+        self._far = far
         self._quick = {**options, **QUICK} if level == QUICK_FOR else None
         self.forget()
 
@@ -143,15 +143,15 @@ class Searches:
 
     def encode(self, raw: U8, encoder: FrameEncoder) -> EncodedBlock:
         """Return a raw block, the smaller one where both searches are tried. Raises Corrupt as `encode_block` does."""
-        if not self._ways or len(raw) < FAR_BYTES_MIN:
+        longer = _longer(self._level, len(raw))
+        if not self._far or len(raw) < FAR_BYTES_MIN:
             options = self._options if self._quick is None or not _hard(raw, encoder) else self._quick
-            return encode_block(
-                raw, layout.RAW, 0, encoder, {**options, **_seeing(len(raw)), **_longer(self._level, len(raw))}
-            )
+            return encode_block(raw, layout.RAW, 0, encoder, {**options, **_seeing(len(raw)), **longer})
+        ways = self._long, {**self._long, **longer} if longer else self._dense
         if self._until_trial:
             self._until_trial -= 1
-            return encode_block(raw, layout.RAW, 0, encoder, self._ways[self._won])
-        tried = [encode_block(raw, layout.RAW, 0, encoder, way) for way in self._ways]
+            return encode_block(raw, layout.RAW, 0, encoder, ways[self._won])
+        tried = [encode_block(raw, layout.RAW, 0, encoder, way) for way in ways]
         self._until_trial = TRIED_AGAIN_BLOCKS - 1
         self._won = int(tried[1].stored_bytes < tried[0].stored_bytes)
         return tried[self._won]
