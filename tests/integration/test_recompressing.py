@@ -20,6 +20,7 @@ from nearkin.testing.collecting import COLLECTED, collected
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import ENCRYPTED, containers, flip, process, settings, stored_bytes
 from nearkin_janitor import recompressing
+from nearkin_janitor.reach import Reach
 from nearkin_janitor.recompressing import Recompressor
 
 LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"gather_bytes": 0}}
@@ -150,14 +151,32 @@ def test_so_much_at_a_time_the_oldest_first(store, monkeypatch, clock):
 
 
 def test_the_young_are_left_alone(store):
-    put(store)
+    store.put("a", text_like(900_000, 1))
+    store.put("b", text_like(900_000, 2))
     found = store._containers.of(None)
-    sizes = dict(found.ids())
+    names = [name for name, _ in store._manifests.names()]
+    sizes, reach = dict(found.ids()), Reach(found, store._manifests, names)
     recompressor = Recompressor(found, BlockRecoder(CHOSEN))
-    chosen = recompressor.chosen(sizes, [])
-    assert chosen == sorted(chosen)
-    assert len(chosen) > 0
-    assert recompressor.chosen(sizes, chosen[:1]) == chosen[1:]
+    first, second = recompressor.chosen(sizes, [], reach)
+    assert first < second
+    assert recompressor.chosen(sizes, [first], reach) == [second]
+
+
+def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock):
+    """The second version leans on the first, which is deleted; another key has nobody."""
+    put(store)
+    store.put("alone", text_like(900_000, 9))
+    store.delete("k", 1)
+    store.delete("alone")
+    clock.now += 8 * DAY
+    report = store.gc()
+    assert report.condemned_containers > 0
+    by_age = [store._containers.generation(c) for c, _ in sorted(store._containers.ids())]
+    assert by_age[-1] == 0
+    assert by_age[0] == 1
+    assert store.get("k", 2).read() == SECOND
+    collected(store, clock)
+    assert store.get("k", 2).read() == SECOND
 
 
 def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplog, clock):

@@ -192,7 +192,7 @@ class Collector:
         if self._gather_bytes and sums.no_room is None:
             writing.gather(reach, young, self._gather_bytes, self._gather_versions)  # 6
         if sums.no_room is None:
-            writing.recompress(young)  # 7
+            writing.recompress(reach, young)  # 7
         since.look()
         plan = to_condemn(reach, ids, self._compact_below)
         failpoint("gc.condemned-planned")

@@ -19,6 +19,7 @@ from nearkin.limits import GIB, KIB
 from nearkin.records import ContainerId
 from nearkin.store.containers import ContainerStore
 from nearkin_janitor.generation import NewGeneration, may_come_smaller
+from nearkin_janitor.reach import Reach
 from nearkin_janitor.recoder import Recoder
 
 SHARE_MIN = 4
@@ -36,15 +37,25 @@ class Recompressor:
     containers: ContainerStore
     recode: Recoder
 
-    def chosen(self, ids: Mapping[int, int], young: Collection[int]) -> list[ContainerId]:
-        """Return those that are as they were put, and may come smaller; `ids`: the bytes of each. The oldest first."""
-        if not self.recode.recompresses:
+    def chosen(self, ids: Mapping[int, int], young: Collection[int], reach: Reach) -> list[ContainerId]:
+        """Return those that are as they were put, and may come smaller; `ids`: the bytes of each. The oldest first.
+
+        What no version needs, and nothing that one needs leans on, goes as it is. Raises Corrupt where something that
+        is needed cannot be read.
+        """
+        too_young = set(young)
+        candidates = [
+            ContainerId(container)
+            for container, size_bytes in sorted(ids.items())
+            if size_bytes >= BYTES_MIN and not self.containers.generation(ContainerId(container))
+            if container not in too_young
+        ]
+        if not self.recode.recompresses or not candidates:
             return []
-        chosen, total_bytes, too_young = list[ContainerId](), 0, set(young)
-        for container in map(ContainerId, sorted(ids)):
-            if container in too_young or ids[container] < BYTES_MIN or self.containers.generation(container):
-                continue
-            if self._is_worth(container):
+        needed = reach.closed(reach.chunks)
+        chosen, total_bytes = list[ContainerId](), 0
+        for container in candidates:
+            if container in needed and needed[container].any() and self._is_worth(container):
                 total_bytes += ids[container]
                 if chosen and total_bytes > ROUND_BYTES_MAX:
                     break

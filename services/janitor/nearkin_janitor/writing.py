@@ -227,10 +227,10 @@ class Writing:
 
     # --- 7: what puts compressed in a hurry --------------------------------------------------------------------------
 
-    def recompress(self, young: Collection[int]) -> None:
+    def recompress(self, reach: Reach, young: Collection[int]) -> None:
         """Write containers anew whose blocks come smaller by a deeper search, the oldest first; once each."""
         recompressor = self.rewriter.recompressor
-        for container in self.counted(recompressor.chosen(self.ids, young), "containers compressed further"):
+        for container in self.counted(recompressor.chosen(self.ids, young, reach), "containers compressed further"):
             self.go_on()
             make, stays = partial(recompressor.data, container), partial(self.since.stays_as_it_is, container)
             try:
