@@ -78,6 +78,26 @@ def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the
     assert played() == played()
 
 
+def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
+    cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "test")
+    for number in range(100):
+        cache.put(number, number, 10)
+    del cache._places[cache._older[3]]  # left its place, and still stands there
+    cache._places[cache._older[5]] = 90  # stands elsewhere than is said
+    cache._newer.popitem()  # counted nowhere any more
+    cache._entries.pop(cache._older[7])
+    for number in range(100, 400):
+        cache.put(number, number, 10)
+        assert cache.get(number) == number
+        cache.drop([number - 90])
+    cache.bound(0)
+    assert cache.used_bytes <= 0
+    assert cache.entries <= 2
+    cache.bound(1000)
+    cache.put(1, 1, 10)
+    assert cache.get(1) == 1
+
+
 def test_a_put_keeps_to_its_own_bound_and_a_restore_to_the_larger_one(tmp_path: Path) -> None:
     chosen = settings({"base": {"cache_bytes": 2 * MIB}, "restore": {"cache_bytes": 32 * MIB}})
     data = text_like(9_000_000, 3)

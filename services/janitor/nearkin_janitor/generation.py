@@ -39,7 +39,9 @@ class NewGeneration:
         self._containers = containers
         self._directory = directory
         first = containers.generation(directory.container) == 0
-        self._recompressed = recode.recompressed if first and recode.recompresses else None
+        self._recompressed = recode.recompressed
+        self._smaller = may_come_smaller(directory) & (first and recode.recompresses)
+        """Blocks that are compressed again when they are copied."""
         self._blocks: list[EncodedBlock | None] = []
         self._prefixes: list[Locations] = []
         self._names = np.where(kept[:, None], directory.chunks.names, np.uint8(0))
@@ -69,7 +71,7 @@ class NewGeneration:
         record = self._containers.record(directory.container, number)
         decoded = decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
         block = copied_block(directory, number, record)
-        if self._recompressed is not None and may_come_smaller(directory)[number]:
+        if self._smaller[number]:
             again = self._recompressed(decoded)
             block = again if again.stored_bytes < block.stored_bytes else block
         self._put(number, block if depth is None else replace(block, depth=depth), directory.prefixes.of(number))

@@ -27,7 +27,7 @@ SHARE_MIN = 4
 BYTES_MIN = 32 * KIB
 """And so many: to put a container anew costs a request, a rename, a sync."""
 ROUND_BYTES_MAX = 4 * GIB
-"""Of containers in one round: some three minutes of work for what a terabyte has in a few days of rounds."""
+"""Of containers in one round, which takes minutes then: the next one goes on."""
 
 
 @frozen

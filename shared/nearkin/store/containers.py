@@ -114,32 +114,42 @@ class ByteBoundedCache(Generic[Key, Value]):
             self._older.append(older)
 
     def _leave(self, key: Key) -> None:
-        """Take a key out of the older ones: the last of them stands in its place."""
-        place, last = self._places.pop(key), self._older.pop()
-        if last != key:
+        """Take a key out of the older ones."""
+        place = self._places.pop(key)
+        if place < len(self._older) and self._older[place] == key:  # else an interrupt fell between two steps
+            self._take(place)
+
+    def _take(self, place: int) -> Key:
+        """Return the older one that stands at a place, and take it out: the last of them stands there then."""
+        key, last = self._older[place], self._older.pop()
+        if place < len(self._older):
             self._older[place] = last
             self._places[last] = place
+        self._places.pop(key, None)
+        return key
 
     def _fit(self) -> None:
+        """Drop values until the rest fits: each step takes one out, also where an interrupt fell between two."""
         while self._used_bytes > self._bytes_max:
-            lot = self._older[int(self._lot.random() * len(self._older))] if self._older else next(iter(self._newer))
-            self._drop(lot)
-
-    def _drop(self, key: Key) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        self._used_bytes -= entry[1]
-        if key in self._places:
-            self._leave(key)
-        else:
-            del self._newer[key]
+            if self._older:
+                lot = self._take(int(self._lot.random() * len(self._older)))
+            elif self._newer:
+                lot, _ = self._newer.popitem(last=False)
+            else:
+                self._clear()
+                return
+            _, dropped_bytes = self._entries.pop(lot, (None, 0))
+            self._used_bytes -= dropped_bytes
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget what these keys name; those that are not there are fine."""
         with self._lock:
             for key in keys:
-                self._drop(key)
+                _, dropped_bytes = self._entries.pop(key, (None, 0))
+                self._used_bytes -= dropped_bytes
+                self._newer.pop(key, None)
+                if key in self._places:
+                    self._leave(key)
 
     def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
         """Forget what these keys name."""
@@ -150,9 +160,12 @@ class ByteBoundedCache(Generic[Key, Value]):
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            for all_of in (self._entries, self._newer, self._older, self._places):
-                all_of.clear()
-            self._used_bytes = 0
+            self._clear()
+
+    def _clear(self) -> None:
+        for all_of in (self._entries, self._newer, self._older, self._places):
+            all_of.clear()
+        self._used_bytes = 0
 
 
 CACHE_BYTES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
