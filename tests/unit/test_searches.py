@@ -86,9 +86,9 @@ def test_the_archives_level_searches_deeper_and_others_as_zstd_does() -> None:
     assert module.deeper(3) == module.deeper(12) == {}
 
 
-def noise(size_bytes: int) -> U8:
-    """Return 4 bits a byte: comes out at a half."""
-    return np.random.default_rng(1).integers(0, 16, size_bytes, np.uint8)
+def noise(size_bytes: int, bits: int = 3) -> U8:
+    """Return so many bits a byte: comes out at an eighth a bit."""
+    return np.random.default_rng(1).integers(0, 1 << bits, size_bytes, np.uint8)
 
 
 def test_at_level_3_what_compresses_badly_is_written_at_2_whatever_came_before() -> None:
@@ -104,6 +104,18 @@ def test_at_level_3_what_compresses_badly_is_written_at_2_whatever_came_before()
     assert at(2, easy) != at(3, easy)
     for raw, level in ((hard, 2), (easy, 3), (easy, 3), (hard, 2), (hard, 2)):
         assert bytes(searches.encode(raw, encoder).payload) == at(level, raw)
+
+
+@pytest.mark.parametrize(("bits", "table_log"), [(3, 0), (5, 17), (7, 0)])
+def test_what_compresses_badly_and_is_not_packed_gets_a_wider_table(bits: int, table_log: int) -> None:
+    """Of 4 MiB of words that come again some six times each, and seldom within a sample."""
+    words = noise(30_000 * 24, bits).reshape(-1, 24)
+    raw = words[np.random.default_rng(2).integers(0, len(words), 170_000)].ravel()
+    encoder = FrameEncoder(OPTIONS)
+    options = {**OPTIONS, CompressionParameter.compression_level: 2, CompressionParameter.window_log: 22}
+    by_log = {log: bytes(encoder.encode(raw, None, {**options, CompressionParameter.hash_log: log})) for log in (0, 17)}
+    assert by_log[0] != by_log[17]
+    assert bytes(Searches(OPTIONS, far=False).encode(raw, encoder).payload) == by_log[table_log]
 
 
 def test_a_block_is_judged_by_all_its_quarters() -> None:

@@ -71,6 +71,10 @@ LAZY_BYTES_MIN = 3 * MIB
 """Matches of 5 bytes, zstd's own least at these levels, hide others: those of 6 are 5 to 20 % faster to find, and at
 level 9 and 4 MiB take 0.9 % off botocore, 0.5 % off a dump and put 0.1 % on a Debian image (3 % less here, 0.4 % more
 there). In smaller blocks they put up to 2 % on a dump."""
+HARDER_SHARES = 0.5, 0.75
+HARDER: Mapping[int, int] = {CompressionParameter.hash_log: 17}
+"""Between these, as a dump's at 0.61, level 2 has a table of 2^17, not 2^16: 4.5 % fewer bytes at 0.85 of its speed.
+Of a Debian image's blocks (0.3 % and 0.88) a tenth lie there; what lies above is packed already."""
 WINDOW_LOG_MIN, WINDOW_LOG_MAX = 10, 27
 """The upper one is what any zstd decoder takes unasked."""
 
@@ -114,13 +118,13 @@ def _seeing(block_bytes: int) -> dict[int, int]:
     return {CompressionParameter.window_log: log_of(block_bytes)}
 
 
-def _hard(raw: U8, encoder: FrameEncoder) -> bool:
-    """Return whether a block compresses badly, from samples of it: by the block before, blocks wait for each other."""
+def _hardness(raw: U8, encoder: FrameEncoder) -> float:
+    """Return what samples of a block come out at, 0 if it is small. By the block before, blocks wait for each other."""
     if len(raw) < SAMPLED_BYTES_MIN:
-        return False
+        return 0.0
     starts = [(2 * number + 1) * len(raw) // (2 * SAMPLES) for number in range(SAMPLES)]
     sample = np.concatenate([raw[start : start + SAMPLE_BYTES] for start in starts])
-    return encoder.encoded_bytes(sample, SAMPLED) * HARD_SHARE > len(sample)
+    return encoder.encoded_bytes(sample, SAMPLED) / len(sample)
 
 
 class Searches:
@@ -145,7 +149,7 @@ class Searches:
         """Return a raw block, the smaller one where both searches are tried. Raises Corrupt as `encode_block` does."""
         longer = _longer(self._level, len(raw))
         if not self._far or len(raw) < FAR_BYTES_MIN:
-            options = self._options if self._quick is None or not _hard(raw, encoder) else self._quick
+            options = self._options if self._quick is None else self._as_hard(_hardness(raw, encoder), self._quick)
             return encode_block(raw, layout.RAW, 0, encoder, {**options, **_seeing(len(raw)), **longer})
         ways = self._long, {**self._long, **longer} if longer else self._dense
         if self._until_trial:
@@ -155,3 +159,10 @@ class Searches:
         self._until_trial = TRIED_AGAIN_BLOCKS - 1
         self._won = int(tried[1].stored_bytes < tried[0].stored_bytes)
         return tried[self._won]
+
+    def _as_hard(self, hardness: float, quick: Mapping[int, int]) -> Mapping[int, int]:
+        """Return the options for a block whose samples come out at such a share."""
+        if hardness * HARD_SHARE <= 1:
+            return self._options
+        least, most = HARDER_SHARES
+        return {**quick, **HARDER} if least < hardness <= most else quick
