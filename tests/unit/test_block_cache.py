@@ -11,7 +11,7 @@ from nearkin import open_store
 from nearkin.api import BESIDE_ROUND_BYTES
 from nearkin.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin.limits import MIB
-from nearkin.store.containers import ByteBoundedCache
+from nearkin.store.cache import ByteBoundedCache
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import settings
 
@@ -37,7 +37,7 @@ def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     for number in range(300):
         cache.put(number, "x", 10)
-    held = [number for number in range(300) if number in cache._entries]
+    held = [number for number in range(300) if number in cache._held]
     assert len(held) == 100
     assert held[-25:] == list(range(275, 300))
     assert held[0] < 150
@@ -50,7 +50,7 @@ def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
 def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the_same() -> None:
     def played() -> list[int]:
         cache: ByteBoundedCache[int, int] = ByteBoundedCache(2000, "test")
-        chance, held = random.Random(7), list[int]()
+        chance, sizes = random.Random(7), list[int]()
         for _ in range(1000):
             key, what = chance.randrange(300), chance.randrange(100)
             if what < 50:
@@ -65,15 +65,13 @@ def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the
                 cache.bound(chance.choice([500, 2000]))
             else:
                 cache.clear()
-            there = [one for one in range(300) if one in cache._entries]
-            assert cache.entries == len(there) == len(cache._newer) + len(cache._older)
-            assert sorted([*cache._newer, *cache._older]) == there
-            assert all(cache._older[place] == one for one, place in cache._places.items())
+            there = [one for one in range(300) if one in cache._held]
+            assert cache.entries == len(there)
+            assert sorted(cache._keys) == there
+            assert all(cache._keys[held.place] == one for one, held in cache._held.items())
             assert cache.used_bytes == sum(1 + one % 40 for one in there) <= 2000
-            if cache.get(key) is not None:
-                assert len(cache._newer) <= max(1, len(there) // 4)
-            held.append(len(there))
-        return held
+            sizes.append(len(there))
+        return sizes
 
     assert played() == played()
 
@@ -82,10 +80,10 @@ def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
     cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "test")
     for number in range(100):
         cache.put(number, number, 10)
-    del cache._places[cache._older[3]]  # left its place, and still stands there
-    cache._places[cache._older[5]] = 90  # stands elsewhere than is said
-    cache._newer.popitem()  # counted nowhere any more
-    cache._entries.pop(cache._older[7])
+    cache._held.pop(cache._keys[3])  # its key still stands there
+    cache._held[cache._keys[5]].place = 90  # it stands elsewhere
+    cache._keys.pop()  # its value is still held
+    cache._keys.append(cache._keys[7])  # and another one's stands twice
     for number in range(100, 400):
         cache.put(number, number, 10)
         assert cache.get(number) == number
@@ -98,7 +96,7 @@ def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
     assert cache.get(1) == 1
 
 
-def test_a_put_keeps_to_its_own_bound_and_a_restore_to_the_larger_one(tmp_path: Path) -> None:
+def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
     chosen = settings({"base": {"cache_bytes": 2 * MIB}, "restore": {"cache_bytes": 32 * MIB}})
     data = text_like(9_000_000, 3)
     with open_store(tmp_path / "s", settings=chosen) as store:

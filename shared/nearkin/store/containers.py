@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Protocol, Self
 
-from nearkin import tally
 from nearkin.buffers import Buffers
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import directory_codec, layout
 from nearkin.formats.container import container_id_of, decode_container, footer_of
 from nearkin.formats.directory import Directory
 from nearkin.records import U8, ContainerId
+from nearkin.store.cache import ByteBoundedCache
 from nearkin.store.objects import ObjectStore, Payload, SupportsSalvage
 from nearkin.store.parity import SupportsMending
 
@@ -31,149 +29,6 @@ TAIL_BYTES = 64 * 1024
 MENDED_BYTES = 64 * 1024 * 1024
 """Containers that parity made whole in memory, until they are put right in the store."""
 _log = logging.getLogger("nearkin")
-
-NEWER_SHARE = 4
-"""Of what a cache holds, by count: those used last are not dropped."""
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-class ByteBoundedCache(Generic[Key, Value]):
-    """Cache bounded in bytes, safe between threads. A value larger than the bound is not kept.
-
-    What is dropped is any but the quarter used last, by lot: docs/decisions/0029. Version after version is read from
-    end to end, and of data a little larger than the cache the least recently used ones are just those wanted next; but
-    of bases that lie all over a long history those are wanted again that were wanted a moment ago.
-    """
-
-    def __init__(self, bytes_max: int, name: str) -> None:
-        """`name`: what it is counted as."""
-        self._bytes_max = bytes_max
-        self._name = name
-        self._used_bytes = 0
-        self._entries: dict[Key, tuple[Value, int]] = {}
-        self._newer: OrderedDict[Key, None] = OrderedDict()
-        """The quarter used last, in that order."""
-        self._older: list[Key] = []
-        """All others, in none; and where each stands."""
-        self._places: dict[Key, int] = {}
-        self._lock = threading.Lock()
-        self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
-        self.hits = 0
-        self.misses = 0
-        CACHE_BYTES.watch(self, name)
-        CACHE_ENTRIES.watch(self, name)
-
-    def get(self, key: Key) -> Value | None:
-        """Return the value and make it the newest, or None."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                self.misses += 1
-            else:
-                self.hits += 1
-                self._use(key)
-        tally.CACHE_LOOKUPS.add(1, self._name, "no" if entry is None else "yes")
-        return None if entry is None else entry[0]
-
-    @property
-    def used_bytes(self) -> int:
-        """Return how much it holds."""
-        return self._used_bytes
-
-    @property
-    def entries(self) -> int:
-        """Return how many values it holds."""
-        return len(self._entries)
-
-    def put(self, key: Key, value: Value, value_bytes: int) -> None:
-        """Keep a value, dropping others until all fit."""
-        with self._lock:
-            if key in self._entries or value_bytes > self._bytes_max:
-                return
-            self._entries[key] = (value, value_bytes)
-            self._used_bytes += value_bytes
-            self._use(key)
-            self._fit()
-
-    def bound(self, bytes_max: int) -> None:
-        """Hold so much at most from now on, dropping what is too much."""
-        with self._lock:
-            self._bytes_max = bytes_max
-            self._fit()
-
-    def _use(self, key: Key) -> None:
-        """Count a value among those used last, and as many others as there may be."""
-        if key in self._places:
-            self._leave(key)
-        self._newer[key] = None
-        self._newer.move_to_end(key)
-        while len(self._newer) > max(1, len(self._entries) // NEWER_SHARE):
-            older, _ = self._newer.popitem(last=False)
-            self._places[older] = len(self._older)
-            self._older.append(older)
-
-    def _leave(self, key: Key) -> None:
-        """Take a key out of the older ones."""
-        place = self._places.pop(key)
-        if place < len(self._older) and self._older[place] == key:  # else an interrupt fell between two steps
-            self._take(place)
-
-    def _take(self, place: int) -> Key:
-        """Return the older one that stands at a place, and take it out: the last of them stands there then."""
-        key, last = self._older[place], self._older.pop()
-        if place < len(self._older):
-            self._older[place] = last
-            self._places[last] = place
-        self._places.pop(key, None)
-        return key
-
-    def _fit(self) -> None:
-        """Drop values until the rest fits: each step takes one out, also where an interrupt fell between two."""
-        while self._used_bytes > self._bytes_max:
-            if self._older:
-                lot = self._take(int(self._lot.random() * len(self._older)))
-            elif self._newer:
-                lot, _ = self._newer.popitem(last=False)
-            else:
-                self._clear()
-                return
-            _, dropped_bytes = self._entries.pop(lot, (None, 0))
-            self._used_bytes -= dropped_bytes
-
-    def drop(self, keys: Iterable[Key]) -> None:
-        """Forget what these keys name; those that are not there are fine."""
-        with self._lock:
-            for key in keys:
-                _, dropped_bytes = self._entries.pop(key, (None, 0))
-                self._used_bytes -= dropped_bytes
-                self._newer.pop(key, None)
-                if key in self._places:
-                    self._leave(key)
-
-    def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
-        """Forget what these keys name."""
-        with self._lock:
-            keys = [key for key in self._entries if unwanted(key)]
-        self.drop(keys)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._clear()
-
-    def _clear(self) -> None:
-        for all_of in (self._entries, self._newer, self._older, self._places):
-            all_of.clear()
-        self._used_bytes = 0
-
-
-CACHE_BYTES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
-    "nearkin_cache_bytes", "Bytes that a cache holds.", "cache", lambda cache: cache.used_bytes
-)
-CACHE_ENTRIES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
-    "nearkin_cache_entries", "Values that a cache holds.", "cache", lambda cache: cache.entries
-)
 
 
 class ContainerSource(Protocol):

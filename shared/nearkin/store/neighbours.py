@@ -18,7 +18,8 @@ from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.directory import Directory
 from nearkin.records import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of, grouped
 from nearkin.stage import Anchor, Gaps, Neighbours
-from nearkin.store.containers import ByteBoundedCache, ContainerSource
+from nearkin.store.cache import ByteBoundedCache
+from nearkin.store.containers import ContainerSource
 
 ROWS_CACHE_BYTES = 8 * 1024 * 1024
 BEHIND = 2

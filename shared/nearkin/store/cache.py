@@ -1,0 +1,152 @@
+"""What was read lately. Invariant: never more bytes than the bound, and of what was used last nothing is dropped.
+
+What is dropped is any but the quarter used last, by lot: docs/decisions/0029. Version after version is read from end to
+end, and of data a little larger than the cache the least recently used ones are just those wanted next; but of bases
+that lie all over a long history those are wanted again that were wanted a moment ago.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from nearkin import tally
+
+NEWER_SHARE = 4
+"""Of what a cache holds, by count: those used last are not dropped."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Held(Generic[Value]):
+    """A value, where its key stands among all keys, and which use of the cache was the last one of it."""
+
+    value: Value
+    value_bytes: int
+    place: int
+    used: int
+
+
+class ByteBoundedCache(Generic[Key, Value]):
+    """Cache bounded in bytes, safe between threads. A value larger than the bound is not kept."""
+
+    def __init__(self, bytes_max: int, name: str) -> None:
+        """`name`: what it is counted as."""
+        self._bytes_max = bytes_max
+        self._name = name
+        self._used_bytes = 0
+        self._held: dict[Key, _Held[Value]] = {}
+        self._keys: list[Key] = []
+        """In no order: one is drawn by lot without a walk."""
+        self._uses = 0
+        self._lock = threading.Lock()
+        self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
+        self.hits = 0
+        self.misses = 0
+        CACHE_BYTES.watch(self, name)
+        CACHE_ENTRIES.watch(self, name)
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value and make it the newest, or None."""
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                self.misses += 1
+            else:
+                self.hits += 1
+                self._uses += 1
+                held.used = self._uses
+        tally.CACHE_LOOKUPS.add(1, self._name, "no" if held is None else "yes")
+        return None if held is None else held.value
+
+    @property
+    def used_bytes(self) -> int:
+        """Return how much it holds."""
+        return self._used_bytes
+
+    @property
+    def entries(self) -> int:
+        """Return how many values it holds."""
+        return len(self._held)
+
+    def put(self, key: Key, value: Value, value_bytes: int) -> None:
+        """Keep a value, dropping others until all fit."""
+        with self._lock:
+            if key in self._held or value_bytes > self._bytes_max:
+                return
+            self._uses += 1
+            self._keys.append(key)
+            self._held[key] = _Held(value, value_bytes, len(self._keys) - 1, self._uses)
+            self._used_bytes += value_bytes
+            self._fit()
+
+    def bound(self, bytes_max: int) -> None:
+        """Hold so much at most from now on, dropping what is too much."""
+        with self._lock:
+            self._bytes_max = bytes_max
+            self._fit()
+
+    def _fit(self) -> None:
+        """Drop values until the rest fits. Also where a Ctrl-C fell between two steps: each turn takes a key out."""
+        while self._used_bytes > self._bytes_max:
+            if not self._keys:
+                self._clear()
+                return
+            place = int(self._lot.random() * len(self._keys))
+            held = self._held.get(self._keys[place])
+            if held is None or len(self._keys) == 1 or not self._is_newer(held):
+                self._take(place)
+
+    def _is_newer(self, held: _Held[Value]) -> bool:
+        """Return whether a value is the last one used, or one of a quarter of all if each is used once."""
+        return self._uses - held.used < max(1, len(self._keys) // NEWER_SHARE)
+
+    def _take(self, place: int) -> None:
+        """Take out the value whose key stands at a place: the last key stands there then."""
+        key, last = self._keys[place], self._keys.pop()
+        if place < len(self._keys):
+            self._keys[place] = last
+            if (moved := self._held.get(last)) is not None:
+                moved.place = place
+        held = self._held.pop(key, None)
+        self._used_bytes -= 0 if held is None else held.value_bytes
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Forget what these keys name; those that are not there are fine."""
+        with self._lock:
+            for key in keys:
+                held = self._held.get(key)
+                if held is None:
+                    continue
+                if held.place < len(self._keys) and self._keys[held.place] == key:
+                    self._take(held.place)
+                else:  # a Ctrl-C, as above
+                    self._used_bytes -= self._held.pop(key).value_bytes
+
+    def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
+        """Forget what these keys name."""
+        with self._lock:
+            keys = [key for key in self._held if unwanted(key)]
+        self.drop(keys)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._held.clear()
+        self._keys.clear()
+        self._used_bytes = 0
+
+
+CACHE_BYTES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
+    "nearkin_cache_bytes", "Bytes that a cache holds.", "cache", lambda cache: cache.used_bytes
+)
+CACHE_ENTRIES: tally.Levels[ByteBoundedCache[Any, Any]] = tally.level(
+    "nearkin_cache_entries", "Values that a cache holds.", "cache", lambda cache: cache.entries
+)
