@@ -236,14 +236,15 @@ class GcSettings:
     1.09 times a fresh one after 30 days of changes in stretches, at 0.5 1.24 times (docs/decisions/0015)."""
     gather_bytes: Annotated[int, Size(0, 16 * MIB)] = 4 * MIB
     """Where chains are as long as `delta.max_depth` allows, a round takes what newer versions changed of a stretch of
-    chunks into the block of that stretch, up to so many bytes decoded; 0: never. 40 dumps take 53 MB so in place of 81,
-    the last 16 of 44 take 46 in place of 65 (docs/decisions/0033, 0035)."""
+    chunks into the block of that stretch, up to so many bytes decoded; 0: never. 40 dumps took 53 MB so in place of 81,
+    the last 16 of 44 took 46 in place of 65 (docs/decisions/0033, 0035)."""
     gather_versions: Annotated[int, Between(2, 65_536)] = 12
     """From so many versions on that are kept and lean on one stretch (a large one of several containers counts as
     several): where fewer are kept, gathering costs more than it saves (docs/decisions/0033)."""
     recompress_level: Annotated[int, Between(0, 19)] = 9
     """zstd's level at which a round writes again, once, what a put wrote fast: blocks that lean on nothing, where
-    `block.level` is lower; 0: never. Twelve dumps take a fifth less, botocore a seventh (docs/decisions/0036)."""
+    `block.level` is lower; 0: never. Ten botocore releases take a fifth less, twelve dumps a seventh
+    (docs/decisions/0036)."""
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400

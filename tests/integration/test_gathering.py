@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.failpoints import POINTS
 from nearkin.formats import layout
 from nearkin.recoding import BlockRecoder
 from nearkin.testing.clock import DAY
-from nearkin.testing.collecting import COLLECTED, collected
+from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import ENCRYPTED, containers, flip, process, settings, stored_bytes
+from nearkin.testing.stores import ENCRYPTED, containers, flip, settings, stored_bytes
 from nearkin_janitor import gathering
 from nearkin_janitor.families import families_of
 from nearkin_janitor.gathering import Bounds, Gathering, to_gather
@@ -214,36 +211,14 @@ def test_the_codec_of_deltas_gathers_nothing(tmp_path):
         check(store, EVERY)
 
 
-DIES = """
-import json, os, sys
-from nearkin import failpoints, open_store
-from nearkin.testing.stores import settings
-from nearkin.testing.collecting import COLLECTED
-
-root, point, times, chosen = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-passed = []
-def dies(name):
-    if name == point:
-        passed.append(name)
-        if len(passed) == times:
-            os._exit(9)
-failpoints.arm(watch=dies)
-with open_store(root, settings=settings(COLLECTED, chosen)) as store:
-    store.gc()
-"""
-
-
 @pytest.mark.parametrize(
     ("point", "times"), [("compact.made", 2), ("compact.put", 1), ("compact.renewed", 2), ("gather.container", 3)]
 )
 def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, times):
-    assert point in POINTS
     root = tmp_path / "d"
     with open_store(root, settings=GATHERED) as store:
         put(store, EVERY)
-    dying = process(DIES, root, point, str(times), json.dumps(CHOSEN))
-    dying.communicate(timeout=60)
-    assert dying.returncode == 9
+    killed_in_a_round(root, CHOSEN, point, times)
     with open_store(root, settings=GATHERED) as store:
         check(store, EVERY)
         store.gc()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import ConfigError
-from nearkin.failpoints import POINTS
 from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.recoding import BlockRecoder
 from nearkin.testing.clock import DAY
-from nearkin.testing.collecting import COLLECTED, collected
+from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import ENCRYPTED, containers, flip, process, settings, stored_bytes
+from nearkin.testing.stores import ENCRYPTED, containers, flip, settings, stored_bytes
 from nearkin_janitor import recompressing
 from nearkin_janitor.reach import Reach
 from nearkin_janitor.recompressing import Recompressor
@@ -193,37 +191,16 @@ def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplo
     assert store.get("whole").read() == text_like(900_000, 2)
 
 
-DIES = """
-import json, os, sys
-from nearkin import failpoints, open_store
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.stores import settings
-root, point, times, chosen = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-passed = []
-def dies(name):
-    if name == point:
-        passed.append(name)
-        if len(passed) == times:
-            os._exit(9)
-failpoints.arm(watch=dies)
-with open_store(root, settings=settings(COLLECTED, chosen)) as store:
-    store.gc()
-"""
-
-
 @pytest.mark.parametrize(
     ("point", "times"), [("compact.made", 1), ("compact.put", 1), ("compact.renewed", 1), ("recompress.container", 1)]
 )
 def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_path, clock, point, times):
-    assert point in POINTS
     chosen = {**LARGER, "container": {"target_bytes": "256KiB"}}
     root = tmp_path / "d"
     with open_store(root, settings=settings(COLLECTED, chosen), clock=clock) as store:
         put(store)
         assert len(containers(root)) > 2
-    dying = process(DIES, root, point, str(times), json.dumps(chosen))
-    dying.communicate(timeout=60)
-    assert dying.returncode == 9
+    killed_in_a_round(root, chosen, point, times)
     with open_store(root, settings=settings(COLLECTED, chosen), clock=clock) as store:
         check(store)
         assert store.gc().containers_rewritten > 0

@@ -43,32 +43,30 @@ class Recompressor:
         What no version needs, and nothing that one needs leans on, goes as it is. Raises Corrupt where something that
         is needed cannot be read.
         """
-        too_young = set(young)
-        candidates = [
-            ContainerId(container)
-            for container, size_bytes in sorted(ids.items())
-            if size_bytes >= BYTES_MIN and not self.containers.generation(ContainerId(container))
-            if container not in too_young
-        ]
-        if not self.recode.recompresses or not candidates:
+        if not self.recode.recompresses:
             return []
-        needed = reach.closed(reach.chunks)
+        too_young = set(young)
+        worth = [ContainerId(c) for c in sorted(ids) if c not in too_young and self._is_worth(ContainerId(c), ids[c])]
+        needed = reach.closed(reach.chunks) if worth else {}
         chosen, total_bytes = list[ContainerId](), 0
-        for container in candidates:
-            if container in needed and needed[container].any() and self._is_worth(container):
+        for container in worth:
+            if container in needed and needed[container].any():
                 total_bytes += ids[container]
                 if chosen and total_bytes > ROUND_BYTES_MAX:
                     break
                 chosen.append(container)
         return chosen
 
-    def _is_worth(self, container: ContainerId) -> bool:
+    def _is_worth(self, container: ContainerId, container_bytes: int) -> bool:
+        """Return whether a container is as it was put, and much of it may come smaller."""
+        if container_bytes < BYTES_MIN or self.containers.generation(container):
+            return False
         try:
             directory = self.containers.directory(container)
         except (Corrupt, NotFound):
             return False
         stored_bytes = int(directory.blocks.stored[may_come_smaller(directory)].sum(dtype=np.int64))
-        return stored_bytes >= max(BYTES_MIN, directory.container_bytes // SHARE_MIN)
+        return stored_bytes >= max(BYTES_MIN, container_bytes // SHARE_MIN)
 
     def data(self, container: ContainerId) -> bytes:
         """Return the next generation: no larger. Raises Corrupt."""

@@ -209,20 +209,9 @@ class Writing:
             return
         anew = gatherer.carrying_out(gathering)
         known = [container for container in gathering.containers if container in self.ids]  # others came since
-        for container in self.counted(known, "containers gathered"):
-            self.go_on()
-            make, stays = partial(anew.data, container), partial(self.since.stays_as_it_is, container)
-            try:
-                replaced = self.replacing.replace(container, self.ids[container], make, stays, self.since)
-            except NoRoom as err:
-                _log.warning("%s: no more is gathered in this round", err)
-                break
-            except Corrupt as err:
-                _log.warning("%s: it is not gathered", err)
-                continue
-            if self._noted(container, replaced):
-                anew.written(container)
-                failpoint("gather.container")
+        for container in self._each_anew(known, anew.data, "gathered"):
+            anew.written(container)
+            failpoint("gather.container")
         reach.follow_references()
 
     # --- 7: what puts compressed in a hurry --------------------------------------------------------------------------
@@ -230,16 +219,31 @@ class Writing:
     def recompress(self, reach: Reach, young: Collection[int]) -> None:
         """Write containers anew whose blocks come smaller by a deeper search, the oldest first; once each."""
         recompressor = self.rewriter.recompressor
-        for container in self.counted(recompressor.chosen(self.ids, young, reach), "containers compressed further"):
+        for _ in self._each_anew(recompressor.chosen(self.ids, young, reach), recompressor.data, "compressed further"):
+            failpoint("recompress.container")
+
+    def _each_anew(
+        self, containers: Sequence[ContainerId], make: Callable[[ContainerId], bytes | None], done: str
+    ) -> Iterator[ContainerId]:
+        """Put the next generation that `make` makes of each, and yield those for which one was put.
+
+        What somebody else wrote anew, what is broken, and what there is no room for stays as it is.
+        """
+        for container in self.counted(containers, f"containers {done}"):
             self.go_on()
-            make, stays = partial(recompressor.data, container), partial(self.since.stays_as_it_is, container)
             try:
-                replaced = self.replacing.replace(container, self.ids[container], make, stays, self.since)
+                replaced = self.replacing.replace(
+                    container,
+                    self.ids[container],
+                    partial(make, container),
+                    partial(self.since.stays_as_it_is, container),
+                    self.since,
+                )
             except NoRoom as err:
-                _log.warning("%s: no more is compressed further in this round", err)
-                break
+                _log.warning("%s: no more is %s in this round", err, done)
+                return
             except Corrupt as err:
-                _log.warning("%s: it is not compressed further", err)
+                _log.warning("%s: it is not %s", err, done)
                 continue
             if self._noted(container, replaced):
-                failpoint("recompress.container")
+                yield container

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
 from nearkin.api import Store
+from nearkin.failpoints import POINTS
 from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.stores import SMALL, settings, stored_bytes
+from nearkin.testing.stores import SMALL, process, settings, stored_bytes
 
 COLLECTED = settings(
     SMALL, {"deletion": {"undelete_seconds": 7 * DAY}, "gc": {"grace_seconds": DAY, "compact_below": 0.8}}
@@ -25,3 +31,25 @@ def collected(store: Store, clock: Clock, rounds: int = 4) -> int:
         assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
         freed += done.freed_bytes
     return freed
+
+
+_ROUND = """
+import json, sys
+from nearkin import failpoints, open_store
+from nearkin.testing.collecting import COLLECTED
+from nearkin.testing.stores import settings
+with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3]))) as store:
+    failpoints.arm(sys.argv[2])
+    store.gc()
+"""
+
+
+def killed_in_a_round(root: Path, chosen: Mapping[str, Mapping[str, object]], point: str, times: int) -> None:
+    """Do a round in a process that is killed at a failpoint, passed so many times; `chosen`: changes of COLLECTED.
+
+    Raises AssertionError where it never gets there.
+    """
+    assert point in POINTS
+    with process(_ROUND, root, f"{point}:{times}:kill", json.dumps(chosen)) as dying:
+        dying.communicate(timeout=60)
+    assert dying.returncode == -signal.SIGKILL, f"{point} was not passed {times} times"
