@@ -111,8 +111,7 @@ def test_no_more_is_decoded_together_than_the_bound_says(
         some = chains_of(source).decoded(left)
         assert some, "one at least"
         found |= dict(zip(left, some, strict=False))
-        decoded = sum(len(content) for content, _ in source.blocks._entries.values())
-        assert decoded <= bound
+        assert source.blocks.used_bytes <= bound
         nothing = len(some) == 1 and some[0] is None
         assert nothing == (source.costs.blocks_decoded == taken)
     for name, content in found.items():

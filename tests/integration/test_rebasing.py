@@ -12,7 +12,8 @@ from nearkin import local_gc, open_store
 from nearkin.api import Store
 from nearkin.errors import Corrupt
 from nearkin.formats import layout
-from nearkin.store.containers import CACHE_BYTES, ContainerStore
+from nearkin.store.cache import CACHE_BYTES
+from nearkin.store.containers import ContainerStore
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED
 from nearkin.testing.generated import mutated, text_like
