@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from nearkin import Store, open_store
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.lab.corpora import find_corpora
-from nearkin.records import U8, ContainerId
+from nearkin.records import U8
 from nearkin.store.containers import ContainerStore
+from nearkin.store.plans import BlockName
 from nearkin.testing.stores import stored_bytes
 
 KEY = "k"
@@ -34,9 +35,9 @@ def decoding() -> Iterator[Callable[[], float]]:
     """Yield what tells the MB of blocks decoded since it was asked last."""
     real, decoded = ContainerStore.keep, [0]
 
-    def keep(self: ContainerStore, container: ContainerId, block: int, content: U8) -> None:
-        decoded[0] += len(content)
-        real(self, container, block, content)
+    def keep(self: ContainerStore, names: Sequence[BlockName], contents: Sequence[U8]) -> None:
+        decoded[0] += sum(map(len, contents))
+        real(self, names, contents)
 
     def since() -> float:
         found, decoded[0] = decoded[0] / 1e6, 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,15 +74,26 @@ class Buffers:
 
     def take(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its bytes undefined."""
+        return self.take_many([size_bytes])[0]
+
+    def take_many(self, sizes_bytes: Sequence[int]) -> list[U8]:
+        """Return uint8[size_bytes] for each size, their bytes undefined."""
+        with self._lock:
+            self._collect()
+            spares = [
+                self._spare(rounded(size_bytes)) if SMALLEST_BYTES <= size_bytes <= LARGEST_BYTES else None
+                for size_bytes in sizes_bytes
+            ]
+        return list(map(self._lent, sizes_bytes, spares))
+
+    def _lent(self, size_bytes: int, memory: memoryview | None) -> U8:
+        """Return an array in a spare; None: in new memory."""
         if size_bytes > LARGEST_BYTES:
             return mapped(size_bytes)
         if size_bytes < SMALLEST_BYTES:
             return np.empty(size_bytes, np.uint8)
-        room_bytes = rounded(size_bytes)
-        with self._lock:
-            self._collect()
-            memory = self._spare(room_bytes)
         if memory is None:
+            room_bytes = rounded(size_bytes)
             small = room_bytes < MAPPED_BYTES
             memory = (np.empty(room_bytes, np.uint8) if small else mapped(room_bytes)).data
         # Views of an array whose base is a memoryview keep that very array alive, so its end is the end of them all.

@@ -135,6 +135,11 @@ def test_a_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None
     assert (room[-32:] == 0xA5).all()
 
 
+def placed(frames: int, sources: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (slots of frames whose buffers stand behind the sources, which buffers are there)."""
+    return np.arange(sources, sources + frames, dtype=np.int32), np.arange(sources + frames) < sources
+
+
 @given(st.data())
 def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
     sources = [
@@ -166,7 +171,8 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
     bounds = np.append(0, np.cumsum(counts)).astype(np.uint32)
     for kernel in BOTH:
         outs = [np.full(len(raw), 0xA5, np.uint8) for raw in raws]
-        done = kernel.decode_frames(frames, outs, sources, *slices, bounds)
+        slots, there = placed(len(frames), len(sources))
+        done = kernel.decode_frames(frames, slots, [*sources, *outs], there, *slices, bounds)
         assert done.tolist() == [number != broken for number in range(len(frames))]
         assert [out.tobytes() for out, good in zip(outs, done, strict=True) if good] == [
             raw for number, raw in enumerate(raws) if number != broken
@@ -178,16 +184,16 @@ def test_a_patch_with_another_prefix_among_many_is_another_or_refused(kernel: An
     raw = mutated(base, 2)
     patch, out = kernel.FrameEncoder(OPTIONS).encode(raw, base), np.zeros(len(raw), np.uint8)
     one, none = np.ones(1, np.uint32), np.zeros(1, np.uint64)
-    found = kernel.decode_frames(
-        [patch], [out], [base], one.astype(np.int32) * 0, none, one * 90_000, np.arange(2, dtype=np.uint32)
-    )
+    slices = one.astype(np.int32) * 0, none, one * 90_000, np.arange(2, dtype=np.uint32)
+    slots, there = placed(1, 1)
+    found = kernel.decode_frames([patch], slots, [base, out], there, *slices)
     assert not found[0] or out.tobytes() != raw
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"which": np.array([1], np.int32)}, "names buffer 1: there are 1"),
+        ({"which": np.array([2], np.int32)}, "names buffer 2: there are 2"),
         ({"which": np.array([-1], np.int32)}, "names buffer -1"),
         ({"offsets": np.array([95], np.uint64)}, "leaves buffer 0 of 100 bytes"),
         ({"lengths": np.array([101], np.uint32)}, "leaves buffer 0 of 100 bytes"),
@@ -198,6 +204,13 @@ def test_a_patch_with_another_prefix_among_many_is_another_or_refused(kernel: An
         ({"bounds": np.array([1, 1], np.uint32)}, "ascending from 0 to 1"),
         ({"bounds": np.array([0, 1, 1], np.uint32)}, "want 2"),
         ({"bounds": np.zeros(0, np.uint32)}, "want 2"),
+        ({"slots": np.array([2], np.int32)}, "slots 2 to 2: there are 2 buffers"),
+        ({"slots": np.array([-1], np.int32)}, "slots -1 to -1"),
+        ({"slots": np.array([0], np.int32)}, "is there already"),
+        ({"slots": np.array([1, 1], np.int32)}, "2 slots for 1 frames"),
+        ({"slots": np.array([1], np.int64)}, "int32"),
+        ({"there": np.array([True])}, "1 entries for 2 buffers"),
+        ({"there": np.array([1, 0], np.uint8)}, "bool"),
     ],
 )
 def test_slices_that_leave_their_buffers_are_refused(kernel: Any, change: dict[str, np.ndarray], said: str) -> None:
@@ -207,10 +220,55 @@ def test_slices_that_leave_their_buffers_are_refused(kernel: Any, change: dict[s
         "lengths": np.full(1, 10, np.uint32),
         "bounds": np.array([0, 1], np.uint32),
     }
-    frame, out = compress(b"abc" * 9), np.zeros(27, np.uint8)
-    assert kernel.decode_frames([frame], [out], [bytes(100)], **slices).all()
+    slices["slots"], slices["there"] = placed(1, 1)
+    frame, buffers = compress(b"abc" * 9), [bytes(100), np.zeros(27, np.uint8)]
+    assert kernel.decode_frames([frame], buffers=buffers, **slices).all()
     with pytest.raises(BadInput, match=said):
-        kernel.decode_frames([frame], [out], [bytes(100)], **(slices | change))
+        kernel.decode_frames([frame], buffers=buffers, **(slices | change))
+
+
+def test_a_frame_refers_to_what_frames_before_it_have_filled_and_to_nothing_else(kernel: Any) -> None:
+    """Invariant: a chain decodes in one call; what leans on a frame that did not decode is left out."""
+    raws = [text_like(30_000, 1)]
+    for seed in range(2, 6):
+        raws.append(mutated(raws[-1], seed))
+    frames = [kernel.FrameEncoder(OPTIONS).encode(raw, base) for raw, base in zip(raws, [None, *raws], strict=False)]
+    slices = (
+        np.arange(4, dtype=np.int32),
+        np.zeros(4, np.uint64),
+        np.array([len(raw) for raw in raws[:4]], np.uint32),
+        np.array([0, 0, 1, 2, 3, 4], np.uint32),
+    )
+    slots, there = np.arange(5, dtype=np.int32), np.zeros(5, np.bool_)
+
+    def decoded_frames(order: list[int], some: list[bytes]) -> tuple[list[bool], list[np.ndarray]]:
+        outs = [np.zeros(len(raw), np.uint8) for raw in raws]
+        bounds = np.append(0, np.cumsum([int(number > 0) for number in order])).astype(np.uint32)
+        rows = [number - 1 for number in order if number]
+        mine = [column[rows] for column in slices[:3]]
+        done = kernel.decode_frames([some[number] for number in order], slots[order], outs, there, *mine, bounds)
+        return done.tolist(), outs
+
+    done, outs = decoded_frames([0, 1, 2, 3, 4], frames)
+    assert done == [True] * 5
+    assert [out.tobytes() for out in outs] == raws
+    assert decoded_frames([4, 3, 2, 1, 0], frames)[0] == [False, False, False, False, True]
+    frames[2] = frames[2][:-1]
+    done, outs = decoded_frames([0, 1, 2, 3, 4], frames)
+    assert done == [True, True, False, False, False]
+    assert not outs[3].any(), "nothing is decoded against what is not there"
+    outs, one = [np.zeros(len(raws[2]), np.uint8), np.zeros(0, np.uint8)], np.ones(1, np.int32)
+    mine = one, np.zeros(1, np.uint64), np.full(1, 30_000, np.uint32), np.array([0, 1], np.uint32)
+    lost = kernel.decode_frames([frames[1]], 0 * one, outs, np.zeros(2, np.bool_), *mine)
+    assert not lost.any(), "of a buffer that is not there nothing is known, how long it is neither"
+
+
+def test_two_frames_do_not_fill_one_buffer(kernel: Any) -> None:
+    none = np.zeros(0, np.int32), np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(3, np.uint32)
+    with pytest.raises(BadInput, match="filled twice"):
+        kernel.decode_frames(
+            [compress(b"abc")] * 2, np.zeros(2, np.int32), [np.zeros(3, np.uint8)], np.zeros(1, np.bool_), *none
+        )
 
 
 def test_options_that_zstd_refuses_are_named(kernel: Any) -> None:

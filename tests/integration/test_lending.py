@@ -95,7 +95,7 @@ def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store
     reader.fetch(plan)
     for visit, name in enumerate(by.names):
         rows = by.rows[by.bounds[visit] : by.bounds[visit + 1]]
-        decoded = source.decoded(*name)
+        (decoded,) = source.decoded([name])
         assert decoded is not None
         whole = reader.lent(plan.take(rows))
         assert all(whole.buffers[which] is decoded for which in whole.which)
@@ -112,7 +112,7 @@ def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.M
         monkeypatch.setattr(lending, "LENT_BYTES_MAX", bound)
         pieces = reader.lent(plan)
         names = set(zip(plan.locations.containers.tolist(), plan.blocks.tolist(), strict=True))
-        blocks = [source.decoded(*name) for name in names]
+        blocks = source.decoded(list(names))
         lent = [len(buffer) for buffer in pieces.buffers if any(buffer is block for block in blocks)]
         assert sum(lent) <= bound
         assert (sum(lent) > bound - 2 * 64 * 1024) == (bound < 1 << 30)
@@ -144,7 +144,7 @@ def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: St
     pieces = reader.lent(plan)
     names = by_block(plan, np.arange(len(plan))).names
     assert source.blocks.misses - before == len(names)
-    decoded = [source.decoded(*name) for name in names]
+    decoded = source.decoded(names)
     assert all(any(buffer is one for one in decoded) for buffer in pieces.buffers if len(buffer))
 
 

@@ -14,6 +14,7 @@ from nearkin.errors import Corrupt
 from nearkin.formats import layout
 from nearkin.store.cache import CACHE_BYTES
 from nearkin.store.containers import ContainerStore
+from nearkin.store.plans import BlockName
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED
 from nearkin.testing.generated import mutated, text_like
@@ -63,9 +64,9 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
     """Do a round with 2 MiB of blocks at hand; return the bytes that it decodes."""
     found, real = [0], ContainerStore.keep
 
-    def keep(self: ContainerStore, container: int, block: int, decoded: np.ndarray) -> None:
-        found[0] += len(decoded)
-        real(self, container, block, decoded)  # type: ignore[arg-type]
+    def keep(self: ContainerStore, names: list[BlockName], decoded: list[np.ndarray]) -> None:
+        found[0] += sum(map(len, decoded))
+        real(self, names, decoded)
 
     with monkeypatch.context() as patched:
         patched.setattr(ContainerStore, "keep", keep)

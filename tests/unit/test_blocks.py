@@ -140,6 +140,28 @@ def test_bases_shorter_than_zstd_takes_are_left_out() -> None:
     assert (closed.block.kind, closed.block.depth) == (layout.RAW, 0)
 
 
+@pytest.mark.parametrize(("shared", "edits", "tried"), [(3, 200, True), (1, 200, False), (3, 1, False)])
+def test_deltas_are_tried_of_bad_patches_whose_chunks_share_their_bases(
+    monkeypatch: pytest.MonkeyPatch, shared: int, edits: int, tried: bool
+) -> None:
+    """`shared`: so many chunks lean on one base. A patch that came out well, or leans on many bases, is kept unasked."""
+    bases = [random_bytes(8000, n) for n in range(6 // shared)]
+    chunks = [mutated(bases[n // shared], n, edits=edits) for n in range(6)]
+    block, _ = filled(chunks, [[(n // shared, bases[n // shared])] for n in range(6)])
+    calls = list[int]()
+    encoder = BlockEncoder(BlockSettings(), DeltaSettings())
+
+    def as_deltas(open_block: OpenBlock, raw: np.ndarray, patch: ClosedBlock) -> ClosedBlock:
+        calls.append(patch.block.stored_bytes)
+        return patch
+
+    monkeypatch.setattr(encoder, "_as_deltas", as_deltas)
+    closed = encoder.close(block)
+    assert closed.block.kind == layout.PATCH
+    assert (closed.block.stored_bytes * module.VCDIFF_TRIED > closed.chunk_bytes) == (edits > 1)
+    assert bool(calls) == tried
+
+
 def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     base = random_bytes(8000, 1)
     chunks = [mutated(base, n, edits=2) for n in range(3)]

@@ -357,7 +357,7 @@ def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: Lanes) -> Non
     stores = [tenants[f"tenant {number}"].containers for number in range(3)]
     for number, store in enumerate(stores):
         for row in range(8):
-            store.keep(ContainerId(number + 1), row, block)
+            store.keep([(ContainerId(number + 1), row)], [block])
     assert sum({id(store.blocks): store.blocks.used_bytes for store in stores}.values()) <= bound
 
 

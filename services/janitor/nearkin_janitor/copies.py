@@ -25,6 +25,7 @@ from nearkin.formats.directory import Directory
 from nearkin.records import NAME_BYTES, U8, ContainerId, Locations, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.plans import BlockName
 from nearkin_janitor.given import Given, Held
 from nearkin_janitor.heal import Name
 from nearkin_janitor.tenants import Tenants
@@ -139,8 +140,9 @@ class _Given:
         given = self._copies.get(container)
         return self._below.directory(container) if given is None else self._held.of(given)[1]
 
-    def decoded(self, container: ContainerId, block: int) -> U8 | None:
-        return None if container in self._copies else self._below.decoded(container, block)
+    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+        found = self._below.decoded(names)
+        return [None if name[0] in self._copies else content for name, content in zip(names, found, strict=True)]
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         given = self._copies.get(container)
@@ -151,6 +153,7 @@ class _Given:
             raise NotFound(f"the copy of {object_name(container)}: has no block {block}")
         return memoryview(data)[directory.blocks.record(block)]
 
-    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
-        if container not in self._copies:
-            self._below.keep(container, block, decoded)
+    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+        for name, content in zip(names, decoded, strict=True):
+            if name[0] not in self._copies:
+                self._below.keep([name], [content])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING
+from itertools import starmap
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,8 @@ from nearkin.records import (
     distinct,
 )
 
-if TYPE_CHECKING:
-    pass
+BLOCK_ROW_BYTES = 320
+"""Of memory for each block: 28 in arrays, and what Python takes for a BlockRow."""
 
 
 @frozen
@@ -75,6 +76,21 @@ class BlockTable:
         """Return where in its container a block lies, header and payload."""
         payload = int(self.offsets[block])
         return slice(payload - BLOCK.size, payload + int(self.stored[block]))
+
+
+class BlockRow(NamedTuple):
+    """One block in plain numbers, each of which takes 0.1 us to look up in an array.
+
+    It lies at bytes start to stop of its container, header and payload; its bases are rows of the prefix table.
+    """
+
+    start: int
+    stop: int
+    raw_bytes: int
+    kind: int
+    depth: int
+    first_base: int
+    last_base: int
 
 
 @frozen
@@ -141,13 +157,14 @@ class Directory:
     directory_bytes: int
     recipe_bytes: int
     _rows: list[NDArray[np.void]] = field(default_factory=list, repr=False, compare=False)
+    _block_rows: list[list[BlockRow]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def memory_bytes(self) -> int:
         """Return about how much memory the decoded tables take."""
         rows = len(self.segments.chunks) + len(self.prefixes.bases)
         chunk_bytes = NAME_BYTES + 30 + CHUNK_ROW.itemsize
-        return len(self.chunks) * chunk_bytes + rows * 12 + len(self.blocks) * 28 + 512
+        return len(self.chunks) * chunk_bytes + rows * 12 + len(self.blocks) * BLOCK_ROW_BYTES + 512
 
     @property
     def rows(self) -> NDArray[np.void]:
@@ -161,6 +178,17 @@ class Directory:
             rows["kinds"] = self.blocks.kinds[chunks.blocks]
             self._rows.append(rows)
         return self._rows[0]
+
+    @property
+    def block_rows(self) -> list[BlockRow]:
+        """Return the block table row by row, and which bases each block has."""
+        if not self._block_rows:
+            blocks, bounds = self.blocks, self.prefixes.bounds
+            starts = blocks.offsets - np.uint64(BLOCK.size)
+            columns = starts, blocks.offsets + blocks.stored, blocks.raw, blocks.kinds, blocks.depths
+            rows = zip(*(column.tolist() for column in (*columns, bounds[:-1], bounds[1:])), strict=True)
+            self._block_rows.append(list(starmap(BlockRow, rows)))
+        return self._block_rows[0]
 
     def leans_on(self) -> list[int]:
         """Return the other containers in which bases of this one lie, ascending."""

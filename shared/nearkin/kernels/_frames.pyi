@@ -16,20 +16,24 @@ def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = 
 
 def decode_frames(
     frames: Sequence[Buffer],
-    outs: Sequence[Buffer],
-    sources: Sequence[Buffer],
+    slots: NDArray[np.int32],
+    buffers: Sequence[Buffer],
+    there: NDArray[np.bool_],
     which: NDArray[np.int32],
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     bounds: NDArray[np.uint32],
 ) -> NDArray[np.bool_]:
-    """Return bool[f]: which of f frames were decoded, each into the one of `outs` that it fills exactly.
+    """Return bool[f]: which of f frames were decoded, frame i into buffers[slots[i]], which it fills exactly.
 
     Frame i refers to slices bounds[i] to bounds[i + 1], one behind the other: of slice j `lengths[j]` bytes of
-    sources[which[j]] from `offsets[j]` on; slices that lie so in their buffer are not copied. `which` int32[s],
-    `offsets` uint64[s], `lengths` uint32[s], `bounds` uint32[f + 1]. The others are refused for what `decode_frame`
-    raises Corrupt for, and their `outs` hold anything; no frame of a call refers to another's. Raises BadInput for
-    slices that leave their buffer and for arrays that do not agree. The GIL is released once for all of them.
+    buffers[which[j]] from `offsets[j]` on; slices that lie so in their buffer are not copied. They may lie in buffers
+    that are `there` bool[b], and in those that frames before it have filled. `slots` int32[f], each once and none that
+    is there; `which` int32[s], `offsets` uint64[s], `lengths` uint32[s], `bounds` uint32[f + 1].
+
+    The others refer to what is not there, or are refused for what `decode_frame` raises Corrupt for; their buffers hold
+    anything. Raises BadInput for slices that leave their buffer, if that is there or filled, and for arrays that do not
+    agree. The GIL is released once for all of them.
     """
 
 class FrameEncoder:

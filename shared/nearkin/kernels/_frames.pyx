@@ -176,28 +176,29 @@ def decode_frame(frame, out, str what, prefix=None):
 cdef struct frame_job:
     const void *frame
     size_t frame_bytes
-    uint8_t *out
-    size_t out_bytes
+    int32_t slot
 
 
 cdef class _Jobs:
-    """Frames and where they go, as a C table; it keeps them alive."""
+    """Frames and which buffers they fill, as a C table; it keeps both alive."""
 
     cdef list held
     cdef frame_job *table
     cdef Py_ssize_t count
 
-    def __cinit__(self, frames, outs):
-        cdef _View frame, out
-        self.held = [(_View(a_frame), _View(its_out, True)) for a_frame, its_out in zip(frames, outs, strict=True)]
+    def __cinit__(self, frames, slots, buffers):
+        cdef _View frame
+        cdef const int32_t[::1] slot = slots
+        self.held = [_View(a_frame) for a_frame in frames]
         self.count = len(self.held)
         self.table = <frame_job *>calloc(self.count + 1, sizeof(frame_job))
         if self.table is NULL:
             raise MemoryError("no memory to list the frames")
         for i in range(self.count):
-            frame, out = self.held[i]
+            frame = self.held[i]
             self.table[i].frame, self.table[i].frame_bytes = frame.view.buf, <size_t>frame.view.len
-            self.table[i].out, self.table[i].out_bytes = <uint8_t *>out.view.buf, <size_t>out.view.len
+            self.table[i].slot = slot[i]
+        self.held += [_View(buffers[its_slot], True) for its_slot in slots]
 
     def __dealloc__(self):
         free(self.table)
@@ -215,44 +216,60 @@ cdef size_t _most_bytes(const uint32_t[::1] bounds, const uint32_t[::1] lengths)
     return most
 
 
-def decode_frames(frames, outs, sources, which, offsets, lengths, bounds):
+cdef bint _all_there(const uint8_t[::1] there, const int32_t[::1] of, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+    cdef Py_ssize_t row
+    for row in range(first, last):
+        if not there[of[row]]:
+            return False
+    return True
+
+
+def decode_frames(frames, slots, buffers, there, which, offsets, lengths, bounds):
     reference.check_slices(which, offsets, lengths, bounds, len(frames))
-    cdef _Jobs jobs = _Jobs(frames, outs)
-    cdef Sources bases = Sources(sources)
+    reference.check_slots(slots, there, len(frames), len(buffers))
+    looked_into = reference.slices_looked_into(slots, there, which)
+    cdef _Jobs jobs = _Jobs(frames, slots, buffers)
+    cdef Sources sources = Sources(buffers)
     cdef const int32_t[::1] of = np.ascontiguousarray(which)
     cdef const uint64_t[::1] at = np.ascontiguousarray(offsets)
     cdef const uint32_t[::1] size = np.ascontiguousarray(lengths), bound = np.ascontiguousarray(bounds)
-    bases.check(of, at, size)
+    sources.check(which[looked_into], offsets[looked_into], lengths[looked_into])
     found = np.zeros(jobs.count, np.bool_)
     if not jobs.count:
         return found
     cdef uint8_t[::1] decoded = found.view(np.uint8)
+    cdef uint8_t[::1] at_hand = there.view(np.uint8).copy()
     cdef _Decoder decoder = _decoder()
     cdef uint8_t *room = <uint8_t *>malloc(_most_bytes(bound, size) + 1)
     if room is NULL:
         raise MemoryError("no memory for a prefix")
     cdef const uint8_t *prefix
+    cdef uint8_t *out
     cdef frame_job *job
-    cdef size_t prefix_bytes
+    cdef size_t prefix_bytes, out_bytes
     cdef Py_ssize_t i
     with nogil:
         for i in range(jobs.count):
             job = &jobs.table[i]
-            if content_bytes(job.frame, job.frame_bytes) != job.out_bytes:
+            out, out_bytes = <uint8_t *>sources.table[job.slot].at, <size_t>sources.table[job.slot].length
+            if not _all_there(at_hand, of, bound[i], bound[i + 1]):
+                continue
+            if content_bytes(job.frame, job.frame_bytes) != out_bytes:
                 continue
             if frame_bytes(job.frame, job.frame_bytes) != job.frame_bytes:
                 continue
-            prefix = _prefix_of(bases, of, at, size, bound[i], bound[i + 1], room, &prefix_bytes)
-            decoded[i] = job.out_bytes == decoder.decode(
-                job.frame, job.frame_bytes, prefix, prefix_bytes, job.out, job.out_bytes
+            prefix = _prefix_of(sources, of, at, size, bound[i], bound[i + 1], room, &prefix_bytes)
+            decoded[i] = out_bytes == decoder.decode(
+                job.frame, job.frame_bytes, prefix, prefix_bytes, out, out_bytes
             )
+            at_hand[job.slot] = decoded[i]
     free(room)
     _give_back(decoder)
     return found
 
 
 cdef const uint8_t *_prefix_of(
-    Sources bases,
+    Sources sources,
     const int32_t[::1] of,
     const uint64_t[::1] at,
     const uint32_t[::1] size,
@@ -266,8 +283,8 @@ cdef const uint8_t *_prefix_of(
     cdef size_t run_bytes, used = 0
     cdef const uint8_t *run
     while row < last:
-        run, run_bytes, then = bases.table[of[row]].at + at[row], size[row], row + 1
-        while then < last and of[then] == of[row] and bases.table[of[row]].at + at[then] == run + run_bytes:
+        run, run_bytes, then = sources.table[of[row]].at + at[row], size[row], row + 1
+        while then < last and of[then] == of[row] and sources.table[of[row]].at + at[then] == run + run_bytes:
             run_bytes += size[then]
             then += 1
         if used == 0 and then == last:

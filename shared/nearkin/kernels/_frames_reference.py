@@ -36,8 +36,9 @@ def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = 
 
 def decode_frames(
     frames: Sequence[Buffer],
-    outs: Sequence[Buffer],
-    sources: Sequence[Buffer],
+    slots: NDArray[np.int32],
+    buffers: Sequence[Buffer],
+    there: NDArray[np.bool_],
     which: NDArray[np.int32],
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
@@ -45,14 +46,46 @@ def decode_frames(
 ) -> NDArray[np.bool_]:
     """Decode frames, each with a prefix of slices: see `_frames.pyi`."""
     check_slices(which, offsets, lengths, bounds, len(frames))
-    pieces = pieces_of(sources, which, offsets, lengths)
-    found = np.zeros(len(frames), np.bool_)
-    for i, (frame, out) in enumerate(zip(frames, outs, strict=True)):
-        prefix = b"".join(pieces[bounds[i] : bounds[i + 1]])
+    check_slots(slots, there, len(frames), len(buffers))
+    looked_into = slices_looked_into(slots, there, which)
+    pieces_of(buffers, which[looked_into], offsets[looked_into], lengths[looked_into])
+    found, at_hand = np.zeros(len(frames), np.bool_), there.copy()
+    for i, (frame, slot) in enumerate(zip(frames, slots.tolist(), strict=True)):
+        mine = slice(int(bounds[i]), int(bounds[i + 1]))
+        if not at_hand[which[mine]].all():
+            continue
+        prefix = b"".join(pieces_of(buffers, which[mine], offsets[mine], lengths[mine]))
         with suppress(Corrupt):
-            decode_frame(frame, out, "a frame", prefix)
-            found[i] = True
+            decode_frame(frame, buffers[slot], "a frame", prefix)
+            found[i] = at_hand[slot] = True
     return found
+
+
+def slices_looked_into(
+    slots: NDArray[np.int32], there: NDArray[np.bool_], which: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Return which slices lie in buffers that are there, or will be. Raises BadInput for one that no buffer has."""
+    if len(which) and not 0 <= int(which.min()) <= int(which.max()) < len(there):
+        wrong = int(np.flatnonzero((which < 0) | (which >= len(there)))[0])
+        raise BadInput(f"slice {wrong} names buffer {which[wrong]}: there are {len(there)}")
+    filled = there.copy()
+    filled[slots] = True
+    return filled[which]
+
+
+def check_slots(slots: NDArray[np.int32], there: NDArray[np.bool_], frames: int, buffers: int) -> None:
+    """Raise BadInput unless each frame has a buffer of its own, of those that are not there."""
+    check_array("slots", slots, np.int32)
+    check_array("there", there, np.bool_)
+    if len(slots) != frames or len(there) != buffers:
+        raise BadInput(f"{len(slots)} slots for {frames} frames, there has {len(there)} entries for {buffers} buffers")
+    if not frames:
+        return
+    if int(slots.min()) < 0 or int(slots.max()) >= buffers:
+        raise BadInput(f"slots {int(slots.min())} to {int(slots.max())}: there are {buffers} buffers")
+    filled = np.bincount(slots, minlength=buffers)
+    if filled.max() > 1 or there[slots].any():
+        raise BadInput("slots: a buffer is filled twice, or is there already")
 
 
 def check_slices(
@@ -67,6 +100,9 @@ def check_slices(
     check_array("offsets", offsets, np.uint64)
     check_array("lengths", lengths, np.uint32)
     check_array("bounds", bounds, np.uint32)
+    for name, column in (("offsets", offsets), ("lengths", lengths)):
+        if len(column) != len(which):
+            raise BadInput(f"{name} has {len(column)} entries: which has {len(which)}")
     if len(bounds) != frames + 1 or bounds[0] or bounds[-1] != len(which) or np.any(bounds[1:] < bounds[:-1]):
         raise BadInput(f"bounds {bounds.tolist()[:4]} ...: want {frames + 1}, ascending from 0 to {len(which)}")
 

@@ -16,10 +16,11 @@ cdef class _Payload:
     cdef Py_buffer view
     cdef bint held
 
-    def __cinit__(self, str name, payload, bint writable):
+    def __cinit__(self, str name, payload, bint writable, Py_ssize_t place=-1):
         try:
             PyObject_GetBuffer(payload, &self.view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
         except (TypeError, ValueError, BufferError) as err:
+            name = name if place < 0 else f"{name}[{place}]"
             wanted = "writable C-contiguous bytes" if writable else "C-contiguous bytes"
             raise BadInput(f"{name} {type(payload).__name__}: pass {wanted}") from err
         self.held = True
@@ -34,7 +35,7 @@ cdef class Sources:
 
     def __cinit__(self, buffers):
         cdef _Payload payload
-        self.payloads = [_Payload(f"buffers[{i}]", buffer, False) for i, buffer in enumerate(buffers)]
+        self.payloads = [_Payload("buffers", buffer, False, i) for i, buffer in enumerate(buffers)]
         self.count = len(self.payloads)
         self.table = <source *>malloc((self.count + 1) * sizeof(source))
         if self.table is NULL:

@@ -18,6 +18,7 @@ from nearkin.store.bases import BaseReader
 from nearkin.store.collected import Collected
 from nearkin.store.containers import ContainerSource, ContainerStore
 from nearkin.store.neighbours import Neighbourhood
+from nearkin.store.plans import BlockName
 from nearkin_delta.builder import ContainerBuilder
 from nearkin_delta.finished import FinishedContainer
 
@@ -71,12 +72,13 @@ class InFlight:
             finished = self._finished.get(container)
         return self._store.directory(container) if finished is None else finished.directory(container)
 
-    def decoded(self, container: ContainerId, block: int) -> U8 | None:
-        """Return a block's bytes: cached, or still open. Closed blocks in flight share the store's cache."""
-        cached = self._store.decoded(container, block)
-        if cached is None and container in self._open:
-            return self._open[container].open_block(block)
-        return cached
+    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+        """Return blocks' bytes: cached, or still open. Closed blocks in flight share the store's cache."""
+        found = self._store.decoded(names)
+        for place, (container, block) in enumerate(names):
+            if container in self._open and found[place] is None:
+                found[place] = self._open[container].open_block(block)
+        return found
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a closed block as it is stored."""
@@ -96,9 +98,9 @@ class InFlight:
             return [self.record(container, blocks[0])]
         return self._store.records(container, blocks, raw_bytes_max)
 
-    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Keep a decoded block in the store's cache."""
-        self._store.keep(container, block, decoded)
+    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+        """Keep decoded blocks in the store's cache."""
+        self._store.keep(names, decoded)
 
     def moved(self, containers: Iterable[int]) -> bool:
         """Look whether any of these is there in a later generation than was read."""

@@ -8,7 +8,7 @@ For stores that answer slowly: a block at a time, a restore from S3 would wait o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -22,15 +22,13 @@ from nearkin.limits import DEPTH_MAX, MIB
 from nearkin.records import U8, ZERO, ContainerId
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
-from nearkin.store.plans import Plan
+from nearkin.store.plans import BlockName, Plan
 
 THREADS = 8
 """Reads at a time. S3 gives one connection some 50 to 90 MB/s, after 10 to 30 ms."""
 AHEAD_BYTES_MAX = 32 * MIB
 """Of records that were asked for and not yet taken, as they are stored."""
 AHEAD_BLOCKS_MAX = 1024
-
-BlockKey = tuple[ContainerId, int]
 
 
 class _Coming(NamedTuple):
@@ -52,7 +50,7 @@ class ReadAhead:
         self._reader = ChunkReader(store)
         self.buffers = store.buffers
         self._threads = ThreadPoolExecutor(THREADS, "nearkin-ahead")
-        self._coming: OrderedDict[BlockKey, _Coming] = OrderedDict()
+        self._coming: OrderedDict[BlockName, _Coming] = OrderedDict()
         """What was asked for, by the plan that did so last."""
         self._coming_bytes = 0
 
@@ -82,14 +80,14 @@ class ReadAhead:
         except NearkinError:  # told when the plan is fetched
             return
 
-    def _needed(self, plan: Plan) -> Iterable[BlockKey]:
+    def _needed(self, plan: Plan) -> Iterable[BlockName]:
         """Yield the blocks that are not at hand, those they lean on after them."""
-        seen: set[BlockKey] = set()
+        seen: set[BlockName] = set()
         level = _blocks_of(plan)
         for _ in range(DEPTH_MAX + 1):
-            below: list[BlockKey] = []
+            below: list[BlockName] = []
             for key in level:
-                if key in seen or self._store.decoded(*key) is not None:
+                if key in seen or self._store.decoded([key])[0] is not None:
                     continue
                 seen.add(key)
                 yield key
@@ -116,7 +114,7 @@ class ReadAhead:
             tally.AHEAD_BLOCKS.add(1, "vain")
             self._taken(key)
 
-    def _taken(self, key: BlockKey) -> Future[bytes | memoryview] | None:
+    def _taken(self, key: BlockName) -> Future[bytes | memoryview] | None:
         """Return the reading of a block that was asked for, and make room for others."""
         coming = self._coming.pop(key, None)
         if coming is None:
@@ -124,7 +122,7 @@ class ReadAhead:
         self._coming_bytes -= coming.stored_bytes
         return coming.reading
 
-    def _ask(self, key: BlockKey) -> None:
+    def _ask(self, key: BlockName) -> None:
         coming = self._coming.get(key)
         if coming is not None:
             self._coming[key] = coming._replace(plan=self._plans)
@@ -142,9 +140,9 @@ class ReadAhead:
         """Return a container's directory."""
         return self._store.directory(container)
 
-    def decoded(self, container: ContainerId, block: int) -> U8 | None:
-        """Return a block's bytes where they are in the cache."""
-        return self._store.decoded(container, block)
+    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+        """Return blocks' bytes where they are in the cache."""
+        return self._store.decoded(names)
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a block as it is stored: one that was asked for when it is there, else read now."""
@@ -157,9 +155,9 @@ class ReadAhead:
         except NearkinError:
             return self._store.record(container, block)
 
-    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Take a decoded block into the cache."""
-        self._store.keep(container, block, decoded)
+    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+        """Take decoded blocks into the cache."""
+        self._store.keep(names, decoded)
 
     def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
         """Return a damaged block as it was written, where parity knows."""
@@ -170,7 +168,7 @@ class ReadAhead:
         return self._store.moved(containers)
 
 
-def _blocks_of(plan: Plan) -> list[BlockKey]:
+def _blocks_of(plan: Plan) -> list[BlockName]:
     """Return the blocks of a plan's rows, each once, in the order of the rows."""
     stored = plan.locations.containers != np.uint64(ZERO)
     pairs = zip(plan.locations.containers[stored].tolist(), plan.blocks[stored].tolist(), strict=True)

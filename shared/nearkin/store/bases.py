@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import layout
-from nearkin.kernels.rows import numbered
+from nearkin.formats.directory import CHUNK_ROW
+from nearkin.kernels.beside import rows_beside
+from nearkin.kernels.rows import take_rows
 from nearkin.limits import DEPTH_MAX
 from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, Pieces, bounds_of, grouped
 from nearkin.stage import Contents
-from nearkin.store.beside import beside_replaced, group_of_rows
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource
 from nearkin.store.plans import Plan
@@ -108,17 +109,21 @@ class BaseReader:
         self, asked: Locations, plan: Plan, depth_below: int, no_deltas: bool, bounds: U32
     ) -> tuple[Plan, U32]:
         """Return `plan` with what stood beside the ancestors in it, each group's behind its others; and the bounds."""
-        beside, groups = beside_replaced(asked, plan.locations, bounds)
-        there = np.flatnonzero(self._there(beside))
-        more = self._reader.plan(beside.take(there))
-        near = (more.lengths <= BESIDE_BYTES_MAX) & _in_blocks_of(plan, more)
-        fit = np.flatnonzero(near & ~_unfit(more, depth_below, no_deltas))
-        if not len(fit):
+        moved = (plan.locations.containers != asked.containers) | (plan.locations.ordinals != asked.ordinals)
+        which, containers, tables = self._reader.tables(plan.locations)
+        left_out = layout.XDELTA3 if no_deltas else None
+        of, ordinals, groups = rows_beside(
+            tables, which, plan.locations.ordinals, moved, bounds, depth_below, BESIDE_BYTES_MAX, left_out
+        )
+        if not len(groups):
             return plan, bounds
-        of = np.concatenate([group_of_rows(bounds), groups[there[fit]]])
-        more = more.take(fit)
-        both = Plan(Locations.join([plan.locations, more.locations]), np.concatenate([plan.rows, more.rows]))
-        return both.take(np.argsort(of, kind="stable")), bounds_of(np.bincount(of, minlength=len(bounds) - 1))
+        rows = np.empty(len(of), CHUNK_ROW)
+        take_rows(tables, of, ordinals, rows)
+        locations = Locations.join([plan.locations, Locations(containers[of], ordinals)])
+        counts = np.diff(bounds)
+        order = np.argsort(np.concatenate([np.repeat(np.arange(len(counts)), counts), groups]), kind="stable")
+        both = Plan(locations, np.concatenate([plan.rows, rows]))
+        return both.take(order), bounds_of(counts + np.bincount(groups, minlength=len(counts)))
 
     def _replaced(self, plan: Plan, depth_below: int, no_deltas: bool) -> Plan:
         """Return the plan of the first ancestor of each row that is less deep than `depth_below`, and no delta."""
@@ -156,13 +161,6 @@ def _unfit(plan: Plan, depth_below: int, no_deltas: bool) -> Bools:
     if no_deltas:
         unfit |= plan.kinds == layout.XDELTA3
     return unfit
-
-
-def _in_blocks_of(plan: Plan, more: Plan) -> Bools:
-    """Return which rows of `more` lie in blocks that are read for `plan` anyway."""
-    containers = np.concatenate([plan.locations.containers, more.locations.containers])
-    names = numbered(containers)[0].astype(np.int64) << 32 | np.concatenate([plan.blocks, more.blocks])
-    return np.isin(names[len(plan) :], names[: len(plan)])
 
 
 def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:

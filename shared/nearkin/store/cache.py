@@ -52,16 +52,27 @@ class ByteBoundedCache(Generic[Key, Value]):
 
     def get(self, key: Key) -> Value | None:
         """Return the value and make it the newest, or None."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Iterable[Key]) -> list[Value | None]:
+        """Return each key's value, or None, and make them the newest."""
+        values, hits = list[Value | None](), 0
         with self._lock:
-            held = self._held.get(key)
-            if held is None:
-                self.misses += 1
-            else:
-                self.hits += 1
-                self._uses += 1
-                held.used = self._uses
-        tally.CACHE_LOOKUPS.add(1, self._name, "no" if held is None else "yes")
-        return None if held is None else held.value
+            for held in map(self._held.get, keys):
+                if held is None:
+                    values.append(None)
+                else:
+                    hits += 1
+                    self._uses += 1
+                    held.used = self._uses
+                    values.append(held.value)
+            misses = len(values) - hits
+            self.hits += hits
+            self.misses += misses
+        for count, word in ((misses, "no"), (hits, "yes")):
+            if count:
+                tally.CACHE_LOOKUPS.add(count, self._name, word)
+        return values
 
     @property
     def used_bytes(self) -> int:
@@ -76,13 +87,22 @@ class ByteBoundedCache(Generic[Key, Value]):
     def put(self, key: Key, value: Value, value_bytes: int) -> None:
         """Keep a value, dropping others until all fit."""
         with self._lock:
-            if key in self._held or value_bytes > self._bytes_max:
-                return
-            self._uses += 1
-            self._keys.append(key)
-            self._held[key] = _Held(value, value_bytes, len(self._keys) - 1, self._uses)
-            self._used_bytes += value_bytes
-            self._fit()
+            self._put(key, value, value_bytes)
+
+    def put_many(self, keys: Iterable[Key], values: Iterable[Value], values_bytes: Iterable[int]) -> None:
+        """Keep values, dropping others until all fit."""
+        with self._lock:
+            for key, value, value_bytes in zip(keys, values, values_bytes, strict=True):
+                self._put(key, value, value_bytes)
+
+    def _put(self, key: Key, value: Value, value_bytes: int) -> None:
+        if key in self._held or value_bytes > self._bytes_max:
+            return
+        self._uses += 1
+        self._keys.append(key)
+        self._held[key] = _Held(value, value_bytes, len(self._keys) - 1, self._uses)
+        self._used_bytes += value_bytes
+        self._fit()
 
     def bound(self, bytes_max: int) -> None:
         """Hold so much at most from now on, dropping what is too much."""

@@ -1,7 +1,7 @@
 """Blocks with all that they lean on. Invariant: what is given agrees with its checksum; what is not is left out.
 
 names -> what is not at hand -> what that leans on, level by level -> their records, a container in one trip
-      -> decoded, all of a depth in one call, the shallow ones first
+      -> decoded, all in one call, the shallow ones first
 
 Directories alone tell what some few MiB of chunks need. Read and decoded group by group, three blocks at a time, the
 26th of a row of dumps came back in twice the time, most of it spent between the kernels.
@@ -19,7 +19,7 @@ import numpy as np
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import layout
 from nearkin.formats.block import CheckedBlock, checked_block
-from nearkin.formats.directory import Directory
+from nearkin.formats.directory import BlockRow
 from nearkin.kernels.frames import decode_frames
 from nearkin.limits import MIB
 from nearkin.records import I32, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
@@ -73,21 +73,15 @@ class _Closure:
         self._raw_bytes = 0
         self._parts: list[tuple[I32, U64, U32]] = []
 
-    def want(self, name: BlockName, directory: Directory) -> Locations | None:
-        """Add a block that is to be decoded; return what it leans on, None where it is not there. Raises _TooMuch."""
-        table, block = directory.blocks, name[1]
-        raw_bytes = int(table.raw[block]) if block < len(table) else 0
-        if not raw_bytes:
-            return None
-        kind, first = int(table.kinds[block]), self.rows
-        bases = directory.prefixes.of(block) if kind == layout.PATCH else Locations.empty()
-        self.rows += len(bases)
-        self._raw_bytes += max(raw_bytes, int(table.stored[block]))
+    def want(self, name: BlockName, row: BlockRow) -> slice | None:
+        """Add a block that is to be decoded; return what it leans on, None where that is nothing. Raises _TooMuch."""
+        first, patch = self.rows, row.kind == layout.PATCH
+        self.rows += row.last_base - row.first_base if patch else 0
+        self._raw_bytes += max(row.raw_bytes, row.stop - row.start)
         if self._raw_bytes > DECODED_BYTES_MAX or self.rows > ROWS_MAX:
             raise _TooMuch
-        depth = int(table.depths[block])
-        self.wanted.append(_Wanted(name, self.slots[name], raw_bytes, kind, depth, first, self.rows))
-        return bases
+        self.wanted.append(_Wanted(name, self.slots[name], row.raw_bytes, row.kind, row.depth, first, self.rows))
+        return slice(row.first_base, row.last_base) if self.rows > first else None
 
     def lean(self, slots: I32, offsets: U64, lengths: U32) -> None:
         """Say where the next rows lie: in which slot, LOST or DELTA, from which byte, how many."""
@@ -139,15 +133,13 @@ class Chains:
 
     def _missing(self, closure: _Closure, names: Sequence[BlockName]) -> list[BlockName]:
         """Give each block a slot; return those that are new, and not at hand."""
-        missing = list[BlockName]()
-        for name in names:
-            if name not in closure.slots:
-                closure.slots[name] = len(closure.contents)
-                content = self._source.decoded(*name)
-                closure.contents.append(content)
-                if content is None and name not in self._on_deltas:
-                    missing.append(name)
-        return missing
+        new = [name for name in dict.fromkeys(names) if name not in closure.slots]
+        closure.slots.update(zip(new, range(len(closure.contents), len(closure.contents) + len(new)), strict=True))
+        contents = self._source.decoded(new)
+        closure.contents += contents
+        return [
+            name for name, content in zip(new, contents, strict=True) if content is None and name not in self._on_deltas
+        ]
 
     def _below(self, closure: _Closure, names: list[BlockName]) -> list[BlockName]:
         """Want these blocks; return those that they lean on, and that are new and not at hand."""
@@ -157,12 +149,15 @@ class Chains:
                 directory = self._source.directory(container)
             except (Corrupt, NotFound):
                 continue
+            rows_of, table = directory.block_rows, directory.prefixes.bases
             for name in run:
-                mine = closure.want(name, directory)
-                if mine is not None and len(mine):
-                    bases.append(mine)
-                    counts.append(len(mine))
-                    depths.append(closure.wanted[-1].depth)
+                if name[1] >= len(rows_of) or not rows_of[name[1]].raw_bytes:
+                    continue
+                mine = closure.want(name, rows_of[name[1]])
+                if mine is not None:
+                    bases.append(table.take(mine))
+                    counts.append(mine.stop - mine.start)
+                    depths.append(rows_of[name[1]].depth)
         if not bases:
             return []
         slots = np.full(sum(counts), LOST, np.int32)
@@ -187,12 +182,42 @@ class Chains:
         """Decode what is wanted: shallow blocks first, deeper ones lean on them."""
         if not closure.wanted:
             return
-        slices = closure.slices()
-        self._leave_out(closure, slices[0])
-        checked = list(self._checked(closure.wanted))
-        checked.sort(key=lambda found: found[0].depth)
-        for _, run in groupby(checked, lambda found: found[0].depth):
-            self._decode_depth(closure, list(run), slices)
+        slots, offsets, lengths = closure.slices()
+        self._leave_out(closure, slots)
+        frames = list[tuple[_Wanted, CheckedBlock]]()
+        for block, checked in self._checked(closure.wanted):
+            if checked.codec == layout.STORED:
+                self._keep(closure, [(block, np.frombuffer(checked.payload, np.uint8))])
+            else:
+                frames.append((block, checked))
+        frames.sort(key=lambda found: found[0].depth)
+        firsts, lasts = (np.array([getattr(block, end) for block, _ in frames], np.intp) for end in ("first", "last"))
+        lasts = np.where([checked.kind == layout.PATCH for _, checked in frames], lasts, firsts)
+        reached = np.append(0, np.cumsum(lengths, dtype=np.int64))
+        too_long = reached[lasts] - reached[firsts] > layout.PREFIX_BYTES_MAX
+        if too_long.any():
+            fit = np.flatnonzero(~too_long)
+            frames, firsts, lasts = [frames[place] for place in fit], firsts[fit], lasts[fit]
+        bounds = bounds_of(lasts - firsts)
+        rows = np.arange(int(bounds[-1])) + np.repeat(firsts - bounds[:-1], lasts - firsts)
+        there = np.array([content is not None for content in closure.contents])
+        buffers = [_NOTHING if content is None else content for content in closure.contents]
+        outs = self._source.buffers.take_many([block.raw_bytes for block, _ in frames])
+        for (block, _), out in zip(frames, outs, strict=True):
+            buffers[block.slot] = out
+        done = decode_frames(
+            [checked.payload for _, checked in frames],
+            np.array([block.slot for block, _ in frames], np.int32),
+            buffers,
+            there,
+            slots[rows],
+            offsets[rows],
+            lengths[rows],
+            bounds,
+        )
+        self._keep(
+            closure, [(block, out) for (block, _), out, good in zip(frames, outs, done.tolist(), strict=True) if good]
+        )
 
     def _leave_out(self, closure: _Closure, slots: I32) -> None:
         """Want nothing that cannot be decoded here, whatever is read for it; remember what leans on deltas."""
@@ -252,49 +277,10 @@ class Chains:
                 many = None
         return records
 
-    def _decode_depth(
-        self, closure: _Closure, blocks: list[tuple[_Wanted, CheckedBlock]], slices: tuple[I32, U64, U32]
-    ) -> None:
-        """Decode blocks of which none leans on another."""
-        frames = list[tuple[_Wanted, CheckedBlock]]()
-        for block, checked in blocks:
-            if checked.codec == layout.STORED:
-                self._keep(closure, block, np.frombuffer(checked.payload, np.uint8))
-            else:
-                frames.append((block, checked))
-        slots, offsets, lengths = slices
-        at_hand = np.array([content is not None for content in closure.contents])
-        lost = np.append(0, np.cumsum((slots < 0) | ~at_hand[slots]))
-        ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
-        some = [
-            (block, checked)
-            for block, checked in frames
-            if lost[block.first] == lost[block.last] and ends[block.last] - ends[block.first] <= layout.PREFIX_BYTES_MAX
-        ]
-        if not some:
-            return
-        counts = np.array([block.last - block.first for block, _ in some], np.intp)
-        counts[[checked.kind != layout.PATCH for _, checked in some]] = 0
-        bounds = bounds_of(counts)
-        firsts = np.array([block.first for block, _ in some], np.intp)
-        rows = np.arange(int(bounds[-1])) + np.repeat(firsts - bounds[:-1], counts)
-        outs = [self._source.buffers.take(block.raw_bytes) for block, _ in some]
-        done = decode_frames(
-            [checked.payload for _, checked in some],
-            outs,
-            [_NOTHING if content is None else content for content in closure.contents],
-            slots[rows],
-            offsets[rows],
-            lengths[rows],
-            bounds,
-        )
-        for (block, _), out, good in zip(some, outs, done.tolist(), strict=True):
-            if good:
-                self._keep(closure, block, out)
-
-    def _keep(self, closure: _Closure, block: _Wanted, decoded: U8) -> None:
-        closure.contents[block.slot] = decoded
-        self._source.keep(*block.name, decoded)
+    def _keep(self, closure: _Closure, decoded: Sequence[tuple[_Wanted, U8]]) -> None:
+        for block, content in decoded:
+            closure.contents[block.slot] = content
+        self._source.keep([block.name for block, _ in decoded], [content for _, content in decoded])
 
 
 _NOTHING: U8 = np.zeros(0, np.uint8)

@@ -25,7 +25,7 @@ from nearkin.kernels.gather import gather
 from nearkin.kernels.rows import numbered, take_rows
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
-from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations, Pieces, offsets_of
+from nearkin.records import I32, U8, U32, U64, ZERO, ContainerId, Locations, Pieces, offsets_of
 from nearkin.store.chains import Chains
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
 from nearkin.store.lending import Lending
@@ -67,13 +67,24 @@ class ChunkReader:
         self._source = source
         self._chains = Chains(source, self.plan)
 
+    def tables(self, locations: Locations) -> tuple[I32, U64, list[NDArray[np.void] | None]]:
+        """Return (which table each row is of, int32[n]; the container of each table; the tables, CHUNK_ROW).
+
+        None for the built-in zero chunk's. Raises Corrupt, NotFound or StoreUnavailable.
+        """
+        which, containers = numbered(locations.containers)
+        return (
+            which,
+            containers,
+            [
+                None if container == ZERO else self._source.directory(ContainerId(container)).rows
+                for container in containers.tolist()
+            ],
+        )
+
     def plan(self, locations: Locations) -> Plan:
         """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
-        which, containers = numbered(locations.containers)
-        tables = [
-            None if container == ZERO else self._source.directory(ContainerId(container)).rows
-            for container in containers.tolist()
-        ]
+        which, _, tables = self.tables(locations)
         rows = np.empty(len(locations), CHUNK_ROW)
         row = take_rows(tables, which, locations.ordinals, rows)
         if row < len(rows):
@@ -173,7 +184,7 @@ class ChunkReader:
         if checked_block(record, what).kind == layout.PATCH:  # its checksum, before anything is read for it
             prefix = yield self._leaned_on(name)
         decoded = decode_block(record, what, prefix, self._source.buffers.take)
-        self._source.keep(*name, decoded)
+        self._source.keep([name], [decoded])
         return decoded
 
     def _leaned_on(self, name: BlockName) -> Plan:

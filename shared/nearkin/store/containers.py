@@ -15,11 +15,12 @@ from nearkin.buffers import Buffers
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import directory_codec, layout
 from nearkin.formats.container import container_id_of, decode_container, footer_of
-from nearkin.formats.directory import Directory
+from nearkin.formats.directory import BlockRow, Directory
 from nearkin.records import U8, ContainerId
 from nearkin.store.cache import ByteBoundedCache
 from nearkin.store.objects import ObjectStore, Payload, SupportsSalvage
 from nearkin.store.parity import SupportsMending
+from nearkin.store.plans import BlockName
 
 FOLDER = "containers"
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
@@ -41,14 +42,14 @@ class ContainerSource(Protocol):
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
 
-    def decoded(self, container: ContainerId, block: int) -> U8 | None:
-        """Return a block's bytes where they are at hand: in a cache, or because the block is still open."""
+    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+        """Return the bytes of each block that is at hand: in a cache, or because the block is still open."""
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a block as it is stored, header and payload. Raises NotFound, Corrupt or StoreUnavailable."""
 
-    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Take a decoded block into the cache."""
+    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+        """Take decoded blocks into the cache."""
 
 
 @dataclass(slots=True)
@@ -306,9 +307,9 @@ class ContainerStore:
             return None
         return whole[directory.blocks.record(block)]
 
-    def decoded(self, container: ContainerId, block: int) -> U8 | None:
-        """Return a decoded block from the cache."""
-        return self.blocks.get((container, block))
+    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+        """Return decoded blocks from the cache."""
+        return self.blocks.get_many(names)
 
     def record(self, container: ContainerId, block: int) -> Payload:
         """Return a block as it is stored, with one ranged read. Raises Rewritten where it was there a moment ago."""
@@ -334,18 +335,17 @@ class ContainerStore:
         Raises what `record` does.
         """
         directory, generation = self._known(container)
-        some = list[slice]()
+        rows, some = directory.block_rows, list[BlockRow]()
         for block in blocks:
-            raw_bytes = int(directory.blocks.raw[block]) if block < len(directory.blocks) else 0
-            if not raw_bytes or raw_bytes_max <= 0:
+            if block >= len(rows) or not rows[block].raw_bytes or raw_bytes_max <= 0:
                 break
-            some.append(directory.blocks.record(block))
-            raw_bytes_max -= raw_bytes
+            some.append(rows[block])
+            raw_bytes_max -= rows[block].raw_bytes
         if len(some) > 1:
             name = object_name(container, generation)
             with suppress(NotFound, Corrupt):  # one by one it is found out which, and why
-                read = self._objects.get_ranges(name, [one.start for one in some], [one.stop for one in some])
-                self.costs.read(container, sum(one.stop - one.start for one in some), blocks=len(some))
+                read = self._objects.get_ranges(name, [row.start for row in some], [row.stop for row in some])
+                self.costs.read(container, sum(row.stop - row.start for row in some), blocks=len(some))
                 return read
         return [self.record(container, blocks[0])]
 
@@ -366,10 +366,10 @@ class ContainerStore:
         self.costs.read(directory.container, place.stop - place.start, blocks=1)
         return record
 
-    def keep(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Keep a decoded block in the cache."""
-        self.costs.blocks_decoded += 1
-        self.blocks.put((container, block), decoded, decoded.nbytes)
+    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+        """Keep decoded blocks in the cache."""
+        self.costs.blocks_decoded += len(names)
+        self.blocks.put_many(names, decoded, [content.nbytes for content in decoded])
 
     def keep_directory(self, directory: Directory) -> None:
         """Keep the directory of a container that was just put, as its own bytes say it."""
