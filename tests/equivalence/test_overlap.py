@@ -165,11 +165,27 @@ def changed(side: tuple[Any, ...], by_place: dict[int, Any]) -> list[Any]:
 @KERNELS
 def test_more_than_a_table_can_name_is_refused(kernel: Any) -> None:
     few = (*side([b"x" * 100]), bounds(1))
-    count = 1 << 15
-    many = ([b"x"], np.zeros(count, np.int32), np.zeros(count, np.uint64), np.ones(count, np.uint32), bounds(count))
-    with pytest.raises(BadInput, match="a group of 32768 bases: want at most 32767"):
+    count = (1 << 13) + 1  # of 1 MiB each, all in the same place
+    lengths = np.full(count, 1 << 20, np.uint32)
+    many = ([bytes(1 << 20)], np.zeros(count, np.int32), np.zeros(count, np.uint64), lengths, bounds(count))
+    with pytest.raises(BadInput, match=f"a group of {count << 20} bytes of bases: want at most {1 << 33}"):
         kernel.shared_bytes(*few, *many)
-    length = np.full(1, (1 << 20) + 1, np.uint32)
-    long = ([bytes((1 << 20) + 1)], np.zeros(1, np.int32), np.zeros(1, np.uint64), length, bounds(1))
-    with pytest.raises(BadInput, match="a base of 1048577 bytes: want at most 1048576"):
-        kernel.shared_bytes(*few, *long)
+
+
+@KERNELS
+def test_small_bases_empty_ones_and_large_ones_are_told_apart(kernel: Any) -> None:
+    """Of 40,000 bases most have no place in the table, and one is longer than any chunk."""
+    large = np.random.default_rng(1).integers(0, 256, (1 << 20) + 5000, np.uint8).tobytes()
+    small = np.random.default_rng(2).integers(0, 256, 3 * 1000, np.uint8).tobytes()
+    buffers, count = [large, small, b"1234567"], 40_000
+    which, offsets, lengths = np.full(count, 2, np.int32), np.zeros(count, np.uint64), np.full(count, 7, np.uint32)
+    for row, (buffer, offset, length) in {
+        70: (1, 0, 1000),
+        71: (1, 1000, 1000),
+        33_000: (0, 0, len(large)),
+        39_999: (1, 2000, 1000),
+    }.items():
+        which[row], offsets[row], lengths[row] = buffer, offset, length
+    targets = [small[1000:2000], large[-400:], small[2500:] + small[:500]]
+    found = kernel.shared_bytes(*side(targets), bounds(3), buffers, which, offsets, lengths, bounds(count))
+    assert found.tolist() == [[0, 71, 1000, 1], [1, 33_000, 400, 1], [2, 39_999, 500, 1], [2, 70, 500, 1]]

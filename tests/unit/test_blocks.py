@@ -144,7 +144,7 @@ def test_bases_shorter_than_zstd_takes_are_left_out() -> None:
 def test_deltas_are_tried_of_bad_patches_whose_chunks_share_their_bases(
     monkeypatch: pytest.MonkeyPatch, shared: int, edits: int, tried: bool
 ) -> None:
-    """`shared`: so many chunks lean on one base. A patch that came out well, or leans on many bases, is kept unasked."""
+    """`shared`: so many chunks lean on one base. A good patch, and one that leans on many bases, is kept unasked."""
     bases = [random_bytes(8000, n) for n in range(6 // shared)]
     chunks = [mutated(bases[n // shared], n, edits=edits) for n in range(6)]
     block, _ = filled(chunks, [[(n // shared, bases[n // shared])] for n in range(6)])

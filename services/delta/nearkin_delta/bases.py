@@ -34,8 +34,8 @@ BASES_MAX = 8
 """A chunk's bases at most: those that save most."""
 PRICE_MIN = 0.05
 """No estimate is made where the bases are worth it even if a byte takes this little after compression."""
-PRICE_TRIED = 8
-"""Of such chunks one in eight is estimated, for what a byte of the others takes; 0.15 where there is none."""
+PRICE_TRIED = 16
+"""Of such chunks one in sixteen is estimated, for what a byte of the others takes; 0.15 where there is none."""
 PRICE = 0.15
 
 

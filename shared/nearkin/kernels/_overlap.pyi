@@ -26,7 +26,7 @@ def shared_bytes(
     target's rows sum up to its length at most. Rows come by target, a target's in the order of its first matches; pairs
     that share nothing have none. A target is lengths[i] bytes of `targets` from offsets[i] on, a base those of
     buffers[which[i]]. All buffers are C-contiguous bytes-like objects, offsets uint64[n], lengths uint32[n] bytes,
-    which int32[n], bounds uint32[g + 1] ascending from 0 to n. A group has 32,767 bases at most, a base 1 MiB.
+    which int32[n], bounds uint32[g + 1] ascending from 0 to n. The bases of a group have 8 GiB at most.
 
     Raises `nearkin.errors.BadInput`, naming the value, for arrays of another type or shape, chunks that reach past
     their buffer, bounds out of order; MemoryError. The GIL is released; the caller must not change the buffers

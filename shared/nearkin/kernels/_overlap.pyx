@@ -25,8 +25,8 @@ cdef extern from "overlap_impl.h" nogil:
         const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
         uint32_t first_target, uint32_t end_target, const uint8_t *const *bases,
         const uint32_t *base_lengths, uint32_t first_base, uint32_t end_base, uint32_t *table,
-        unsigned table_bits, uint32_t *bytes_by_base, uint32_t *matches_by_base, uint32_t *touched,
-        nearkin_shared_list *found)
+        unsigned table_bits, uint32_t *starts, uint32_t *bytes_by_base, uint32_t *matches_by_base,
+        uint32_t *touched, nearkin_shared_list *found)
 
 
 def shared_bytes(
@@ -67,7 +67,7 @@ def shared_bytes(
         most = max(most, base_bounds_view[group + 1] - base_bounds_view[group])
     try:
         table = <uint32_t *>malloc(sizeof(uint32_t) << int(bits_list.max()))
-        by_base = <uint32_t *>calloc(3 * <size_t>most, sizeof(uint32_t))
+        by_base = <uint32_t *>calloc(4 * <size_t>most + 1, sizeof(uint32_t))
         bases = <const uint8_t **>malloc(rows * sizeof(uint8_t *))
         if table == NULL or by_base == NULL or bases == NULL:
             raise MemoryError
@@ -83,7 +83,8 @@ def shared_bytes(
                     &targets_view[0], &target_offsets_view[0], &target_lengths_view[0],
                     target_bounds_view[group], target_bounds_view[group + 1], bases,
                     &base_lengths_view[0], base_bounds_view[group], base_bounds_view[group + 1], table,
-                    bits_view[group], by_base, by_base + most, by_base + 2 * <size_t>most, &found)
+                    bits_view[group], by_base + 3 * <size_t>most, by_base, by_base + most,
+                    by_base + 2 * <size_t>most, &found)
                 if failed:
                     break
         if failed:

@@ -33,9 +33,8 @@ MULTIPLIER: Final = 0x9E3779B185EBCA87
 TABLE_BITS_MIN: Final = 8
 TABLE_BITS_MAX: Final = 20
 """4 MiB of table; more than 8 MiB of bases in one group are found less well."""
-GROUP_BASES_MAX: Final = (1 << 15) - 1
-BASE_BYTES_MAX: Final = 1 << 20
-"""An entry of the table is 32 bits: 15 for the base, 17 for the position in it."""
+GROUP_BYTES_MAX: Final = 1 << 33
+"""An entry of the table is 32 bits, one at least of which is not for the position, in units of STRIDE."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -65,12 +64,10 @@ def check_groups(
     """Refuse sides of different numbers of groups, and what no entry of a table can name."""
     if len(target_bounds) != len(base_bounds):
         raise BadInput(f"{len(target_bounds) - 1} groups of targets, {len(base_bounds) - 1} of bases: want as many")
-    most = int(np.diff(base_bounds).max(initial=0))
-    if most > GROUP_BASES_MAX:
-        raise BadInput(f"a group of {most} bases: want at most {GROUP_BASES_MAX}")
-    longest = int(base_lengths.max(initial=0))
-    if longest > BASE_BYTES_MAX:
-        raise BadInput(f"a base of {longest} bytes: want at most {BASE_BYTES_MAX}")
+    reached = np.append(0, np.cumsum(base_lengths, dtype=np.int64))
+    most = int(np.diff(reached[base_bounds]).max(initial=0))
+    if most > GROUP_BYTES_MAX:
+        raise BadInput(f"a group of {most} bytes of bases: want at most {GROUP_BYTES_MAX}")
 
 
 def table_bits(lengths: NDArray[np.uint32], bounds: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -96,9 +93,10 @@ def shared_bytes(
     data, target_offsets, target_lengths, target_bounds = check_side(
         "target", targets, target_offsets, target_lengths, target_bounds
     )
-    bases = [bytes(piece) for piece in pieces_of(buffers, which, base_offsets, base_lengths)]
-    base_bounds = check_side_bounds("base", base_bounds, len(bases))
+    pieces = pieces_of(buffers, which, base_offsets, base_lengths)
+    base_bounds = check_side_bounds("base", base_bounds, len(pieces))
     check_groups(target_bounds, base_bounds, base_lengths)
+    bases = list(map(bytes, pieces))
     rows: list[tuple[int, int, int, int]] = []
     for group, bits in enumerate(table_bits(base_lengths, base_bounds).tolist()):
         numbers = range(int(base_bounds[group]), int(base_bounds[group + 1]))

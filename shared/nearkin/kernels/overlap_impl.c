@@ -1,11 +1,15 @@
 /* Every eighth position of every base is kept by the hash of eight bytes; targets are searched byte by byte, first on the diagonal of
-   the last match, where the next one mostly lies. A match of 15 bytes is never missed for the stride alone. */
+   the last match, where the next one mostly lies. A match of 15 bytes is never missed for the stride alone.
+
+   entry   tag, more of the hash | place: of all bases of the group, in STRIDE bytes; all ones are no place
+
+   The tag tells without a look at the base that it is another one: that look would miss the cache. */
 #include "overlap_impl.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { STRIDE = 8, MATCH_MIN = 16, STEP_LOG2 = 6, PLACE_BITS = 17 };
+enum { STRIDE = 8, MATCH_MIN = 16, STEP_LOG2 = 6, TAG_SHIFT = 12 };
 #define MULTIPLIER UINT64_C(0x9E3779B185EBCA87)
 #define NO_ENTRY UINT32_MAX
 
@@ -45,17 +49,48 @@ static int append(nearkin_shared_list *found, uint32_t target, uint32_t base, ui
     return 0;
 }
 
+static inline uint32_t places_of(uint32_t length) { return length < 8 ? 0 : (length - 8) / STRIDE + 1; }
+
+/* Which of the bases has a place: the one near at hand mostly, the one behind it often. */
+static inline uint32_t base_of(const uint32_t *starts, uint32_t bases, uint32_t near, uint32_t place) {
+    if (starts[near] <= place) {
+        if (place < starts[near + 1]) return near;
+        if (near + 2 <= bases && place < starts[near + 2]) return near + 1;
+    }
+    uint32_t low = 0, high = bases; /* starts[low] <= place < starts[high] */
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (starts[middle] <= place)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets, const uint32_t *target_lengths,
                           uint32_t first_target, uint32_t end_target, const uint8_t *const *bases,
                           const uint32_t *base_lengths, uint32_t first_base, uint32_t end_base, uint32_t *table,
-                          unsigned table_bits, uint32_t *bytes_by_base, uint32_t *matches_by_base, uint32_t *touched,
-                          nearkin_shared_list *found) {
+                          unsigned table_bits, uint32_t *starts, uint32_t *bytes_by_base, uint32_t *matches_by_base,
+                          uint32_t *touched, nearkin_shared_list *found) {
+    uint32_t places = 0;
+    for (uint32_t base = first_base; base < end_base; base++) {
+        starts[base - first_base] = places;
+        places += places_of(base_lengths[base]);
+    }
+    starts[end_base - first_base] = places;
+    unsigned place_bits = places ? 32 - (unsigned)__builtin_clz(places) : 1; /* all ones are more than the last place */
+    uint32_t place_mask = (UINT32_C(1) << place_bits) - 1, tag_mask = ~place_mask;
     memset(table, 0xFF, sizeof *table << table_bits);
     for (uint32_t base = first_base; base < end_base; base++) {
         const uint8_t *bytes = bases[base];
-        for (uint32_t at = 0; (uint64_t)at + 8 <= base_lengths[base]; at += STRIDE)
-            table[(eight(bytes + at) * MULTIPLIER) >> (64 - table_bits)] = (base - first_base) << PLACE_BITS | at / STRIDE;
+        uint32_t start = starts[base - first_base], end = starts[base - first_base + 1];
+        for (uint32_t place = start; place < end; place++) {
+            uint64_t hash = eight(bytes + (size_t)STRIDE * (place - start)) * MULTIPLIER;
+            table[hash >> (64 - table_bits)] = ((uint32_t)(hash >> TAG_SHIFT) & tag_mask) | place;
+        }
     }
+    uint32_t near = 0; /* the base of the last entry */
     for (uint32_t target = first_target; target < end_target; target++) {
         const uint8_t *start = targets + target_offsets[target], *end = start + target_lengths[target];
         const uint8_t *at = start, *anchor = start;
@@ -68,12 +103,15 @@ int nearkin_overlap_group(const uint8_t *targets, const uint64_t *target_offsets
             if (diagonal != NULL && diagonal_end - diagonal >= 8 && eight(diagonal) == here) {
                 source = diagonal, source_start = diagonal_start, source_end = diagonal_end;
             } else {
-                uint32_t entry = table[(here * MULTIPLIER) >> (64 - table_bits)];
-                if (entry != NO_ENTRY) {
-                    base = first_base + (entry >> PLACE_BITS);
+                uint64_t hash = here * MULTIPLIER;
+                uint32_t entry = table[hash >> (64 - table_bits)];
+                if (((entry ^ (uint32_t)(hash >> TAG_SHIFT)) & tag_mask) == 0 && entry != NO_ENTRY) {
+                    uint32_t place = entry & place_mask;
+                    near = base_of(starts, end_base - first_base, near, place);
+                    base = first_base + near;
                     source_start = bases[base];
                     source_end = source_start + base_lengths[base];
-                    source = source_start + (size_t)STRIDE * (entry & ((1u << PLACE_BITS) - 1));
+                    source = source_start + (size_t)STRIDE * (place - starts[near]);
                     if (eight(source) != here) source = NULL;
                 }
             }
