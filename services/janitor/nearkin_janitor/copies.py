@@ -153,6 +153,9 @@ class _Given:
             raise NotFound(f"the copy of {object_name(container)}: has no block {block}")
         return memoryview(data)[directory.blocks.record(block)]
 
+    def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
+        return self._below.room_for(sizes_bytes)
+
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         for name, content in zip(names, decoded, strict=True):
             if name[0] not in self._copies:

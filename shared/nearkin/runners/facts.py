@@ -98,6 +98,10 @@ class InFlight:
             return [self.record(container, blocks[0])]
         return self._store.records(container, blocks, raw_bytes_max)
 
+    def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
+        """Return memory for blocks that will be decoded and kept, undefined."""
+        return self._store.room_for(sizes_bytes)
+
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Keep decoded blocks in the store's cache."""
         self._store.keep(names, decoded)

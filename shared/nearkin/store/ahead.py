@@ -155,6 +155,10 @@ class ReadAhead:
         except NearkinError:
             return self._store.record(container, block)
 
+    def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
+        """Return memory for blocks that will be decoded and kept, undefined."""
+        return self._store.room_for(sizes_bytes)
+
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Take decoded blocks into the cache."""
         self._store.keep(names, decoded)

@@ -104,15 +104,23 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._used_bytes += value_bytes
         self._fit()
 
+    def make_room(self, size_bytes: int) -> None:
+        """Drop values until so much more fits, or nothing is left: what will be kept then takes the memory of these."""
+        with self._lock:
+            self._fit(size_bytes)
+
     def bound(self, bytes_max: int) -> None:
         """Hold so much at most from now on, dropping what is too much."""
         with self._lock:
             self._bytes_max = bytes_max
             self._fit()
 
-    def _fit(self) -> None:
-        """Drop values until the rest fits. Also where a Ctrl-C fell between two steps: each turn takes a key out."""
-        while self._used_bytes > self._bytes_max:
+    def _fit(self, room_bytes: int = 0) -> None:
+        """Drop values until the rest fits, and so much more.
+
+        Also where a Ctrl-C fell between two steps: each turn takes a key out.
+        """
+        while self._used_bytes + room_bytes > self._bytes_max:
             if not self._keys:
                 self._clear()
                 return

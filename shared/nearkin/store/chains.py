@@ -202,7 +202,7 @@ class Chains:
         rows = np.arange(int(bounds[-1])) + np.repeat(firsts - bounds[:-1], lasts - firsts)
         there = np.array([content is not None for content in closure.contents])
         buffers = [_NOTHING if content is None else content for content in closure.contents]
-        outs = self._source.buffers.take_many([block.raw_bytes for block, _ in frames])
+        outs = self._source.room_for([block.raw_bytes for block, _ in frames])
         for (block, _), out in zip(frames, outs, strict=True):
             buffers[block.slot] = out
         done = decode_frames(

@@ -48,6 +48,9 @@ class ContainerSource(Protocol):
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a block as it is stored, header and payload. Raises NotFound, Corrupt or StoreUnavailable."""
 
+    def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
+        """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before."""
+
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Take decoded blocks into the cache."""
 
@@ -365,6 +368,11 @@ class ContainerStore:
             record = whole[place]
         self.costs.read(directory.container, place.stop - place.start, blocks=1)
         return record
+
+    def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
+        """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before."""
+        self.blocks.make_room(sum(sizes_bytes))
+        return self.buffers.take_many(sizes_bytes)
 
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Keep decoded blocks in the cache."""
