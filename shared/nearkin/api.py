@@ -77,8 +77,8 @@ FORGET_REASON = "forget"
 CLOSE_SECONDS = 30.0
 """So long the closing of a store waits for a put in another thread."""
 BESIDE_ROUND_BYTES = 48 * MIB
-"""Of decoded blocks that puts and restores have at hand while a round is at work, which has as many of its own twice
-over; at its end they are forgotten anyway."""
+"""Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
+over."""
 _log = logging.getLogger("nearkin")
 
 
@@ -194,7 +194,7 @@ class Store:
             guard=guard_of(settings.retention, clock),
             restate=self._index.restate_collected,
         )
-        self._putting = False
+        self._putting = self._left_to_round = False
         self._put_by = 0
         """The thread that began the put at work."""
         self._writer: EmbeddedWriter | None = None
@@ -638,6 +638,7 @@ class Store:
             self._fingerprinters,
             self._clock,
             self.pauses,
+            self._leave_to_round,
         )
         if deleted_too and not dry_run:
             raise BadInput("deleted_too: only a dry run goes by what has not happened")
@@ -645,13 +646,19 @@ class Store:
             return collection.preview(steps, deleted_too=deleted_too)
         if self._putting and not wait_seconds:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        self._left_to_round = self._putting  # a put that is at work, or begins meanwhile, takes what it needs
         try:
-            if not self._putting:  # a put that begins meanwhile takes what it needs
-                self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._cache_bytes))
             return collection.run(wait_seconds, go_on, steps)
         finally:
             if not self._putting:
-                self._containers.blocks.bound(self._cache_bytes)
+                blocks = self._containers.blocks
+                blocks.bound(max(self._cache_bytes, blocks.used_bytes))
+
+    def _leave_to_round(self) -> None:
+        """Have less at hand once a round begins to write."""
+        if not (self._left_to_round or self._putting):
+            self._left_to_round = True
+            self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._cache_bytes))
 
     def erase_tenant(self, tenant: str) -> int:
         """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there were.

@@ -64,6 +64,7 @@ class Buffers:
         """Return how much unused memory is held."""
         with self._lock:
             self._collect()
+            self._trim()
             return self._counted_bytes()
 
     def let_go(self) -> None:
@@ -84,6 +85,7 @@ class Buffers:
                 self._spare(rounded(size_bytes)) if SMALLEST_BYTES <= size_bytes <= LARGEST_BYTES else None
                 for size_bytes in sizes_bytes
             ]
+            self._trim()
         return list(map(self._lent, sizes_bytes, spares))
 
     def _lent(self, size_bytes: int, memory: memoryview | None) -> U8:
@@ -114,26 +116,26 @@ class Buffers:
         return None
 
     def _collect(self) -> None:
-        """Take back what was lent and is looked at no more.
-
-        What is wanted now makes room for itself: sizes that nobody has given back for longest go first.
-        """
-        if not self._ended:
-            return
-        spare_bytes = self._counted_bytes()
+        """Take back what was lent and is looked at no more."""
         while self._ended:
             loan = self._loans.pop(id(self._ended.popleft()))
             room_bytes = len(loan.memory)
             mine = self._spares.pop(room_bytes, None) or deque()
             mine.append(loan.memory)
             self._spares[room_bytes] = mine  # the newest size stands last
-            spare_bytes += room_bytes
-            while spare_bytes > self._spare_bytes_max:
-                oldest = next(iter(self._spares))
-                if self._spares[oldest]:
-                    spare_bytes -= len(self._spares[oldest].popleft())
-                else:
-                    del self._spares[oldest]
+
+    def _trim(self) -> None:
+        """Let go of what is too much, once what is wanted has been taken from all there is.
+
+        What is wanted now makes room for itself: sizes that nobody has given back for longest go first.
+        """
+        spare_bytes = self._counted_bytes()
+        while spare_bytes > self._spare_bytes_max:
+            oldest = next(iter(self._spares))
+            if self._spares[oldest]:
+                spare_bytes -= len(self._spares[oldest].popleft())
+            else:
+                del self._spares[oldest]
 
     def _counted_bytes(self) -> int:
         """Counted, not kept: an interrupt between two steps would let a sum drift."""

@@ -60,6 +60,8 @@ class LocalGc:
     fingerprinter: Callable[[str], Fingerprinter]
     clock: Callable[[], float]
     pauses: Pauses
+    writing: Callable[[], None] = lambda: None
+    """Told before each container that a round writes anew or removes."""
 
     def run(self, wait_seconds: float, go_on: Callable[[], None], steps: Steps | None) -> GcReport:
         """Do a round; at its beginning wait so long for a put. `go_on` ends it, before a step, by raising.
@@ -69,6 +71,7 @@ class LocalGc:
         self.pauses.check()
         rounds = WriterLock(self.root, "lock.round")
         rounds.acquire(what=ROUNDS)
+        alone, ended = self.index.writes_alone, False
         try:
             with self.index.turn(wait_seconds) as index:
                 failpoint("gc.begun")
@@ -76,17 +79,22 @@ class LocalGc:
             self._check_no_manifest_is_lost()
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
             apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
-            turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX))
+            turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX), self.writing)
             try:
                 with self._ledger() as ledger:
                     report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
             finally:
                 apart.forget_read()  # else 100 MB wait for the garbage collector
             report = replace(report, freed_bytes=report.freed_bytes + erased_bytes)
-            return self._with_retention(report, dry_run=False)
+            report, ended = self._with_retention(report, dry_run=False), True
+            return report
         finally:
             rounds.release()
-            self.containers.forget_read()  # no later put may lean on what has gone
+            # No later put may lean on what has gone.
+            if ended and alone and self.index.writes_alone:
+                self.containers.forget_gone()
+            else:
+                self.containers.forget_read()
             self.containers.buffers.let_go()
 
     def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
@@ -223,6 +231,8 @@ class LocalTurns:
     containers: ContainerStore
     """What puts and restores of this process read through."""
     wait_seconds: float
+    writing: Callable[[], None]
+    """Told before each container."""
 
     def take(self) -> AbstractContextManager[SupportsCollection]:
         """Hold the store's lock. Raises StoreLocked, StoreUnavailable."""

@@ -161,6 +161,11 @@ class LocalIndex:
                 self.behind = False
             return index
 
+    @property
+    def writes_alone(self) -> bool:
+        """Return whether this Store has the lock since it first put, until it is closed: no other process writes."""
+        return self._held == WRITING
+
     @contextmanager
     def turn(self, wait_seconds: float) -> Iterator[LmdbIndex]:
         """Hold the lock for a step of a round, and give the index, whole; wait so long for who writes.

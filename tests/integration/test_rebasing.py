@@ -144,8 +144,8 @@ def test_what_a_round_had_at_hand_goes_with_it_not_with_the_garbage_collector(tm
         gc.collect()
         gc.disable()
         try:
-            before_bytes = held_bytes()
             store.get("k", KEPT[-1]).read()
+            before_bytes = held_bytes()
             assert store.gc().containers_rewritten
             assert held_bytes() <= before_bytes
             assert not store._containers.buffers.spare_bytes

@@ -32,6 +32,20 @@ def test_a_lower_bound_drops_what_is_too_much_and_holds() -> None:
     assert (cache.used_bytes, cache.get(12)) == (66, "z")
 
 
+def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
+    cache.put_many(range(10), ["x"] * 10, [10] * 10)
+    assert cache.get_many([9, 8, 99]) == ["x", "x", None]
+    assert (cache.hits, cache.misses) == (2, 1)
+    cache.make_room(25)
+    assert (cache.used_bytes, cache.get(9), cache.get(8)) == (70, "x", "x")
+    cache.put_many([11, 12], ["y", "z"], [15, 10])
+    assert (cache.used_bytes, cache.entries) == (95, 9)
+    assert dict(cache.items())[11] == "y"
+    cache.make_room(1000)
+    assert (cache.used_bytes, cache.items()) == (0, [])
+
+
 def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
     """A hundred fit: of what a pass over more than fit left, a quarter is the last of it, the rest from all over."""
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
@@ -125,7 +139,7 @@ def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_it
         assert 4 * MIB < store._containers.blocks.used_bytes <= 8 * MIB
 
 
-def test_while_a_round_is_at_work_less_is_at_hand_and_then_as_much_as_before(tmp_path: Path) -> None:
+def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(tmp_path: Path) -> None:
     chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
     data = text_like(60_000_000, 3)
     with open_store(tmp_path / "s", settings=chosen) as store:
@@ -137,7 +151,7 @@ def test_while_a_round_is_at_work_less_is_at_hand_and_then_as_much_as_before(tmp
             held.append(blocks.used_bytes)
 
         read()
-        store.gc(go_on=read)
+        assert store.gc(go_on=read).containers_rewritten
         read()
 
         def ended() -> None:
@@ -146,10 +160,55 @@ def test_while_a_round_is_at_work_less_is_at_hand_and_then_as_much_as_before(tmp
         with pytest.raises(StoreUnavailable, match="ended"):
             store.gc(go_on=ended)
         read()
-        first, *during, after, at_last = held
-        assert first == after == at_last > 50_000_000
+        first, begun, marked, *during, after, at_last = held
+        assert first == begun == marked == after == at_last > 50_000_000
         assert during
         assert max(during) <= BESIDE_ROUND_BYTES < 52_000_000
+
+
+def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_path: Path) -> None:
+    """Where nobody else can have written; else all that was read is forgotten."""
+    chosen = settings({"gc": {"grace_seconds": 0, "gather_bytes": 0}, "deletion": {"undelete_seconds": 0}})
+    data, other = text_like(6_000_000, 3), text_like(3_000_000, 4)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        source = store._containers
+        for version in (data, other, mutated(data, 1, edits=40)):
+            store.put("k", version)
+
+        def read(*versions: int) -> dict[tuple[int, int], object]:
+            for version in versions:
+                assert store.get("k", version).read() == [data, other, mutated(data, 1, edits=40)][version - 1]
+            return dict(source.blocks.items())
+
+        before = read(1, 2, 3)
+        assert store.gc().containers_rewritten
+        anew = {container for container, generations in source.generations().items() if max(generations)}
+        assert anew
+        kept = {name for name, _ in before.items() if name[0] not in anew}
+        assert kept
+        assert dict(source.blocks.items()).keys() == kept
+        before = read(1, 2, 3)
+        assert not store.gc().containers_rewritten
+        after = dict(source.blocks.items())
+        assert after.keys() == before.keys()
+        assert all(after[name] is content for name, content in before.items())
+
+        ids = {container for container, _ in source.ids()}
+        store.delete("k", 2)
+        while {container for container, _ in source.ids()} == ids:
+            store.gc()
+        gone = ids - {container for container, _ in source.ids()}
+        assert {container for container, _ in before} & gone
+        after = dict(source.blocks.items())
+        assert after
+        assert not {container for container, _ in after} & gone
+        assert not {container for container, _ in source._directories.items()} & gone
+        read(1, 3)
+    with open_store(tmp_path / "s", settings=chosen) as store:
+        assert store.get("k", 1).read() == data
+        assert store._containers.blocks.entries
+        store.gc()
+        assert not store._containers.blocks.entries, "somebody else may have done whatever meanwhile"
 
 
 def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:

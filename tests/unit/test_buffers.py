@@ -97,6 +97,19 @@ def test_memory_that_outlives_its_buffers_is_let_go_of() -> None:
     assert (array == 7).all()
 
 
+def test_what_is_wanted_is_taken_before_what_is_too_much_goes() -> None:
+    buffers = Buffers(spare_bytes_max=MIB)
+    sizes = [300 * KIB, MIB, 300 * KIB, 900 * KIB]
+    first = buffers.take_many(sizes)
+    assert [len(array) for array in first] == sizes
+    at = {address(array) for array in first}
+    del first
+    second = buffers.take_many(sizes)
+    assert {address(array) for array in second} == at
+    del second
+    assert buffers.spare_bytes <= MIB
+
+
 def test_unused_memory_is_bounded() -> None:
     buffers = Buffers(spare_bytes_max=3 * MIB)
     held = [buffers.take(MIB) for _ in range(8)]

@@ -179,7 +179,7 @@ class Collector:
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
         needed = spared(reach, ids, due) if due else reach
         rebased = to_rebase(needed, ids, due, self._compact_below)
-        writing = self._writing(since, ids, sums)
+        writing = self._writing(since, ids, sums, turns)
         if rebased is not None:
             writing.rebase(needed, rebased, due, reach.chunks)  # 4
         since.look()
@@ -256,9 +256,13 @@ class Collector:
         since_ms = (self._now_us() - YOUNG_GRACES * self._grace_us) // 1000
         return [container for container in containers if container >> 20 >= since_ms] if self._online else []
 
-    def _writing(self, since: Since, ids: dict[int, int], sums: Sums) -> Writing:
+    def _writing(self, since: Since, ids: dict[int, int], sums: Sums, turns: Turns) -> Writing:
+        def go_on() -> None:
+            turns.writing()
+            self._go_on()
+
         containers, rewriter, replacing = self._containers, self._rewriter, self._replacing
-        return Writing(containers, rewriter, replacing, since, ids, sums, self._counted, self._go_on)
+        return Writing(containers, rewriter, replacing, since, ids, sums, self._counted, go_on)
 
     def _counted(self, items: Sequence[Item], text: str) -> Iterator[Item]:
         """Yield the items, and tell before each how many are done."""

@@ -24,6 +24,9 @@ class Turns(Protocol):
     def state(self) -> object:
         """Return what is another as soon as anybody may have stored anything since; None where that never matters."""
 
+    def writing(self) -> None:
+        """Hear, before each, that containers are written anew or removed: what a round takes its memory for."""
+
     def written(self, container: ContainerId) -> None:
         """Hear, in a turn, that a container was written anew or removed."""
 
@@ -44,6 +47,9 @@ class OneTurn:
 
     def state(self) -> object:
         """Return None."""
+
+    def writing(self) -> None:
+        """Do nothing."""
 
     def written(self, container: ContainerId) -> None:
         """Do nothing."""

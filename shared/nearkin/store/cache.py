@@ -143,6 +143,11 @@ class ByteBoundedCache(Generic[Key, Value]):
         held = self._held.pop(key, None)
         self._used_bytes -= 0 if held is None else held.value_bytes
 
+    def items(self) -> list[tuple[Key, Value]]:
+        """Return what it holds, in no order; that is no use of it."""
+        with self._lock:
+            return [(key, held.value) for key, held in self._held.items()]
+
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget what these keys name; those that are not there are fine."""
         with self._lock:

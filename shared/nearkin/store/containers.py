@@ -166,6 +166,20 @@ class ContainerStore:
             self._directories.drop([container])
             self.blocks.drop_if(lambda key: key[0] == container)
 
+    def forget_gone(self) -> None:
+        """Let go of what was read of containers that have gone, or of which there is a later generation.
+
+        Only while nobody else writes: what another process did and undid would not be seen.
+        """
+        there = self.generations()
+        same = {
+            container
+            for container, (_, generation) in self._directories.items()
+            if max(there.get(container, {}), default=-1) == generation
+        }
+        self._directories.drop_if(lambda container: container not in same)
+        self.blocks.drop_if(lambda key: key[0] not in same)
+
     def ids(self) -> Iterator[tuple[ContainerId, int]]:
         """Yield (id, bytes) of every container, in no order; of its highest generation."""
         for container, generations in self.generations().items():
