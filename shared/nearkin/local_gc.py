@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nearkin.config import Settings
 from nearkin.config_keeping import MARK_SWEEP
-from nearkin.errors import Corrupt, Erased, Retryable
+from nearkin.errors import Corrupt, Erased, Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.frozen import frozen
@@ -90,12 +90,18 @@ class LocalGc:
             return report
         finally:
             rounds.release()
-            # No later put may lean on what has gone.
-            if ended and alone and self.index.writes_alone:
+            self._forget(alone=ended and alone and self.index.writes_alone)
+
+    def _forget(self, *, alone: bool) -> None:
+        """Let go of what has gone: no later put may lean on it. `alone`: nobody but this round can have removed any."""
+        try:
+            if alone:
                 self.containers.forget_gone()
-            else:
-                self.containers.forget_read()
-            self.containers.buffers.let_go()
+        except (Corrupt, StoreUnavailable):  # the round is done all the same
+            alone = False
+        if not alone:
+            self.containers.forget_read()
+        self.containers.buffers.let_go()
 
     def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
         """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""

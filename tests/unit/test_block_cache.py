@@ -211,6 +211,24 @@ def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_pa
         assert not store._containers.blocks.entries, "somebody else may have done whatever meanwhile"
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), Corrupt("containers/x: not a container's name")])
+def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    data = text_like(3_000_000, 3)
+    with open_store(tmp_path / "s") as store:
+        store.put("k", data)
+        assert store._containers.blocks.entries
+
+        def unlistable() -> None:
+            raise error
+
+        monkeypatch.setattr(store._containers, "forget_gone", unlistable)
+        assert store.gc().versions == 0
+        assert not store._containers.blocks.entries
+        assert store.get("k").read() == data
+
+
 def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:
     chosen = settings({"block": {"raw_bytes": 64 * 1024}})
     with open_store(tmp_path / "s", settings=chosen) as store:
