@@ -3,9 +3,6 @@
 keys    table << 32 | row        slots   key and the group in which it was put: what another group put is not there
 """
 
-import os
-
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, qsort
@@ -14,10 +11,7 @@ from libc.string cimport memcpy
 import numpy as np
 
 from nearkin.kernels import _beside_reference as reference
-
-# Rows may be chosen by who wrote a container; where they fall is not.
-cdef uint64_t SEED = <uint64_t>int.from_bytes(os.urandom(8), "little") | 1
-
+from nearkin.kernels._rows cimport Tables, mixed, table_rows
 
 cdef struct kept_key:
     uint64_t key
@@ -43,9 +37,7 @@ cdef int make_set(key_set *made, size_t most) except -1:
 
 cdef inline kept_key *slot_of(const key_set *of, uint64_t key, uint64_t turn) noexcept nogil:
     """Return where a key lies in its turn, or would."""
-    cdef uint64_t mixed = (key ^ SEED) * <uint64_t>0x9E3779B97F4A7C15
-    mixed = (mixed ^ (mixed >> 32)) * SEED
-    cdef size_t at = <size_t>(mixed ^ (mixed >> 29)) & of.mask
+    cdef size_t at = mixed(key) & of.mask
     while of.slots[at].turn == turn and of.slots[at].key != key:
         at = (at + 1) & of.mask
     return &of.slots[at]
@@ -74,46 +66,12 @@ cdef inline uint32_t number_at(const uint8_t *at) noexcept nogil:
     return value
 
 
-cdef struct table_rows:
-    const uint8_t *at
-    uint64_t count
-
-
-cdef class _Tables:
-    """Tables' bytes, held from construction to destruction, as a C table. One that is None has no rows."""
-
-    cdef list held
-    cdef Py_buffer *views
-    cdef table_rows *rows
-    cdef Py_ssize_t count
-
-    def __cinit__(self, tables):
-        self.held = []
-        self.views = <Py_buffer *>calloc(len(tables) + 1, sizeof(Py_buffer))
-        self.rows = <table_rows *>calloc(len(tables) + 1, sizeof(table_rows))
-        if self.views is NULL or self.rows is NULL:
-            raise MemoryError("no memory to list the tables")
-        for i, table in enumerate(tables):
-            if table is None or not len(table):
-                continue
-            PyObject_GetBuffer(table.view(np.uint8), &self.views[self.count], PyBUF_SIMPLE)
-            self.rows[i].at = <const uint8_t *>self.views[self.count].buf
-            self.rows[i].count = <uint64_t>len(table)
-            self.count += 1
-
-    def __dealloc__(self):
-        for i in range(self.count):
-            PyBuffer_Release(&self.views[i])
-        free(self.views)
-        free(self.rows)
-
-
 def rows_beside(tables, which, ordinals, moved, bounds, depth_below, bytes_max, kind_left_out=None):
     dtype = reference.check_beside(tables, which, ordinals, moved, bounds)
     cdef Py_ssize_t rows = len(which), groups = len(bounds) - 1, most = 0
     if not rows or dtype is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.intp)
-    cdef _Tables known = _Tables(tables)
+    cdef Tables known = Tables(tables)
     cdef size_t row_bytes = <size_t>dtype.itemsize
     cdef size_t length_at = dtype.fields["lengths"][1], block_at = dtype.fields["blocks"][1]
     cdef size_t depth_at = dtype.fields["depths"][1], kind_at = dtype.fields["kinds"][1]
@@ -138,7 +96,7 @@ def rows_beside(tables, which, ordinals, moved, bounds, depth_below, bytes_max, 
         with nogil:
             for row in range(rows):
                 table = &known.rows[of[row]]
-                if ordinal[row] < table.count:
+                if table.at is not NULL and ordinal[row] < table.count:
                     key = <uint64_t>of[row] << 32 | number_at(table.at + ordinal[row] * row_bytes + block_at)
                     put(&read, key, 1)
             for group in range(groups):
@@ -151,7 +109,7 @@ def rows_beside(tables, which, ordinals, moved, bounds, depth_below, bytes_max, 
                     table = &known.rows[of[row]]
                     for side in range(2):
                         beside = <uint64_t>ordinal[row] + (1 if side else <uint64_t>(-1))
-                        if beside >= table.count:
+                        if table.at is NULL or beside >= table.count:
                             continue
                         at = table.at + beside * row_bytes
                         if number_at(at + length_at) == 0 or number_at(at + length_at) > longest:

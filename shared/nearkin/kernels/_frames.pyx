@@ -228,7 +228,7 @@ def decode_frames(frames, slots, buffers, there, which, offsets, lengths, bounds
     reference.check_slices(which, offsets, lengths, bounds, len(frames))
     reference.check_slots(slots, there, len(frames), len(buffers))
     looked_into = reference.slices_looked_into(slots, there, which)
-    cdef _Jobs jobs = _Jobs(frames, slots, buffers)
+    cdef _Jobs jobs = _Jobs(frames, np.ascontiguousarray(slots), buffers)
     cdef Sources sources = Sources(buffers)
     cdef const int32_t[::1] of = np.ascontiguousarray(which)
     cdef const uint64_t[::1] at = np.ascontiguousarray(offsets)

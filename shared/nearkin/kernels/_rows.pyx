@@ -6,7 +6,7 @@ numbers  0 | 1 | 0 | 2 | ...
 
 import os
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -17,13 +17,7 @@ import numpy as np
 from nearkin.kernels import _rows_reference as reference
 
 # Values may be chosen by who wrote a container; where they fall is not.
-cdef uint64_t SEED = <uint64_t>int.from_bytes(os.urandom(8), "little") | 1
-
-
-cdef inline size_t slot_of(uint64_t value) noexcept nogil:
-    cdef uint64_t mixed = (value ^ SEED) * <uint64_t>0x9E3779B97F4A7C15
-    mixed = (mixed ^ (mixed >> 32)) * SEED
-    return <size_t>(mixed ^ (mixed >> 29))
+SEED = <uint64_t>int.from_bytes(os.urandom(8), "little") | 1
 
 
 def numbered(values):
@@ -47,7 +41,7 @@ def numbered(values):
             if i and value[i] == value[i - 1]:
                 number[i] = number[i - 1]
                 continue
-            slot = slot_of(value[i]) & (slots - 1)
+            slot = mixed(value[i]) & (slots - 1)
             while table[slot] and known[table[slot] - 1] != value[i]:
                 slot = (slot + 1) & (slots - 1)
             if not table[slot]:
@@ -77,24 +71,26 @@ def rows_to_fill(rows, sizes, room_bytes):
     return taken
 
 
-cdef class _Rows:
-    """A table's bytes, held from construction to destruction."""
+cdef class Tables:
 
-    cdef Py_buffer view
-    cdef bint held
-
-    def __cinit__(self, rows, bint writable):
-        PyObject_GetBuffer(rows.view(np.uint8), &self.view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
-        self.held = True
+    def __cinit__(self, tables):
+        self.views = <Py_buffer *>calloc(len(tables) + 1, sizeof(Py_buffer))
+        self.rows = <table_rows *>calloc(len(tables) + 1, sizeof(table_rows))
+        if self.views is NULL or self.rows is NULL:
+            raise MemoryError("no memory to list the tables")
+        for i, table in enumerate(tables):
+            self.rows[i].count = <uint64_t>(-1) if table is None else <uint64_t>len(table)
+            if table is None or not len(table):
+                continue
+            PyObject_GetBuffer(table.view(np.uint8), &self.views[self.held], PyBUF_SIMPLE)
+            self.rows[i].at = <const uint8_t *>self.views[self.held].buf
+            self.held += 1
 
     def __dealloc__(self):
-        if self.held:
-            PyBuffer_Release(&self.view)
-
-
-cdef struct table_rows:
-    const uint8_t *at
-    uint64_t count
+        for i in range(self.held):
+            PyBuffer_Release(&self.views[i])
+        free(self.views)
+        free(self.rows)
 
 
 def take_rows(tables, which, ordinals, out):
@@ -103,24 +99,16 @@ def take_rows(tables, which, ordinals, out):
     if not count:
         return 0
     cdef size_t row_bytes = <size_t>out.dtype.itemsize
-    held = [None if table is None or not len(table) else _Rows(table, False) for table in tables]
+    cdef Tables known = Tables(tables)
     cdef const int32_t[::1] of = np.ascontiguousarray(which)
     cdef const uint32_t[::1] ordinal = np.ascontiguousarray(ordinals)
-    cdef _Rows target = _Rows(out, True), rows
-    cdef uint8_t *to = <uint8_t *>target.view.buf
-    cdef table_rows *kept = <table_rows *>calloc(len(held), sizeof(table_rows))
+    cdef uint8_t[::1] target = out.view(np.uint8)
+    cdef uint8_t *to = &target[0]
     cdef table_rows *one
-    if kept is NULL:
-        raise MemoryError("no memory to list the tables")
-    for i in range(len(held)):
-        kept[i].count = <uint64_t>(-1) if tables[i] is None else <uint64_t>len(tables[i])
-        if held[i] is not None:
-            rows = held[i]
-            kept[i].at = <const uint8_t *>rows.view.buf
     cdef Py_ssize_t done = count
     with nogil:
         for i in range(count):
-            one = &kept[of[i]]
+            one = &known.rows[of[i]]
             if ordinal[i] >= one.count:
                 done = i
                 break
@@ -128,5 +116,4 @@ def take_rows(tables, which, ordinals, out):
                 memset(to + <size_t>i * row_bytes, 0, row_bytes)
             else:
                 memcpy(to + <size_t>i * row_bytes, one.at + <size_t>ordinal[i] * row_bytes, row_bytes)
-    free(kept)
     return done
