@@ -194,7 +194,7 @@ class Store:
             guard=guard_of(settings.retention, clock),
             restate=self._index.restate_collected,
         )
-        self._putting = self._left_to_round = False
+        self._putting = False
         self._put_by = 0
         """The thread that began the put at work."""
         self._writer: EmbeddedWriter | None = None
@@ -646,7 +646,6 @@ class Store:
             return collection.preview(steps, deleted_too=deleted_too)
         if self._putting and not wait_seconds:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
-        self._left_to_round = self._putting  # a put that is at work, or begins meanwhile, takes what it needs
         try:
             return collection.run(wait_seconds, go_on, steps)
         finally:
@@ -655,9 +654,8 @@ class Store:
                 blocks.bound(max(self._cache_bytes, blocks.used_bytes))
 
     def _leave_to_round(self) -> None:
-        """Have less at hand once a round begins to write."""
-        if not (self._left_to_round or self._putting):
-            self._left_to_round = True
+        """Have less at hand while a round writes. A put that is at work takes what it needs."""
+        if not self._putting:
             self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._cache_bytes))
 
     def erase_tenant(self, tenant: str) -> int:

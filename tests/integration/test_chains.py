@@ -127,7 +127,7 @@ def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: St
     name, touched = max(((n, t) for n, t in by_block.items() if len(t) < len(every)), key=lambda pair: len(pair[1]))
     assert 1 < len(touched) < len(every)
     path = tmp_path / "s" / object_name(name[0])
-    place = source.directory(name[0]).blocks.record(name[1])
+    place = source.directory(name[0]).block_rows[name[1]].place
     data = bytearray(path.read_bytes())
     data[place.stop - 1] ^= 1
     path.chmod(0o600)
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_asked_for_together_once(store: Store, monkeypatc
     every = sorted(blocks_of(source))
     by_container = [[name for name in every if name[0] == container] for container in {name[0] for name in every}]
     broken = max(by_container, key=len)[-1]
-    start = source.directory(broken[0]).blocks.record(broken[1]).start
+    start = source.directory(broken[0]).block_rows[broken[1]].place.start
     plain, asked = source._objects.get_ranges, list[int]()
 
     def get_ranges(name: str, starts: Any, ends: Any) -> Any:

@@ -151,7 +151,7 @@ class _Given:
         data, directory = self._held.of(given)
         if block >= len(directory.blocks) or not directory.blocks.raw[block]:
             raise NotFound(f"the copy of {object_name(container)}: has no block {block}")
-        return memoryview(data)[directory.blocks.record(block)]
+        return memoryview(data)[directory.block_rows[block].place]
 
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
         return self._below.room_for(sizes_bytes)

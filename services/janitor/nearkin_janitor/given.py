@@ -68,7 +68,7 @@ def given_object(read: Callable[[], bytes], what: str, sealed_as: str | None = N
         case b"NKC1":
             directory = decode_container(data, what)
             for block in np.flatnonzero(directory.blocks.raw).tolist():
-                decode_block(data[directory.blocks.record(block)], f"{what} block {block}")
+                decode_block(data[directory.block_rows[block].place], f"{what} block {block}")
             whole = int.from_bytes(data[4:6], "little") <= layout.VERSION_WHOLE
             there = directory.chunks.names[directory.chunks.there]
             heads = np.sort(np.ascontiguousarray(there[:, :8]).view(np.uint64).ravel())

@@ -111,7 +111,7 @@ class Healer:
         blocks, chunks = directory.blocks, directory.chunks
         records = {}
         for number in np.flatnonzero(blocks.raw).tolist():
-            records[number] = bytes(data[blocks.record(number)])
+            records[number] = bytes(data[directory.block_rows[number].place])
         rows = np.flatnonzero(chunks.there & (chunks.depths > 0))
         names = {row: chunks.names[row].tobytes() for row in rows.tolist()}
         found = self._found(directory.domain, frozenset(names.values()), copies) if names else {}

@@ -202,7 +202,7 @@ class Soundness:
         for block in np.flatnonzero(directory.blocks.raw).tolist():
             said = int(directory.blocks.raw[block])
             try:
-                decoded = decode_block(memoryview(data)[directory.blocks.record(block)], f"{name} block {block}")
+                decoded = decode_block(memoryview(data)[directory.block_rows[block].place], f"{name} block {block}")
             except Permanent as err:
                 problem = str(err)
             else:

@@ -72,11 +72,6 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.stored)
 
-    def record(self, block: int) -> slice:
-        """Return where in its container a block lies, header and payload."""
-        payload = int(self.offsets[block])
-        return slice(payload - BLOCK.size, payload + int(self.stored[block]))
-
 
 class BlockRow(NamedTuple):
     """One block in plain numbers, each of which takes 0.1 us to look up in an array.
@@ -91,6 +86,11 @@ class BlockRow(NamedTuple):
     depth: int
     first_base: int
     last_base: int
+
+    @property
+    def place(self) -> slice:
+        """Return where in its container it lies."""
+        return slice(self.start, self.stop)
 
 
 @frozen

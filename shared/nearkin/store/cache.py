@@ -104,10 +104,10 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._used_bytes += value_bytes
         self._fit()
 
-    def make_room(self, size_bytes: int) -> None:
-        """Drop values until so much more fits, or nothing is left: what will be kept then takes the memory of these."""
+    def make_room(self, values_bytes: Iterable[int]) -> None:
+        """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was."""
         with self._lock:
-            self._fit(size_bytes)
+            self._fit(sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max))
 
     def bound(self, bytes_max: int) -> None:
         """Hold so much at most from now on, dropping what is too much."""

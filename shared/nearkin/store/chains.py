@@ -184,13 +184,10 @@ class Chains:
             return
         slots, offsets, lengths = closure.slices()
         self._leave_out(closure, slots)
-        frames = list[tuple[_Wanted, CheckedBlock]]()
-        for block, checked in self._checked(closure.wanted):
-            if checked.codec == layout.STORED:
-                self._keep(closure, [(block, np.frombuffer(checked.payload, np.uint8))])
-            else:
-                frames.append((block, checked))
-        frames.sort(key=lambda found: found[0].depth)
+        found = sorted(self._checked(closure.wanted), key=lambda one: one[0].depth)
+        stored = [(block, checked) for block, checked in found if checked.codec == layout.STORED]
+        self._keep(closure, [(block, np.frombuffer(checked.payload, np.uint8)) for block, checked in stored])
+        frames = [(block, checked) for block, checked in found if checked.codec != layout.STORED]
         firsts, lasts = (np.array([getattr(block, end) for block, _ in frames], np.intp) for end in ("first", "last"))
         lasts = np.where([checked.kind == layout.PATCH for _, checked in frames], lasts, firsts)
         reached = np.append(0, np.cumsum(lengths, dtype=np.int64))

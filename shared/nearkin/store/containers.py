@@ -322,7 +322,7 @@ class ContainerStore:
             return self.record(container, block)
         if whole is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
             return None
-        return whole[directory.blocks.record(block)]
+        return whole[directory.block_rows[block].place]
 
     def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return decoded blocks from the cache."""
@@ -372,7 +372,7 @@ class ContainerStore:
             raise NotFound(f"{name}: has no block {block}")
         if not directory.blocks.raw[block]:
             raise Rewritten(f"{name}: block {block} is gone: read again")
-        place = directory.blocks.record(block)
+        place = directory.block_rows[block].place
         try:
             (record,) = self._objects.get_ranges(name, [place.start], [place.stop])
         except Corrupt as err:  # a page that does not open, or a bad sector
@@ -385,7 +385,7 @@ class ContainerStore:
 
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
         """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before."""
-        self.blocks.make_room(sum(sizes_bytes))
+        self.blocks.make_room(sizes_bytes)
         return self.buffers.take_many(sizes_bytes)
 
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
