@@ -29,6 +29,7 @@ from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, topic
 SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
 GATEWAY = "gateway"
 STOP_SECONDS_MAX = 30.0
+ABORT_SECONDS_MAX = 5.0
 POLL_SECONDS = 0.05
 
 
@@ -72,8 +73,8 @@ class Pipeline:
         if service != GATEWAY:
             command += ["--worker", "w1", "--verbose"]
         with (self.folder / f"{service}.log").open("ab") as log:
-            armed = {} if failpoint is None else {VARIABLE: failpoint}
-            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **armed})
+            more = {"PYTHONFAULTHANDLER": "1"} | ({} if failpoint is None else {VARIABLE: failpoint})
+            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **more})
 
     def kill(self, service: str) -> None:
         """End a worker as a power cut would."""
@@ -82,7 +83,7 @@ class Pipeline:
         process.wait()
 
     def stop(self) -> dict[str, int]:
-        """End all workers cleanly; return their exit codes."""
+        """End all workers cleanly; return their exit codes. One that does not end in time logs where it is."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -91,13 +92,22 @@ class Pipeline:
             try:
                 codes[service] = process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:
-                process.kill()
-                codes[service] = process.wait()
+                codes[service] = _aborted(process)
         return codes
 
     def logs(self) -> str:
         """Return what the workers said."""
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+
+def _aborted(process: subprocess.Popen[bytes]) -> int:
+    """End a process, once Python's fault handler has written the stacks of its threads; return its exit code."""
+    process.send_signal(signal.SIGABRT)
+    try:
+        return process.wait(ABORT_SECONDS_MAX)
+    except subprocess.TimeoutExpired:  # it was stopped, say
+        process.kill()
+        return process.wait()
 
 
 class Uploader:
