@@ -30,6 +30,7 @@ from nearkin.frozen import frozen
 from nearkin.interrupts import interrupts_wait
 from nearkin.limits import MIB
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
+from nearkin.memory import give_back_free
 from nearkin.reports import (
     Damage,
     Deletion,
@@ -652,6 +653,7 @@ class Store:
             if not self._putting:
                 blocks = self._containers.blocks
                 blocks.bound(max(self._cache_bytes, blocks.used_bytes))
+            give_back_free()
 
     def _leave_to_round(self) -> None:
         """Have less at hand while a round writes. A put that is at work takes what it needs."""

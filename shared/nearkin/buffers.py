@@ -67,6 +67,14 @@ class Buffers:
             self._trim()
             return self._counted_bytes()
 
+    @property
+    def lent_bytes(self) -> int:
+        """Return how much memory somebody looks at."""
+        with self._lock:
+            self._collect()
+            loans = list(self._loans.values())  # in one step: who takes memory notes that without the lock
+        return sum(len(loan.memory) for loan in loans)
+
     def let_go(self) -> None:
         """Hold no unused memory any more: what is lent still is noted, and comes back as ever."""
         with self._lock:

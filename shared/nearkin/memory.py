@@ -88,6 +88,16 @@ M_MMAP_THRESHOLD = -3
 """glibc, malloc.h."""
 
 
+def give_back_free() -> None:
+    """Give back to the system what glibc's malloc holds and nobody uses; elsewhere nothing. It takes some 10 ms.
+
+    What is not large malloc cuts out of a heap that shrinks from its end alone. A round over 28 dumps took 110 MiB so,
+    and every put and get of the process peaked higher by as much from then on.
+    """
+    with suppress(OSError, AttributeError):  # musl, macOS
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
 def large_from_system() -> None:
     """Let glibc's malloc map what is large, each by itself, from now on and for the whole process; elsewhere nothing.
 

@@ -44,6 +44,11 @@ def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
     assert dict(cache.items())[11] == "y"
     cache.make_room([60, 60])
     assert (cache.used_bytes, cache.items()) == (0, [])
+    cache.put_many(range(10), ["x"] * 10, [10] * 10)
+    cache.make_room([15], beside_bytes=20)
+    assert cache.used_bytes == 60
+    cache.make_room([], beside_bytes=120)
+    assert cache.used_bytes == 0
 
 
 def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
@@ -139,7 +144,11 @@ def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_it
         assert 4 * MIB < store._containers.blocks.used_bytes <= 8 * MIB
 
 
-def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(tmp_path: Path) -> None:
+def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back = list[bool]()
+    monkeypatch.setattr("nearkin.api.give_back_free", lambda: given_back.append(True))
     chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
     data = text_like(60_000_000, 3)
     with open_store(tmp_path / "s", settings=chosen) as store:
@@ -162,6 +171,7 @@ def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(tmp_pat
         read()
         first, begun, marked, *during, after, at_last = held
         assert first == begun == marked == after == at_last > 50_000_000
+        assert len(given_back) == 2, "after each round, whatever it came to"
         assert during
         assert max(during) <= BESIDE_ROUND_BYTES < 52_000_000
 

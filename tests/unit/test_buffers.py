@@ -50,6 +50,17 @@ def test_sizes_that_round_to_one_share_memory() -> None:
     assert (address(other), len(other)) == (at, 544 * KIB - 3)
 
 
+def test_what_is_lent_is_what_somebody_looks_at() -> None:
+    buffers = Buffers()
+    held = [buffers.take(size) for size in (MIB, 64 * KIB, SMALLEST_BYTES - 1, LARGEST_BYTES + 1)]
+    assert buffers.lent_bytes == MIB + 64 * KIB, "the others are malloc's, and the system's"
+    part = held[0][10:20]
+    del held
+    assert (buffers.lent_bytes, buffers.spare_bytes) == (MIB, 64 * KIB)
+    del part
+    assert (buffers.lent_bytes, buffers.spare_bytes) == (0, MIB + 64 * KIB)
+
+
 def test_what_is_large_takes_the_smallest_spare_of_up_to_twice_its_room() -> None:
     buffers = Buffers()
     sizes = [2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB]

@@ -11,8 +11,9 @@ from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.errors import Corrupt, NotFound, Retryable
 from nearkin.formats import layout
 from nearkin.formats.container import EncodedContainer
+from nearkin.limits import MIB
 from nearkin.records import ContainerId, Locations, Pieces
-from nearkin.runners.facts import InFlight
+from nearkin.runners.facts import BESIDE_BYTES_MAX, InFlight
 from nearkin.runners.kafka import placing
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.clients import ObstoreObjects, memory_objects
@@ -93,6 +94,33 @@ def world() -> World:
 
 
 WANTED = b"".join([*ORIGINALS, *SECONDS, *THIRDS])
+
+
+def test_the_cache_makes_room_for_what_is_looked_at_beside_it() -> None:
+    """A block that the cache has dropped is there for as long as a batch looks at it."""
+    store = ContainerStore(memory_objects(), samples.DOMAIN, 20 * MIB)
+    in_flight = InFlight(store)
+
+    def decode(first: int, count: int) -> list[np.ndarray]:
+        blocks = in_flight.room_for([MIB] * count)
+        in_flight.keep([(CONTAINER, first + number) for number in range(count)], blocks)
+        return blocks
+
+    decode(0, 20)
+    assert store.blocks.used_bytes == 20 * MIB
+    beside = [in_flight.room(MIB) for _ in range(BESIDE_BYTES_MAX // MIB)]
+    decode(20, 1)
+    assert store.blocks.used_bytes == 20 * MIB
+    beside += [in_flight.room(MIB) for _ in range(5)]
+    decode(21, 1)
+    assert store.blocks.used_bytes == 15 * MIB
+    del beside
+    decode(22, 5)
+    assert store.blocks.used_bytes == 20 * MIB
+    held = [block for first in range(100, 200, 10) for block in decode(first, 10)]
+    assert len(held) * MIB > BESIDE_BYTES_MAX + 20 * MIB
+    assert store.blocks.used_bytes == 10 * MIB, "what was decoded last"
+    assert store.room_for([MIB])[0].nbytes == MIB, "a restore holds nothing beside: it is not asked"
 
 
 def test_closed_patch_blocks_of_an_open_container_are_decoded_where_they_are_not_kept(world: World) -> None:

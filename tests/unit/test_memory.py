@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,3 +79,33 @@ def test_less_than_a_huge_page_is_at_hand_at_once() -> None:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     array[:] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < MIB // 4096 // 4
+
+
+FREED = """
+import resource
+import numpy as np
+from nearkin.memory import give_back_free, large_from_system
+
+def held_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+large_from_system()
+before = held_bytes()
+pieces = [np.ones(200_000, np.uint8) for _ in range(500)]
+kept = pieces[9::10]
+del pieces
+between = held_bytes()
+give_back_free()
+print(between - before, held_bytes() - before)
+assert all(piece.all() for piece in kept)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
+def test_what_malloc_holds_and_nobody_uses_goes_back() -> None:
+    """What lies between pieces in use is a heap's that shrinks from its end alone."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    between, after = map(int, done.stdout.split())
+    assert between > 80_000_000
+    assert after < 30_000_000

@@ -26,6 +26,7 @@ from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
+from nearkin.memory import give_back_free
 from nearkin.records import U32
 from nearkin.reports import GcReport
 from nearkin.rounds import Schedule
@@ -227,7 +228,8 @@ class Rounds:
         while not self._stopping.wait(wait_seconds):
             wait_seconds = min(POLL_SECONDS, self._settings().interval_seconds or POLL_SECONDS)
             try:
-                self.run_once()
+                if self.run_once() is not None:
+                    give_back_free()
             except NearkinError as err:
                 wait_seconds = min(RETRY_SECONDS, self._settings().interval_seconds or RETRY_SECONDS)
                 if not self._stopping.is_set():

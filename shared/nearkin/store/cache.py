@@ -104,10 +104,13 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._used_bytes += value_bytes
         self._fit()
 
-    def make_room(self, values_bytes: Iterable[int]) -> None:
-        """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was."""
+    def make_room(self, values_bytes: Iterable[int], beside_bytes: int = 0) -> None:
+        """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was.
+
+        `beside_bytes`: so much of the bound is taken by what is not kept here.
+        """
         with self._lock:
-            self._fit(sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max))
+            self._fit(beside_bytes + sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max))
 
     def bound(self, bytes_max: int) -> None:
         """Hold so much at most from now on, dropping what is too much."""

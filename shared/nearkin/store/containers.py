@@ -383,9 +383,15 @@ class ContainerStore:
         self.costs.read(directory.container, place.stop - place.start, blocks=1)
         return record
 
-    def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
-        """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before."""
-        self.blocks.make_room(sizes_bytes)
+    def room_for(self, sizes_bytes: Sequence[int], beside_bytes_max: int | None = None) -> list[U8]:
+        """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before.
+
+        And of as much as more than `beside_bytes_max` is looked at beside it.
+        """
+        beside_bytes = 0
+        if beside_bytes_max is not None:
+            beside_bytes = max(0, self.buffers.lent_bytes - self.blocks.used_bytes - beside_bytes_max)
+        self.blocks.make_room(sizes_bytes, beside_bytes)
         return self.buffers.take_many(sizes_bytes)
 
     def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
