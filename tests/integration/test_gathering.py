@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from nearkin import open_store
 from nearkin.api import Store
 from nearkin.formats import layout
 from nearkin.recoding import BlockRecoder
-from nearkin.testing.clock import DAY
+from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import ENCRYPTED, containers, flip, settings, stored_bytes
@@ -67,6 +69,80 @@ def depths(store: Store) -> dict[int, np.ndarray]:
 def store(tmp_path, clock):
     with open_store(tmp_path / "g", settings=GATHERED, clock=clock) as opened:
         yield opened
+
+
+def changed(content: bytes, number: int, *parts: range) -> bytes:
+    """Return a version that changes some bytes of each chunk of some parts."""
+    lot, found = np.random.default_rng(number), np.frombuffer(content, np.uint8).copy()
+    for part in parts:
+        for at in part[:-2100:2500]:
+            start, count = at + int(lot.integers(2000)), int(lot.integers(5, 40))
+            found[start : start + count] = lot.integers(0, 256, count)
+    return found.tobytes()
+
+
+PARTS = (range(100_000), range(300_000, 400_000)), (range(600_000, 700_000), range(1_400_000, 1_500_000))
+"""Of a first block of 1 MiB two parts change, then another and one of the block behind it."""
+
+
+@pytest.fixture
+def apart(tmp_path, clock):
+    chosen = {
+        "block": {"raw_bytes": "1MiB", "delta_bytes": "64KiB"},
+        "delta": {"codec": "patch", "max_depth": 2},
+        "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+    }
+    with open_store(tmp_path / "a", settings=settings(COLLECTED, chosen), clock=clock) as opened:
+        opened.put("k", random_bytes(2_000_000, 5))
+        yield opened
+
+
+def put_changed(store: Store, clock: Clock, parts: tuple[range, ...], versions: int = 16) -> None:
+    for _ in range(versions):
+        clock.now += 3600
+        (newest,) = store.versions("k")
+        store.put("k", changed(store.get("k").read(), newest.version + 1, *parts))
+
+
+def digests(store: Store) -> list[bytes]:
+    every = store.versions("k", all_versions=True)
+    return [hashlib.sha256(store.get("k", each.version).read()).digest() for each in every]
+
+
+def numbers_ascend(store: Store) -> bool:
+    """Return whether later rows lie in later blocks, in each container."""
+    tables = [store._containers.of(None).directory(container).chunks for container, _ in store._containers.ids()]
+    return all(bool((np.diff(table.blocks[table.there].astype(np.int64)) >= 0).all()) for table in tables)
+
+
+def test_what_is_left_of_a_block_is_gathered_from_once_more_together_with_a_block_behind_it(apart, clock, caplog):
+    """It has a number of its own by then, behind that block's; rows that are laid together ascend all the same."""
+    for parts in PARTS:
+        put_changed(apart, clock, parts)
+        before = digests(apart)
+        clock.now += 8 * DAY
+        assert apart.gc().containers_rewritten > 1
+        assert not numbers_ascend(apart)
+        assert "would not lie" not in caplog.text
+        assert apart.verify().damage == ()
+        assert digests(apart) == before
+
+
+def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_is(apart, clock, monkeypatch, caplog):
+    real = Laying.raw
+
+    def turned(self, new, directory, rows):
+        real(self, new, directory, np.roll(rows, len(rows) // 2))
+
+    put_changed(apart, clock, PARTS[0])
+    before = digests(apart)
+    clock.now += 8 * DAY
+    monkeypatch.setattr(Laying, "raw", turned)
+    apart.gc()
+    assert "would not lie where its rows say" in caplog.text
+    assert not blocks(apart)[0]
+    assert apart.verify().damage == ()
+    assert digests(apart) == before
 
 
 def test_a_long_history_takes_clearly_less_and_no_chunk_gets_deeper(store, clock):

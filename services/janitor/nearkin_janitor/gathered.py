@@ -185,7 +185,7 @@ class CarryingOut:
                 raw.append(rows)
             elif len(rows):
                 self._laying.some_of(new, directory, number, rows)
-        self._laying.raw(new, directory, np.concatenate(raw))
+        self._laying.raw(new, directory, np.sort(np.concatenate(raw)))  # a row lies where those before it end
 
     def _lay_stretch(
         self,

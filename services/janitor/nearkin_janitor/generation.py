@@ -51,6 +51,8 @@ class NewGeneration:
         self._bases = Locations.empty(count)
         self._ranks = np.zeros(count, np.uint8)
         self._next = len(directory.blocks)
+        self._laid: list[tuple[NDArray[np.intp], U32]] = []
+        """The rows of each block that was laid, in the order of their bytes in it, and how many bytes each has."""
         self.held_bytes = 0
         """Of what was laid."""
 
@@ -100,7 +102,11 @@ class NewGeneration:
         self.lean(rows, Locations.empty(len(rows)), 0)
 
     def lay(self, rows: NDArray[np.intp], recoded: Recoded, encoded: U32) -> None:
-        """Take a block of `rows` under the next number; `encoded` the lengths of their encodings, bytes."""
+        """Take a block of `rows` under the next number; `encoded` the lengths of their encodings, bytes.
+
+        In the block they lie in the order in which they are given.
+        """
+        self._laid.append((rows, encoded))
         number = self._next
         self._next += 1
         self.held_bytes += len(recoded.block.payload)
@@ -130,10 +136,20 @@ class NewGeneration:
             self._prefixes.append(Locations.empty())
 
     def encoded(self, dropped_segments: U32) -> bytes:
-        """Return the container, without some of its recipes. Raises Corrupt where it does not read as one."""
+        """Return the container, without some of its recipes. Raises Corrupt where it does not read as one.
+
+        What was laid was compared with its names, and encoded and decoded as it was laid: what is left to be seen is
+        that the rows say just that of where it lies.
+        """
         self._end(self._next)
         directory = self._directory
         positions = positions_in_blocks(self._numbers, self._encoded)
+        for rows, encoded in self._laid:
+            if not np.array_equal(positions[rows], offsets_of(encoded)):
+                raise Corrupt(
+                    f"{object_name(directory.container)}: written anew, its chunks would not lie where its rows say; "
+                    "it stays as it is: report this"
+                )
         chunks = ChunkTable(
             self._names,
             self.lengths,
