@@ -126,7 +126,9 @@ class Buffers:
     def _collect(self) -> None:
         """Take back what was lent and is looked at no more."""
         while self._ended:
-            loan = self._loans.pop(id(self._ended.popleft()))
+            loan = self._loans.pop(id(self._ended.popleft()), None)
+            if loan is None:  # a Ctrl-C fell between its beginning and its note: its memory went with it
+                continue
             room_bytes = len(loan.memory)
             mine = self._spares.pop(room_bytes, None) or deque()
             mine.append(loan.memory)

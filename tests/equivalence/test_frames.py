@@ -59,6 +59,28 @@ def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
     assert decoded(kernel, first, len(raw)) == raw, "nor does the prefix outlive its decoding"
 
 
+def test_what_refers_to_a_prefix_is_compared_though_it_is_longer_than_what_it_holds(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for a patch keeps it, whatever it comes to; of another that long nobody keeps it."""
+    raw, base = random_bytes(5000, 1), random_bytes(5000, 2)
+    decodings = list[int]()
+    real = _frames_reference.decode_frame
+
+    def counted(frame: bytes, *more: Any) -> None:
+        decodings.append(len(frame))
+        real(frame, *more)
+
+    monkeypatch.setattr(_frames_reference, "decode_frame", counted)
+    encoder = kernel.FrameEncoder(OPTIONS)
+    frame = encoder.encode(raw, base)
+    assert len(frame) > len(raw)
+    assert decoded(kernel, frame, len(raw), base) == raw
+    if kernel is _frames_reference:  # the compiled one calls nothing that could be counted
+        encoder.encode(raw)
+        assert decodings == [len(frame)] * 2
+
+
 def test_frames_come_in_memory_that_the_caller_gives(kernel: Any) -> None:
     given: list[np.ndarray] = []
 

@@ -248,8 +248,9 @@ def test_a_block_of_a_few_mib_has_room_for_the_largest_chunk_at_once(profile: st
 
 
 def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearkin_delta.blocks.SPARE_BYTES_MAX", 2500)
     spares, given = SparePrefixes(), [spares_prefix(1000) for _ in range(4)]
+    room_bytes = given[0].room_bytes
+    monkeypatch.setattr("nearkin_delta.blocks.SPARE_BYTES_MAX", room_bytes * 5 // 2)
     for prefix in given:
         spares.give_back(prefix)
     taken = [spares.take() for _ in range(3)]
@@ -258,6 +259,13 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3):  # what was taken counts no more
         spares.give_back(spares_prefix(2000))
         assert len(spares.take()) == 0
+    grown = spares_prefix(400_000)
+    assert grown.room_bytes >= 400_000 > room_bytes * 5 // 2
+    grown.clear()
+    rows = prefixes([[(1, bytes(10))]]).checked()
+    assert grown.add(np.zeros(1, np.intp), rows) == 1
+    spares.give_back(grown)
+    assert spares.take() is not grown, "it counts as what it takes, however little it held last"
 
 
 @pytest.mark.parametrize("threads", [0, 1])

@@ -50,6 +50,21 @@ def test_sizes_that_round_to_one_share_memory() -> None:
     assert (address(other), len(other)) == (at, 544 * KIB - 3)
 
 
+def test_a_loan_that_an_interrupt_kept_from_being_noted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = Buffers()
+
+    class Forgetting(dict):
+        def __setitem__(self, key: object, value: object) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(buffers, "_loans", Forgetting())
+        with pytest.raises(KeyboardInterrupt):
+            buffers.take(MIB)
+    assert buffers.take(MIB).nbytes == MIB
+    assert buffers.spare_bytes == MIB, "the second one's alone"
+
+
 def test_what_is_lent_is_what_somebody_looks_at() -> None:
     buffers = Buffers()
     held = [buffers.take(size) for size in (MIB, 64 * KIB, SMALLEST_BYTES - 1, LARGEST_BYTES + 1)]

@@ -92,7 +92,7 @@ class SparePrefixes:
 
     def give_back(self, prefix: BasePrefix) -> None:
         """Take back one that nothing looks at; let go of it where enough are held."""
-        held_bytes = len(prefix.content)
+        held_bytes = prefix.room_bytes
         if not held_bytes:
             return
         prefix.clear()

@@ -80,8 +80,9 @@ class Gathering:
 
     def taking(self, container: int) -> list[int]:
         """Return the stretches of a container that take something in."""
-        takes: I32 = np.unique(self._homes)
-        return [int(stretch) for stretch in np.intersect1d(takes, self.stretches[container])]
+        own = np.unique(self.stretches[container])
+        takes = np.searchsorted(self._homes, own) < np.searchsorted(self._homes, own, side="right")
+        return [int(stretch) for stretch in own[takes]]
 
 
 def to_gather(reach: Reach, ids: Collection[int], young: Collection[int], bounds: Bounds) -> Gathering | None:

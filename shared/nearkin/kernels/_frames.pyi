@@ -48,9 +48,10 @@ class FrameEncoder:
     def encode(
         self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
     ) -> bytes | memoryview:
-        """Return `raw` as one frame, which may be longer than `raw`; decoded and compared where it is not (I7).
+        """Return `raw` as one frame, decoded and compared where it is shorter than `raw`, or refers to a prefix (I7).
 
-        `prefix`: the bytes that the frame may refer to, used where they are, 8 at least or none.
+        What is not nobody keeps. `prefix`: the bytes that the frame may refer to, used where they are, 8 at least or
+        none.
         Raises Corrupt when the decoded bytes differ, ValueError for an option that zstd refuses, MemoryError. The GIL
         is released.
         """

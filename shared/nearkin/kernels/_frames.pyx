@@ -334,7 +334,7 @@ cdef class FrameEncoder:
     def encode(self, raw, prefix=None, options=None):
         frame = self.unchecked(raw, prefix, options)
         cdef _View source = _View(raw)
-        if len(frame) < source.view.len:
+        if prefix is not None or len(frame) < source.view.len:
             self._compare(frame, source, _View(b"" if prefix is None else prefix))
         return frame
 

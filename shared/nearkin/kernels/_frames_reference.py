@@ -117,9 +117,9 @@ class FrameEncoder:
     def encode(
         self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
     ) -> bytes | memoryview:
-        """Return `raw` as one frame, decoded and compared where it is not longer than `raw`."""
+        """Return `raw` as one frame, decoded and compared where it is shorter than `raw`, or refers to a prefix."""
         data, frame = memoryview(raw).cast("B"), self.unchecked(raw, prefix, options)
-        if len(frame) < len(data):
+        if prefix is not None or len(frame) < len(data):
             back = bytearray(len(data))
             decode_frame(frame, back, "block", prefix)
             if back != data:

@@ -41,6 +41,10 @@ class BasePrefix:
     def content(self) -> memoryview:
         """Return a read-only view of the bytes of all bases, in order; while it lives `add` and `clear` are refused."""
 
+    @property
+    def room_bytes(self) -> int:
+        """Return how much memory it has for bytes of bases, also where it holds few now."""
+
     def add(self, rows: NDArray[np.intp], bases: BaseRows) -> int:
         """Take the bases of chunks `rows`, chunk by chunk, until one's do not fit; return how many chunks' did.
 

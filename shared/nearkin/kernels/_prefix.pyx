@@ -83,6 +83,10 @@ cdef class BasePrefix:
     def content(self):
         return memoryview(self) if self.used else memoryview(b"")
 
+    @property
+    def room_bytes(self):
+        return self.room
+
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         self.shape = <Py_ssize_t>self.used
         self.stride = 1

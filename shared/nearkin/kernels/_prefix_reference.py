@@ -84,6 +84,7 @@ class BasePrefix:
         self._bytes_max, self._bases_max = bytes_max, bases_max
         self._places: dict[tuple[int, int], int] = {}
         self._content = bytearray()
+        self._room_bytes = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -91,6 +92,10 @@ class BasePrefix:
     @property
     def content(self) -> memoryview:
         return memoryview(self._content).toreadonly()
+
+    @property
+    def room_bytes(self) -> int:
+        return self._room_bytes
 
     def add(self, rows: NDArray[np.intp], bases: BaseRows) -> int:
         check_rows(rows, len(bases))
@@ -107,6 +112,7 @@ class BasePrefix:
             for key, i in new.items():
                 start = len(self._content)
                 self._content += bases.pieces[i]  # BufferError while seen
+                self._room_bytes = max(self._room_bytes, len(self._content))
                 self._places[key] = start
         return len(rows)
 
