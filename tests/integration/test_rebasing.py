@@ -213,3 +213,22 @@ def test_what_leans_on_nothing_that_goes_is_copied_and_lies_less_deep(tmp_path, 
         check(store)
         assert store.rebuild_index().skipped == ()
         check(store)
+
+
+def test_a_container_of_recipes_alone_is_no_obstacle(tmp_path, clock):
+    """Of zeros no chunk is stored. Every later round failed once one had condemned something."""
+    base = text_like(400_000, 1)
+    with open_store(tmp_path / "s", settings=settings({"deletion": {"undelete_seconds": 0}}), clock=clock) as store:
+        for content in (base, mutated(base, 1, edits=400, edit_bytes_max=60)):
+            store.put("a", content)
+        store.put("x", text_like(3_000, 5))
+        store.put("y", text_like(3_000, 6))
+        store.put("z", bytes(100_000))
+        store.delete("a", 1)
+        clock.now += DAY
+        assert store.gc().condemned_containers == 1
+        clock.now += DAY
+        report = store.gc()
+        assert (report.containers_rewritten, report.containers_deleted) == (1, 1)
+        assert store.get("z").read() == bytes(100_000)
+        assert store.verify().damage == ()

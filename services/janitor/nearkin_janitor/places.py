@@ -138,6 +138,8 @@ def _filled(found: F64) -> F64:
 
 
 def _smoothed(found: F64) -> F64:
+    if not len(found):  # recipes of known chunks alone, or of zeros
+        return found
     around = np.lib.stride_tricks.sliding_window_view(np.pad(found, AROUND, mode="edge"), 2 * AROUND + 1)
     smoothed: F64 = np.median(around, axis=1)
     return smoothed
