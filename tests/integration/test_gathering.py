@@ -145,6 +145,20 @@ def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_i
     assert digests(apart) == before
 
 
+def test_who_stays_open_reads_what_came_since_and_leans_on_chunks_that_a_round_appended(store, clock):
+    """It has read the directories of the generations before, and their blocks."""
+    with open_store(store.root, settings=GATHERED, read_only=True) as reader:
+        for number in EVERY:
+            put(store, range(number, number + 1))
+            assert [reader.get("k", each).read() == HISTORY[each] for each in range(1, number + 1)] == [True] * number
+            if number % 2 == 0:
+                store.gc()
+        assert blocks(store)[0]
+        check(reader, EVERY)
+        for number in EVERY:
+            assert reader.explain("k", number).info.version == number
+
+
 def test_a_long_history_takes_clearly_less_and_no_chunk_gets_deeper(store, clock):
     put(store, EVERY)
     before, deep = stored_bytes(store.root), depths(store)

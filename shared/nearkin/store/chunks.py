@@ -83,12 +83,17 @@ class ChunkReader:
         )
 
     def plan(self, locations: Locations) -> Plan:
-        """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have."""
+        """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have.
+
+        It may have it by now: a round writes a container anew with more chunks, and what came since leans on them.
+        """
         which, _, tables = self.tables(locations)
         rows = np.empty(len(locations), CHUNK_ROW)
         row = take_rows(tables, which, locations.ordinals, rows)
         if row < len(rows):
             container, kept = int(locations.containers[row]), tables[which[row]]
+            if self._moved([container]):
+                return self.plan(locations)
             counted = 0 if kept is None else len(kept)
             raise Corrupt(
                 f"container {container:016x} has {counted} chunks, number {int(locations.ordinals[row])} is wanted"
@@ -97,6 +102,8 @@ class ChunkReader:
         rows["lengths"][zero] = locations.ordinals[zero]
         if not rows["lengths"].all():
             row = int(np.flatnonzero(rows["lengths"] == 0)[0])
+            if self._moved([int(locations.containers[row])]):
+                return self.plan(locations)
             name = object_name(ContainerId(int(locations.containers[row])))
             raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
         return Plan(locations, rows)
@@ -211,10 +218,14 @@ class ChunkReader:
 
         What was written since leans on that one, and an older one that is there still was read.
         """
-        containers = sorted(set(bases.locations.containers.tolist()) - {ZERO})
-        if isinstance(self._source, SupportsGenerations) and self._source.moved(containers):
+        if self._moved(sorted(set(bases.locations.containers.tolist()))):
             return Rewritten(f"{why}: read again")
         return Corrupt(why)
+
+    def _moved(self, containers: list[int]) -> bool:
+        """Look whether any of these is there in a later generation than was read; that is read from now on."""
+        stored = [container for container in containers if container != ZERO]
+        return isinstance(self._source, SupportsGenerations) and self._source.moved(stored)
 
     def _level(self, plan: Plan, bases: U8, base_lengths: U32) -> Task:
         """Return the rows' bytes; `bases` are those of the deltas' bases, in order, each of its base length."""

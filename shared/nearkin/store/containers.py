@@ -148,7 +148,6 @@ class ContainerStore:
         self._objects.put_new(object_name(container, generation), *parts)
         if generation:
             self._is_now(container, generation)
-            self._directories.drop([container])
 
     def delete(self, container: ContainerId, generation: int) -> None:
         """Remove one generation of a container, durably. Again is fine.
@@ -202,11 +201,12 @@ class ContainerStore:
             yield ContainerId(int(matched[1], 16)), int(matched[2] or "0", 16), size_bytes
 
     def _is_now(self, container: ContainerId, generation: int) -> None:
-        """Take note of another generation, and let go of the blocks of the one until now.
+        """Take note of another generation, and let go of what was read of the one until now.
 
-        After a repair by a copy of the first generation, numbers that a later one had given are given again.
+        After a repair by a copy of the first generation, numbers of blocks that a later one had given are given again.
         """
         self._generations[container] = generation
+        self._directories.drop([container])
         self.blocks.drop_if(lambda key: key[0] == container)
 
     def generation(self, container: ContainerId) -> int:
