@@ -92,6 +92,21 @@ def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> Non
         world.containers.directory(container)
 
 
+def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have written containers anew, less deep and with more chunks, and condemned nothing."""
+    monkeypatch.setattr("nearkin.store.collected.REFRESH_SECONDS", -1.0)
+    ended = iter([None, None, 1.0, 1.0])
+    watch = RecordWatch(CondemnedStore(world.objects), 3600.0, lambda: next(ended))
+    collected = Collected(watch, world.containers, world.fresh)
+    container = world.chunks["kept"].containers[0]
+    known = list[bool]()
+    for _ in range(4):
+        before = world.containers.directory(container)
+        collected.refresh()
+        known.append(world.containers.directory(container) is before)
+    assert known == [False, True, False, True], "what was before the first look is not known"
+
+
 def test_chunks_are_lost_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:
     asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
     gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])

@@ -28,24 +28,33 @@ REFRESH_SECONDS = 5.0
 class RecordWatch:
     """The record of what is condemned, read again now and then; shared by threads and tenants."""
 
-    def __init__(self, condemned: CondemnedStore, grace_seconds: float) -> None:
+    def __init__(
+        self, condemned: CondemnedStore, grace_seconds: float, rounds: Callable[[], object] = lambda: None
+    ) -> None:
+        """`rounds` returns what is another once a round has ended: it may have written containers anew, and condemned
+        nothing.
+        """
         self._condemned = condemned
+        self._rounds = rounds
         self.grace_seconds = grace_seconds
         self._lock = threading.Lock()
         self._record: dict[int, Condemned] = {}
+        self._round = object()
         self._read_at = -1e9
         self.changes = 0
-        """How often the record was another than before, or was not looked at for so long that it may have been."""
+        """How often the record was another than before, a round had ended since, or it was not looked at for so long
+        that either may have been."""
 
     def record(self, *, now: bool = False) -> dict[int, Condemned]:
         """Return what is condemned, as it is or was a moment ago. Raises StoreUnavailable."""
         with self._lock:
             at = time.monotonic()
             if now or at - self._read_at > min(REFRESH_SECONDS, self.grace_seconds / 4):
-                record = self._condemned.read()
-                if at - self._read_at > self.grace_seconds / 2 or _stamp(record) != _stamp(self._record):
+                ended, record = self._rounds(), self._condemned.read()
+                late = at - self._read_at > self.grace_seconds / 2
+                if late or ended != self._round or _stamp(record) != _stamp(self._record):
                     self.changes += 1
-                self._record, self._read_at = record, at
+                self._record, self._round, self._read_at = record, ended, at
             return self._record
 
 
@@ -54,7 +63,10 @@ def _stamp(record: dict[int, Condemned]) -> list[tuple[int, int, int, int]]:
 
 
 class Collected:
-    """One tenant's view: what is condemned or gone. Lets go of all that was read whenever the record changes."""
+    """One tenant's view: what is condemned or gone.
+
+    Lets go of all that was read whenever the record changes, and once a round has ended.
+    """
 
     def __init__(self, watch: RecordWatch, containers: ContainerStore, fresh: Callable[[], ContainerStore]) -> None:
         """`fresh` returns the same containers with nothing of them read yet."""

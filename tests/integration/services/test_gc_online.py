@@ -153,6 +153,7 @@ def test_the_janitor_forgets_by_policy_and_what_is_deleted_comes_back(pipeline: 
     before = rounds.last()
     rounds.ask()
     wait_until(lambda: rounds.last() != before and not rounds.asked, pipeline)
+    assert rounds.ended_at() == (rounds.last() or {})["at"]
     assert shown(reader, "other/a") == [1, 2, 3]
     assert deletions.undelete("default", "other/a", 4) == 1
     assert reader.read("other/a", 4) == contents[3]

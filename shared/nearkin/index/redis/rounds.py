@@ -25,6 +25,11 @@ class ToldRounds:
         told = self._server.one(("GET", self._told))
         return None if told is None else dict(json.loads(told))
 
+    def ended_at(self) -> float | None:
+        """Return when the last round ended, by its janitor's clock; None where none was told of."""
+        at = (self.last() or {}).get("at")
+        return None if at is None else float(at)
+
     def tell(self, told: dict[str, Any]) -> None:
         """Say what a round came to; whoever asked for one has it."""
         self._server.run([("SET", self._told, json.dumps(told)), ("DEL", self._asked)])

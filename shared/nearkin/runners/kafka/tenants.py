@@ -35,13 +35,19 @@ Lanes = BoundedCache[str, Lane]
 
 
 def lanes(
-    settings: Settings, objects: ObjectStore, secret: bytes, fingerprint_bits: int, index_of: Callable[[bytes], Index]
+    settings: Settings,
+    objects: ObjectStore,
+    secret: bytes,
+    fingerprint_bits: int,
+    index_of: Callable[[bytes], Index],
+    rounds: Callable[[], object] = lambda: None,
 ) -> Lanes:
     """Return the lanes of all tenants, each made when it is first asked for.
 
-    Of an erased one they raise Erased, of one whose keys are gone KeysLost.
+    `rounds` returns what is another once a round of garbage collection has ended. Of an erased tenant they raise
+    Erased, of one whose keys are gone KeysLost.
     """
-    watch = RecordWatch(CondemnedStore(objects), settings.gc.grace_seconds)
+    watch = RecordWatch(CondemnedStore(objects), settings.gc.grace_seconds, rounds)
     # One cache for all: each tenant's own came to TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
     every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
 

@@ -21,6 +21,7 @@ from nearkin.config_layers import load
 from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.frozen import frozen
 from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.rounds import ToldRounds
 from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
@@ -58,7 +59,8 @@ class Context:
 
     def lanes(self) -> Lanes:
         """Return fresh lanes: what the last ones held in memory may belong to somebody else by now."""
-        return lanes(self.settings, self.objects, self.secret, self.found.fingerprint_bits, self.index.for_domain)
+        rounds, bits = ToldRounds(self.index).ended_at, self.found.fingerprint_bits
+        return lanes(self.settings, self.objects, self.secret, bits, self.index.for_domain, rounds)
 
     def current(self) -> Settings:
         """Return the settings in force."""
