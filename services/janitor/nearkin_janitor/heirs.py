@@ -1,12 +1,13 @@
 """New bases. Invariant: a chunk is offered living chunks that are less deep than it was: it never gets deeper.
 
-So whatever leans on it stays sound at every moment, and every chain still ends by depth, in whatever order containers
-are written anew. Offered are those of its family that came last before it, and what stands beside these.
+So whatever leans on it stays sound at every moment, and every chain still ends by depth. Offered are those of its
+family that came last before it, and what stands beside these, of containers before its own in the order in which they
+are written: what is offered is as shallow as is said by then, and no two containers come to lean on each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,10 @@ NOWHERE = 256
 class Heirs:
     """The living chunks of some families, in stream order: 8 bytes each, and a byte for each chunk beside them."""
 
-    def __init__(self, reach: Reach, families: Families, containers: Collection[int]) -> None:
-        """`containers`: those whose chunks will ask. Raises Corrupt."""
+    def __init__(self, reach: Reach, families: Families, containers: Collection[int], order: Iterable[int]) -> None:
+        """`containers`: those whose chunks will ask. `order`: all containers, each behind those that it leans on; in it
+        those are written. Raises Corrupt.
+        """
         wanted = np.zeros(families.count, np.bool_)
         for container in containers:
             family = families.of[container]
@@ -52,6 +55,8 @@ class Heirs:
         assert at < 1 << 32
         self._members = np.sort(np.concatenate(members))
         self._ids = np.array(list(self._starts), np.uint64)
+        places = {container: place for place, container in enumerate(order)}
+        self._order = np.array([places[container] for container in self._starts], np.int64)
         self._bounds = np.array(list(self._starts.values()), np.uint64)
 
     def depths(self, container: int) -> U8:
@@ -115,7 +120,9 @@ class Heirs:
         members = self._located(np.unique(np.concatenate(found)))
         some = Locations.join([members, *self._beside(members)])
         here = some.containers == container
-        return some.take((some.containers < container) | (here & (some.ordinals < ordinals[0])))
+        written = self._order[np.searchsorted(self._ids, some.containers)]
+        before = written < self._order[np.searchsorted(self._ids, np.uint64(container))]
+        return some.take(before | (here & (some.ordinals < ordinals[0])))
 
     def _beside(self, members: Locations) -> Iterator[Locations]:
         """Yield the living chunks that stand right before and behind some, in their containers."""

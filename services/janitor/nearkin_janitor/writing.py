@@ -84,7 +84,8 @@ class Writing:
         """
         beside = dropped_beside(reach, self.ids, due, rebased)
         needed = reach.closed(reach.chunks)
-        heirs = Heirs(reach, families_of(reach, needed), rebased.containers)
+        order = list(leaning_last(sorted({*needed, *rebased.containers}), self._leans_on))
+        heirs = Heirs(reach, families_of(reach, needed), rebased.containers, order)
         rebasing = Rebasing(rebased.chunks, heirs, places_of(reach, needed))
         chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
         segments = {container: drop.segments for container, drop in beside.items()}
@@ -93,7 +94,7 @@ class Writing:
             index.forget(chunks, segments, (), looked_up)
             failpoint("rebase.forgot")
         left = dict(beside)
-        containers = [ContainerId(c) for c in leaning_last(sorted(rebased.containers), self._leans_on)]
+        containers = [ContainerId(c) for c in order if c in rebased.containers]
         made = self.rewriter.side_by_side(beside, rebasing).made(containers, self._told)
         for container in self.counted(containers, "containers written anew"):
             try:
