@@ -79,6 +79,7 @@ class LocalRepair:
             copies.append(self._kept(kept, held, tenants))
         if contents:
             copies.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
+        copies.append(self._joined(tenants, tuple(copies)))
         repaired = repairer.repair([damage.object_name for damage in report.damage], copies, given)
         # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
         while repaired and report.damage:
@@ -108,7 +109,7 @@ class LocalRepair:
         if not wanted:
             return []
         repairer, tenants = self._repairer()
-        copies = [IndexCopies(self.index, self.containers, tenants)]
+        copies = self._put_again(tenants)
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
         if repaired or repairer.sound.issuperset(wanted):  # or who healed them died before it said so
             self.look_again([ContainerId(container) for container in sorted(record)], tenants)
@@ -132,7 +133,7 @@ class LocalRepair:
         from nearkin_janitor import Choice
 
         repairer, tenants = self._repairer()
-        repaired = repairer.repair(damaged, [IndexCopies(self.index, self.containers, tenants)])
+        repaired = repairer.repair(damaged, self._put_again(tenants))
         ids = frozenset(container for container in map(id_of, damaged) if container is not None)
         report = verified(Choice(only=ids))
         if ids:
@@ -158,6 +159,15 @@ class LocalRepair:
             self.index.writable().renew(summarise_directory(directory))
 
         return Repairer(self.objects, self.containers, healer, renew), tenants
+
+    def _put_again(self, tenants: Tenants) -> list[Copies]:
+        indexed = IndexCopies(self.index, self.containers, tenants)
+        return [indexed, self._joined(tenants, [indexed])]
+
+    def _joined(self, tenants: Tenants, copies: Sequence[Copies]) -> Copies:
+        from nearkin_janitor.copies import JoinedCopies
+
+        return JoinedCopies(self.containers, tenants, self.fingerprinter(self.settings.tenant), copies)
 
     def _stored(self, tenants: Tenants) -> Copies:
         from nearkin_janitor.copies import StoredCopies

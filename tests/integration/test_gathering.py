@@ -10,6 +10,7 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.formats import layout
+from nearkin.formats.container import decode_container
 from nearkin.recoding import BlockRecoder
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
@@ -143,6 +144,29 @@ def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_i
     assert not blocks(apart)[0]
     assert apart.verify().damage == ()
     assert digests(apart) == before
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["put again", "given"])
+def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(store, tmp_path, given):
+    put(store, EVERY)
+    store.gc()
+    root, *_ = (path for path in containers(store.root) if gathered(decode_container(path.read_bytes(), "a")).any())
+    directory = decode_container(root.read_bytes(), "a container")
+    number = int(np.flatnonzero(gathered(directory))[0])
+    flip(root, (directory.block_rows[number].start + directory.block_rows[number].stop) // 2)
+    store.close()
+    with open_store(store.root, settings=GATHERED) as broken:
+        assert len(broken.verify().damage) == 1
+        files = []
+        for each, content in HISTORY.items():
+            if given:
+                files.append(tmp_path / str(each))
+                files[-1].write_bytes(content)
+            else:
+                broken.put("again", content)
+        (done,) = broken.repair(files).repaired
+        assert done.chunks_lost == 0
+        check(broken, EVERY)
 
 
 def test_who_stays_open_reads_what_came_since_and_leans_on_chunks_that_a_round_appended(store, clock):

@@ -1,6 +1,7 @@
 """Copies of chunks. Invariant: what is given out was decoded, and agrees with the name that was asked for.
 
 StoredCopies       other containers of the store: what was put again
+JoinedCopies       what a round joined to one chunk and took in, from the chunks that it was before
 ContainerCopies    containers as somebody has kept them elsewhere, of whatever generation, and what they lean on:
 
     copy, generation 0    c leans on g        read from the copy, and g from a copy of its own or from the store
@@ -22,13 +23,18 @@ from nearkin.buffers import Buffers
 from nearkin.errors import NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.directory import Directory
-from nearkin.records import NAME_BYTES, U8, ContainerId, Locations, offsets_of
+from nearkin.limits import MIB
+from nearkin.records import NAME_BYTES, U8, ContainerId, Locations
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.plans import BlockName
 from nearkin_janitor.given import Given, Held
-from nearkin_janitor.heal import Name
+from nearkin_janitor.heal import Copies, Name
+from nearkin_janitor.settled import referring
 from nearkin_janitor.tenants import Tenants
+
+JOINED_AT_ONCE_BYTES = 64 * MIB
+"""Of joined chunks whose parts are looked for together: each time all sources are asked anew."""
 
 
 class _Checked:
@@ -58,8 +64,12 @@ class _Checked:
             payload = self._reader.fetch(plan)
         except Permanent:  # it is the broken one, or leans on it, or on what is gone
             return None
-        found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
-        return None if np.any((found != plan.names)[:, self._compared]) else payload
+        return payload if self.agrees(payload, plan.names) else None
+
+    def agrees(self, content: U8, name: U8) -> bool:
+        """Return whether a chunk is what its name, uint8[1, 32], says."""
+        found = self._fingerprinter.name_chunks(content, np.zeros(1, np.uint64), np.array([len(content)], np.uint32))
+        return not np.any((found != name)[:, self._compared])
 
 
 class StoredCopies:
@@ -82,6 +92,61 @@ class StoredCopies:
             except Permanent:
                 continue
             yield from checked.among(directory, missing)
+
+
+class JoinedCopies:
+    """Chunks that a round joined: no version has one as it is, but each refers to one from where its parts were."""
+
+    def __init__(
+        self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter, copies: Sequence[Copies]
+    ) -> None:
+        """`copies`: where the parts are looked for."""
+        self._containers = containers
+        self._tenants = tenants
+        self._any_fingerprinter = any_fingerprinter
+        self._copies = copies
+
+    def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
+        """Yield (name, bytes): put together again, and compared with its name. Raises what the copies raise."""
+        own = self._containers.of(domain)
+        checked = _Checked(ChunkReader(own), domain, self._tenants, self._any_fingerprinter)
+        some, some_bytes = dict[Name, list[Name]](), 0
+        for name, parts, size_bytes in self._parts(own, names):
+            some[name] = parts
+            some_bytes += size_bytes
+            if some_bytes >= JOINED_AT_ONCE_BYTES:
+                yield from self._joined(domain, some, checked)
+                some, some_bytes = {}, 0
+        yield from self._joined(domain, some, checked)
+
+    def _parts(self, own: ContainerStore, names: frozenset[Name]) -> Iterator[tuple[Name, list[Name], int]]:
+        """Yield a name, those of the chunks that it was, in order, and their bytes."""
+        for container, _ in self._containers.ids():
+            try:
+                directory = own.directory(container)
+            except Permanent:
+                continue
+            chunks = directory.chunks
+            for number in np.flatnonzero(referring(directory)).tolist():
+                to, rows = directory.prefixes.of(number), np.flatnonzero(chunks.there & (chunks.blocks == number))
+                try:
+                    name = own.directory(ContainerId(int(to.containers[0]))).chunks.names[int(to.ordinals[0])].tobytes()
+                except (Permanent, IndexError):
+                    continue
+                if name in names:
+                    yield name, [part.tobytes() for part in chunks.names[rows]], int(chunks.lengths[rows].sum())
+
+    def _joined(self, domain: bytes, wanted: Mapping[Name, list[Name]], checked: _Checked) -> Iterator[tuple[Name, U8]]:
+        missing, found = {part for parts in wanted.values() for part in parts}, dict[Name, U8]()
+        for source in self._copies if missing else ():
+            found.update(source.find(domain, frozenset(missing)))
+            missing -= found.keys()
+        for name, parts in wanted.items():
+            if not missing.isdisjoint(parts):
+                continue
+            content = np.concatenate([found[part] for part in parts])
+            if checked.agrees(content, np.frombuffer(name, np.uint8)[None]):
+                yield name, content
 
 
 class ContainerCopies:
