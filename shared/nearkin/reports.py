@@ -278,11 +278,14 @@ class GcReport:
     containers_deleted: int
     containers_rewritten: int
     freed_bytes: int
-    """Less than before, exactly: what was removed without what was written. Negative where a round only condemns."""
+    """Less than before, exactly: what was removed without what was written. Negative where a round only condemns, or
+    what leans on what will go takes more without it."""
     condemned_containers: int
     """Unreached, whole or in part: they go in a later round, once `due` is past, if they are unreached still."""
     freed_later_bytes: int
-    """What that will free if nothing else happens, exactly."""
+    """What that will free if nothing else happens. Of a dry run exactly; a round that was done has not encoded again
+    what leans on it, which takes more then: its bytes and the record's, so that it will be this much at most.
+    """
     due: datetime | None
     """When the first of what is condemned may go; None where nothing is."""
     held: Mapping[str, int]

@@ -36,7 +36,7 @@ def run(tmp_path: Path):
 
 def test_no_round_frees_less_than_nothing():
     assert freed("freed", 1234) == "freed 1,234 bytes"
-    assert freed("would free", -207) == "would free nothing yet, and its record takes 207 bytes"
+    assert freed("would free", -207) == "would free nothing yet, and takes 207 bytes"
 
 
 def test_rounds_free_what_was_told(run, tmp_path):

@@ -122,16 +122,16 @@ def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
     yield f"{freed('freed', last['freed_bytes'])}: {gone}"
     if last["due"]:
         condemned = counted(last["condemned_containers"], "container")
-        yield f"condemned    {condemned}: {last['freed_later_bytes']:,} bytes more from {last['due']} on"
+        yield f"condemned    {condemned}: up to {last['freed_later_bytes']:,} bytes more from {last['due']} on"
     if last["forgotten"]:
         yield f"deleted      {counted(last['forgotten'], 'version')} that retention.policies do not keep"
 
 
 def freed(frees: str, size_bytes: int) -> str:
-    """Return how many bytes a round frees: its own record may take more than went."""
+    """Return how many bytes a round frees: its record, or what was encoded again, may take more than went."""
     if size_bytes >= 0:
         return f"{frees} {size_bytes:,} bytes"
-    return f"{frees} nothing yet, and its record takes {-size_bytes:,} bytes"
+    return f"{frees} nothing yet, and takes {-size_bytes:,} bytes"
 
 
 def gc_lines(report: GcReport) -> Iterator[str]:
@@ -149,8 +149,9 @@ def gc_lines(report: GcReport) -> Iterator[str]:
     yield f"{freed(frees, report.freed_bytes)}: {gone}"
     if report.due is not None:
         condemned = counted(report.condemned_containers, "container")
+        bytes_more = f"{report.freed_later_bytes:,} bytes more"
         yield (
-            f"condemned    {condemned}: {report.freed_later_bytes:,} bytes more from "
+            f"condemned    {condemned}: {bytes_more if report.dry_run else f'up to {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
     if report.forgotten:

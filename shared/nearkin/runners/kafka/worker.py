@@ -38,6 +38,8 @@ _log = logging.getLogger("nearkin.worker")
 
 CONNECT_SECONDS_MAX = 120.0
 STOP_SECONDS = 60.0
+REFUSED = 2
+"""Exit code of a setting that is refused, as click's for one that no stage has to look at."""
 
 
 @frozen
@@ -147,9 +149,20 @@ def run_worker(
     context.hot.stop()
     reporter.join(STOP_SECONDS)
     monitor.stop()
+    return exit_code(service, failures, alive=any(thread.is_alive() for thread in threads))
+
+
+def exit_code(service: str, failures: Sequence[BaseException], *, alive: bool) -> int:
+    """Tell what a worker's loops failed with; return its exit code: 2 for a setting that one refused.
+
+    `alive`: whether one would not end.
+    """
+    refused = [failure for failure in failures if isinstance(failure, ConfigError)]
     for failure in failures:
-        _log.error("%s: %s", service, failure, exc_info=failure)
-    return 1 if failures or any(thread.is_alive() for thread in threads) else 0
+        _log.error("%s: %s", service, failure, exc_info=None if failure in refused else failure)
+    if refused:
+        return REFUSED
+    return 1 if failures or alive else 0
 
 
 def _connected(
