@@ -10,7 +10,7 @@ import numpy as np
 from nearkin.formats import layout
 from nearkin.formats.block import encode_block
 from nearkin.formats.container import encode_container
-from nearkin.formats.directory import ChunkTable, SegmentTable
+from nearkin.formats.directory import CHUNK_ROW, ChunkTable, SegmentTable
 from nearkin.formats.manifest import Manifest
 from nearkin.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin.records import ZERO, Locations
@@ -18,6 +18,7 @@ from nearkin.reports import Ledger
 from nearkin.restore import planned_batches
 from nearkin.store.containers import ContainerStore
 from nearkin.store.objects import LocalObjects
+from nearkin.store.plans import Plan
 from nearkin.testing import samples
 
 
@@ -47,3 +48,17 @@ def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path
         assert tracemalloc.get_traced_memory()[1] < 256 * MIB  # together they took 5.3 GiB
     finally:
         tracemalloc.stop()
+
+
+def test_a_column_is_a_copy_of_one_row_too() -> None:
+    rows = np.zeros(3, CHUNK_ROW)
+    rows["lengths"], rows["depths"], rows["ranks"] = 7, 1, 2
+    for plan in (Plan(Locations.empty(3), rows), Plan(Locations.empty(1), rows[1:2])):
+        columns = [plan.lengths, plan.encoded, plan.blocks, plan.positions, plan.depths, plan.names, plan.ranks]
+        for column in columns:
+            assert column.flags.aligned
+            assert column.flags.c_contiguous
+            column[:] = 9
+        assert plan.lengths.tolist() == [7] * len(plan)
+        assert (rows["depths"] == 1).all()
+        assert (rows["ranks"] == 2).all()

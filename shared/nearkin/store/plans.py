@@ -31,27 +31,27 @@ class Plan:
     @property
     def lengths(self) -> U32:
         """Return uint32[n] bytes of the chunks."""
-        return np.ascontiguousarray(self.rows["lengths"])
+        return self.rows["lengths"].copy()
 
     @property
     def encoded(self) -> U32:
         """Return uint32[n] bytes of their encodings."""
-        return np.ascontiguousarray(self.rows["encoded"])
+        return self.rows["encoded"].copy()
 
     @property
     def blocks(self) -> U32:
         """Return uint32[n] numbers of their blocks."""
-        return np.ascontiguousarray(self.rows["blocks"])
+        return self.rows["blocks"].copy()
 
     @property
     def positions(self) -> U32:
         """Return uint32[n]: where in the decoded block each encoding starts, bytes."""
-        return np.ascontiguousarray(self.rows["positions"])
+        return self.rows["positions"].copy()
 
     @property
     def depths(self) -> U8:
         """Return uint8[n] deltas to decode."""
-        return np.ascontiguousarray(self.rows["depths"])
+        return self.rows["depths"].copy()
 
     @property
     def bases(self) -> Locations:
@@ -62,17 +62,17 @@ class Plan:
     @property
     def names(self) -> U8:
         """Return uint8[n, 32] names."""
-        return np.ascontiguousarray(self.rows["names"])
+        return self.rows["names"].copy()
 
     @property
     def ranks(self) -> U8:
         """Return uint8[n]: what found the bases."""
-        return np.ascontiguousarray(self.rows["ranks"])
+        return self.rows["ranks"].copy()
 
     @property
     def kinds(self) -> U8:
         """Return uint8[n] kinds of their blocks: docs/formats/container.md."""
-        return np.ascontiguousarray(self.rows["kinds"])
+        return self.rows["kinds"].copy()
 
     def take(self, which: NDArray[np.intp] | Bools | slice) -> Plan:
         """Return some of the rows."""
