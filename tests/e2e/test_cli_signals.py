@@ -75,6 +75,16 @@ def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
     assert (done.returncode, done.stderr) == (2, b"nearkin: stdout is closed: name a file with -o\n")
 
 
+@pytest.mark.parametrize("words", [["put", "key", "-"], ["--json", "put", "key", "-"], ["stats"], ["config"]])
+def test_who_closed_stdout_gets_all_but_what_it_would_say(tmp_path: Path, words: list[str]) -> None:
+    run("--store", tmp_path, "put", "key", "-", stdin=FIRST)
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >&-', "sh", *command("--store", tmp_path, *words)],
+        input=FIRST, stderr=subprocess.PIPE, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_full_disk_is_one_line(store: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(

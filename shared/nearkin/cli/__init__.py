@@ -141,7 +141,7 @@ def _drop_stdout(code: int) -> int:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         pass
     return code
 

@@ -61,15 +61,15 @@ def notice(line: str) -> None:
 
 def print_json(value: object) -> None:
     """Print one JSON value; ASCII only, so that no terminal or locale changes it."""
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    print(json.dumps(value, indent=2))
 
 
 def console() -> Console:
     """Return a console for tables on stdout: nothing is taken for markup, and a pipe gets lines of any width."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 10_000
+    terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed, and print() prints nothing
+    width = None if terminal else 10_000
     return Console(markup=False, highlight=False, emoji=False, width=width)
 
 

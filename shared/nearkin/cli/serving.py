@@ -93,7 +93,8 @@ def _announce(url: str, token: str | None, *, as_json: bool) -> None:
         say(f"{url}/")
         if token is not None:
             say(f"token {token}")
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 @click.group(cls=AsWrittenGroup)
