@@ -67,6 +67,18 @@ def test_a_reader_that_goes_away_is_no_error_to_speak_of(store: Path, env: dict[
     assert process.returncode == 141
 
 
+@pytest.mark.parametrize("words", [["explain", "db/dump"], ["config"], ["stats"], ["ls"]])
+def test_a_table_that_nobody_reads_is_exit_code_141(store: Path, words: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "wb") as gone:
+        done = subprocess.run(
+            command("--store", store, *words), stdout=gone, stderr=subprocess.PIPE, env=environment(), timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
     done = subprocess.run(
         ["/bin/sh", "-c", '"$@" >&-', "sh", *command("--store", store, "get", "notes")],

@@ -65,12 +65,19 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """Return a console for tables on stdout: nothing is taken for markup, and a pipe gets lines of any width."""
+    """Return a console for tables on stdout: nothing is taken for markup, and a pipe gets lines of any width.
+
+    A pipe whose reader has gone raises BrokenPipeError, as print() does, in place of rich's SystemExit(1).
+    """
     from rich.console import Console
+
+    class Tables(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
 
     terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed, and print() prints nothing
     width = None if terminal else 10_000
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+    return Tables(markup=False, highlight=False, emoji=False, width=width)
 
 
 def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
