@@ -241,6 +241,16 @@ def test_a_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_a_row_tells_which_settings_were_changed(corpus: Path, tmp_path: Path) -> None:
+    words = ("--versions", "1", "--runs", "1", "--peers", "nearkin,nearkin-embedded@archive", "--chart", "none")
+    changed = {"NEARKIN_DELTA__CODEC": "none", "NEARKIN_STORE": "elsewhere"}
+    record = recorded(tmp_path, "store", "--corpus", corpus, *words, **changed)
+    told = ["default; delta.codec=none", "profile archive, one process; delta.codec=none"]
+    assert [row["settings"] for row in record["rows"]] == told
+    text = (tmp_path / "store.md").read_text()
+    assert [one for one in told if one not in text] == []
+
+
 def test_a_terminal_gets_the_table_and_a_bar(corpus: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     seen: list[bytes] = []
@@ -390,6 +400,26 @@ def test_bench_makes_its_own_stores(capfd, tmp_path: Path, corpus: Path) -> None
     code = main(["--store", str(tmp_path), "bench", "kernels", "--corpus", str(corpus)])
     assert code == 2
     assert "leave out --store" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("peers", ["none", "nearkin-embedded@archive"])
+def test_a_setting_that_is_refused_is_refused_before_anything_is_measured(
+    capfd, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path, peers: str
+) -> None:
+    monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "99")
+    said = refused(capfd, "store", "--corpus", corpus, "--peers", peers, "--out", tmp_path / "out")
+    assert 'delta.max_depth "99"' in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
+def test_a_settings_file_is_never_ignored(capfd, corpus: Path, tmp_path: Path, room: str) -> None:
+    code = main(
+        ["--config", str(tmp_path / "none.toml"), "bench", room, "-c", str(corpus), "-o", str(tmp_path / "out")]
+    )
+    assert code == 2
+    assert "none.toml" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_matplotlib_a_chart_is_refused_by_name_and_else_left_out(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nearkin.errors import BadInput, ConfigError, Retryable
-from nearkin.lab import corpora, crate, kernel_rows, peers, resemblance, store_room
+from nearkin.lab import corpora, crate, kernel_rows, ours, peers, resemblance, store_room
 from nearkin.lab.measuring import CommandFailed, choose_core, pinned, run
 from nearkin.lab.pairs_room import sample_pairs
 from nearkin.lab.peer import MissingPeer
@@ -83,6 +83,17 @@ def test_a_profile_makes_a_row_with_its_environment(tmp_path: Path) -> None:
     assert peer(tmp_path).environment["NEARKIN_PROFILE"] == "finesse-paper"
     with pytest.raises(ConfigError, match="finesse-paper"):
         peers.choose_peers(["nearkin@nothing"])
+
+
+def test_a_row_tells_what_a_settings_file_sets_and_refuses_what_a_put_would(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('[delta]\nmax_depth = 2\n[features]\nalgorithm = "odess"\n')
+    peer = ours.as_set(ours.NearkinEmbedded, file)
+    told = {part.strip() for part in peer.settings.replace(";", ",").split(",")}
+    assert told >= {"settings of own.toml", "one process", "delta.max_depth=2", "features.algorithm=odess"}
+    file.write_text("[delta]\nmax_depth = 99\n")
+    with pytest.raises(ConfigError, match=r"delta\.max_depth"):
+        ours.as_set(ours.Nearkin, file)
 
 
 def test_every_peer_says_how_to_get_it_and_no_two_have_one_name() -> None:

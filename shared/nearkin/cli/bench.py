@@ -148,15 +148,12 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     table and record are written after every round.
     """
     from nearkin.lab import report, store_room
+    from nearkin.lab.ours import Nearkin, as_set
     from nearkin.lab.peers import choose_peers
 
     asked = _asked(peers, _STORE_PEERS, **given)
-    chosen = choose_peers(asked.peers)
-    if (config := current_session().config) is not None:
-        from nearkin.lab.ours import Nearkin, with_config
-
-        current_session().load()  # refused here, not in the first put
-        chosen = [with_config(peer, config) if issubclass(peer, Nearkin) else peer for peer in chosen]
+    config = current_session().config
+    chosen = [as_set(peer, config) if issubclass(peer, Nearkin) else peer for peer in choose_peers(asked.peers)]
 
     def measure(corpora: list[Any], **more: Any) -> Record:
         # without charts: what draws them would stay in the memory of this process, below which no child's peak is seen
@@ -244,6 +241,10 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
     session = current_session()
     if session.store is not None or session.server is not None:
         raise BadInput("bench makes stores of its own, below --work: leave out --store and --server")
+    if room != "store" and session.config is not None:
+        raise BadInput(
+            f"--config {session.config}: bench {room} runs single functions, which take no settings: leave it out"
+        )
     core = choose_core(asked.core)
     kinds, cannot_draw = report.chart_kinds(asked.charts)
     check_names(asked.corpora)

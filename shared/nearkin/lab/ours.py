@@ -16,10 +16,11 @@ from typing_extensions import override
 from nearkin.errors import choose
 from nearkin.lab.measuring import CommandFailed, Cost, bounded, write_out
 from nearkin.lab.peer import Peer
+from nearkin.printing import printable
 
 # -P: the folder it is started in is not searched for modules
 _PYTHON = (sys.executable, "-P", "-m")
-_PLACES = ("NEARKIN_STORE", "NEARKIN_SERVER", "NEARKIN_TOKEN")
+_PLACES = ("store", "server", "token")
 
 
 class Nearkin(Peer):
@@ -38,7 +39,7 @@ class Nearkin(Peer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         for name in _PLACES:
-            self.environment.pop(name, None)
+            self.environment.pop(f"NEARKIN_{name.upper()}", None)
         if self.profile is not None:
             self.environment["NEARKIN_PROFILE"] = self.profile
         # modules are found where this process finds them: the command may run from a source folder
@@ -143,7 +144,19 @@ def with_profile(base: type[Nearkin], profile: str) -> type[Nearkin]:
     return type(base.__name__, (base,), {"name": f"{base.name}@{profile}", "settings": settings, "profile": profile})
 
 
-def with_config(base: type[Nearkin], config: Path) -> type[Nearkin]:
-    """Return `base` with a settings file."""
-    settings = base.settings.replace("default", f"settings of {config.name}")
-    return type(base.__name__, (base,), {"settings": settings, "config": config.absolute()})
+def as_set(base: type[Nearkin], config: Path | None) -> type[Nearkin]:
+    """Return `base` with a settings file, described by all that the file and NEARKIN_* variables set.
+
+    Raises ConfigError for what its first put would refuse.
+    """
+    from nearkin.config_layers import load
+
+    _, origins = load(config, {"profile": base.profile})
+    given = [
+        f"{name}={origin.value}"
+        for name, origin in origins.items()
+        if origin.source.startswith(("file ", "environment ")) and name not in _PLACES
+    ]
+    settings = base.settings if config is None else base.settings.replace("default", f"settings of {config.name}")
+    told = printable("; ".join([settings, *([", ".join(given)] if given else [])]))
+    return type(base.__name__, (base,), {"settings": told, "config": None if config is None else config.absolute()})
