@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 
 from nearkin.errors import BadInput, ConfigError, Retryable
 from nearkin.lab import corpora, crate, kernel_rows, ours, peers, resemblance, store_room
-from nearkin.lab.measuring import CommandFailed, choose_core, pinned, run
+from nearkin.lab.measuring import SAID_BYTES_MAX, CommandFailed, choose_core, pinned, run
 from nearkin.lab.pairs_room import sample_pairs
 from nearkin.lab.peer import MissingPeer
 from nearkin.lab.record import Corpus, Row, Spread, cell, spread
+from nearkin.lab.solid import ZstdLong
 from nearkin.testing import debian
 from nearkin.testing.corpora import MissingTool
 from nearkin.testing.mutations import mutated_files
@@ -54,8 +56,12 @@ def test_several_files_are_joined_on_the_way_in(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(CommandFailed, match="exit 3: no room"):
-        run(["sh", "-c", "echo start; echo no room >&2; exit 3"], os.environ, sync=tmp_path)
+    for sync in (tmp_path, None):
+        with pytest.raises(CommandFailed, match="exit 3: no room"):
+            run(["sh", "-c", "echo start; echo no room >&2; exit 3"], os.environ, sync=sync)
+    with pytest.raises(CommandFailed, match=r"exit 3: x+$") as found:
+        run(["sh", "-c", "head -c 100000 /dev/zero | tr '\\0' x >&2; exit 3"], os.environ)
+    assert len(str(found.value)) < 2 * SAID_BYTES_MAX
 
 
 def test_a_command_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
@@ -94,6 +100,30 @@ def test_a_row_tells_what_a_settings_file_sets_and_refuses_what_a_put_would(tmp_
     file.write_text("[delta]\nmax_depth = 99\n")
     with pytest.raises(ConfigError, match=r"delta\.max_depth"):
         ours.as_set(ours.Nearkin, file)
+
+
+def test_a_peer_works_in_an_absolute_folder_wherever_it_is_to_work(tmp_path: Path, monkeypatch) -> None:
+    class Stops(ours.Nearkin):
+        def create(self) -> None:
+            assert self.folder.parent == tmp_path / "work"
+            raise CommandFailed(f"works in {self.folder}")
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandFailed, match=f"works in {tmp_path}"):
+        store_room.measure(Stops, Corpus("none", []), Path("work"), None)
+
+
+def test_an_archive_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    if shutil.which("zstd") is None:
+        pytest.skip("zstd is not installed")
+    peer = ZstdLong(tmp_path)
+    peer.create()
+    (tmp_path / "version").write_bytes(b"one")
+    peer.put_history([tmp_path / "version"])
+    (peer.repository / "archive.zst").write_bytes(b"no archive")
+    with pytest.raises(CommandFailed, match=r"exit 1: .*unsupported format"):
+        peer.get(1, tmp_path / "target")
 
 
 def test_every_peer_says_how_to_get_it_and_no_two_have_one_name() -> None:

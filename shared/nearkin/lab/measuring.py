@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ SHA1_BLOCK_BYTES = 8192  # the target of a chunk
 COPY_BYTES = 1 << 20
 COMMAND_SECONDS_MAX = 4 * 3600
 """Of one command; a put of 100 GB at 10 MB/s takes less."""
+SAID_BYTES_MAX = 4096
+"""Of what a command that failed wrote to stderr, its end."""
 _SHA1_SECONDS = 0.2
 _SHA1_BLOCKS_A_ROUND = 500
 
@@ -91,7 +94,7 @@ def run(
     Raises CommandFailed with the last line it wrote to stderr.
     """
     with ExitStack() as files:
-        errors = files.enter_context(open(os.devnull if sync is None else sync / "stderr.txt", "w+b"))
+        errors = files.enter_context(tempfile.TemporaryFile())
         target = files.enter_context(open(stdout or os.devnull, "wb"))
         started = time.perf_counter()
         source: IO[bytes] = files.enter_context(open(stdin if isinstance(stdin, Path) else os.devnull, "rb"))
@@ -104,8 +107,7 @@ def run(
         usage = reaped(process)
         ended = time.perf_counter()
         if process.returncode != 0:
-            errors.seek(0)
-            raise CommandFailed(_ending(command, process.returncode, errors.read()))
+            raise CommandFailed(ending(command, process.returncode, errors))
     if sync is not None:
         write_out(sync)
     synced = time.perf_counter()
@@ -140,8 +142,10 @@ def reaped(process: subprocess.Popen[bytes]) -> tuple[float, int]:
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
-def _ending(command: Sequence[str], code: int, said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
+def ending(command: Sequence[str], code: int, errors: IO[bytes]) -> str:
+    """Return how a command failed: its exit code, and the last line of what it wrote to the file `errors`."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - SAID_BYTES_MAX))
+    lines = errors.read(SAID_BYTES_MAX).decode(errors="replace").strip().splitlines()
     return f"{' '.join(command)}: exit {code}: {lines[-1] if lines else 'it said nothing'}"
 
 

@@ -7,6 +7,7 @@ all versions are compressed at once, and a version is got by decompressing the a
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from nearkin.lab.measuring import COPY_BYTES, CommandFailed, Cost, bounded, reaped
+from nearkin.lab.measuring import COPY_BYTES, CommandFailed, Cost, bounded, ending, reaped
 from nearkin.lab.peer import Peer
 
 
@@ -52,7 +53,10 @@ class ZstdLong(Peer):
         started = time.perf_counter()
         with (
             target.open("wb") as file,
-            subprocess.Popen(command, stdout=subprocess.PIPE, env=self.environment, bufsize=0) as process,
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, env=self.environment, bufsize=0
+            ) as process,
         ):
             assert process.stdout is not None
             place, block = 0, memoryview(bytearray(COPY_BYTES))
@@ -62,8 +66,8 @@ class ZstdLong(Peer):
                         file.write(block[max(0, start - place) : min(count, stop - place)])
                     place += count
             usage = reaped(process)
-        if process.returncode != 0:
-            raise CommandFailed(f"{' '.join(command)}: exit {process.returncode}")
+            if process.returncode != 0:
+                raise CommandFailed(ending(command, process.returncode, errors))
         return Cost(time.perf_counter() - started, 0.0, *usage)
 
 

@@ -120,7 +120,8 @@ def measure(
     Raises CommandFailed when a command fails or a version comes back changed, MissingPeer.
     """
     sources = corpus.paths
-    folder = Path(tempfile.mkdtemp(prefix=f"nearkin-bench-{peer_class.name}-", dir=work))
+    # absolute: kopia refuses any other
+    folder = Path(tempfile.mkdtemp(prefix=f"nearkin-bench-{peer_class.name}-", dir=work)).absolute()
     try:
         with ExitStack() as ends:
             peer = peer_class(folder)
