@@ -233,6 +233,31 @@ def test_a_peer_that_gives_other_bytes_back_is_not_in_the_table(corpus: Path, tm
     ]
 
 
+BROKEN = {
+    "cannot be run": b"no program",
+    "says no text": b"#!/bin/sh\nprintf '\\377\\n'\nexit 1\n",
+    "writes nothing": b"#!/bin/sh\nexit 0\n",
+}
+
+
+@pytest.mark.parametrize(("room", "program"), [("store", "borg"), ("pairs", "xdelta3")])
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_peer_that_is_broken_is_left_out(
+    corpus: Path, tmp_path: Path, room: str, program: str, content: bytes
+) -> None:
+    fake = tmp_path / "bin" / program
+    fake.parent.mkdir()
+    fake.write_bytes(content)
+    fake.chmod(0o755)
+    path = os.pathsep.join([str(fake.parent), os.environ["PATH"]])
+    peers = {"store": "nearkin-embedded,borg-fine", "pairs": "xdelta3-command"}[room]
+    words = ("--versions", "2", "--runs", "1", "--warmups", "0", "--peers", peers, "--chart", "none")
+    record = recorded(tmp_path, room, "--corpus", corpus, *words, PATH=path)
+    (left_out,) = record["left_out"]
+    assert left_out["tool"] == peers.rpartition(",")[2]
+    assert record["rows"]
+
+
 def test_a_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin@finesse-paper", "--chart", "none")
     record = recorded(tmp_path, "store", "--corpus", corpus, *words)

@@ -8,11 +8,12 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from nearkin.errors import BadInput, ConfigError, Retryable
 from nearkin.lab import corpora, crate, kernel_rows, ours, peers, resemblance, store_room
-from nearkin.lab.measuring import SAID_BYTES_MAX, CommandFailed, choose_core, pinned, run
+from nearkin.lab.measuring import SAID_BYTES_MAX, CommandFailed, asked, choose_core, first_line, pinned, run
 from nearkin.lab.pairs_room import sample_pairs
 from nearkin.lab.peer import MissingPeer
 from nearkin.lab.record import Corpus, Row, Spread, cell, spread
@@ -68,6 +69,23 @@ def test_a_command_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setattr("nearkin.lab.measuring.COMMAND_SECONDS_MAX", 0.2)
     with pytest.raises(CommandFailed, match="exit -9"):
         run(["sleep", "60"], os.environ, sync=tmp_path)
+
+
+def test_a_command_that_does_not_answer_is_killed_with_all_it_started(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("nearkin.lab.measuring.ANSWER_SECONDS_MAX", 0.5)
+    with pytest.raises(CommandFailed, match="did not end within"):
+        asked(["sh", "-c", "sleep 300 & echo $! > pid; wait"], tmp_path)
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_command_that_cannot_be_run_or_says_no_text_ends_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"no program")
+    program.chmod(0o755)
+    with pytest.raises(CommandFailed, match="Exec format error"):
+        asked([str(program)])
+    assert first_line(asked(["printf", r"\n1.2 \377\033[1m\nmore\n"])) == "1.2 \N{REPLACEMENT CHARACTER}\\x1b[1m"
 
 
 # ------------------------------------------------------------------ peers

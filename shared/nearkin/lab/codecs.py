@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -19,12 +18,11 @@ from backports.zstd import ZstdDict, compress, decompress
 from typing_extensions import override
 
 from nearkin.kernels.xdelta3 import decode_many, encode_many
-from nearkin.lab.measuring import CommandFailed
+from nearkin.lab.measuring import CommandFailed, asked, first_line
 from nearkin.lab.peer import MissingPeer
 from nearkin.lab.resemblance import Lengths, Pairs, starts_of
 
 _START_RUNS = 9
-_COMMAND_SECONDS_MAX = 60
 
 
 class Codec(ABC):
@@ -196,8 +194,7 @@ class Command(Codec):
     @classmethod
     @override
     def version(cls) -> str:
-        done = subprocess.run([cls.find(), *cls.version_words], capture_output=True, text=True, check=False)
-        return next(iter((done.stdout or done.stderr).strip().splitlines()), "unknown").partition(",")[0].strip("* ")
+        return first_line(asked([cls.find(), *cls.version_words])).partition(",")[0].strip("* ")
 
     @override
     def clock(self) -> float:
@@ -244,17 +241,9 @@ class Command(Codec):
         """Return the arguments that write `name.decoded`."""
 
     def _run(self, words: tuple[str, ...]) -> None:
-        done = subprocess.run(
-            [self.command, *words],
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-            timeout=_COMMAND_SECONDS_MAX,
-        )
+        done = asked([self.command, *words], self.folder)
         if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
+            said = done.stderr.strip().splitlines()
             raise CommandFailed(f"{self.program} {' '.join(words)}: exit {done.returncode}: {said[-1] if said else ''}")
 
 

@@ -13,10 +13,8 @@ program that brings a clock of its own can be a row as well. A peer that is not 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +28,7 @@ from nearkin.errors import BadInput
 from nearkin.frozen import frozen
 from nearkin.kernels import chunking, estimate, features, fingerprint, overlap, xdelta3
 from nearkin.kernels._select import USE_CYTHON
-from nearkin.lab.measuring import CommandFailed
+from nearkin.lab.measuring import CommandFailed, asked, first_line
 from nearkin.lab.peer import MissingPeer
 from nearkin.lab.record import Corpus
 from nearkin.lab.resemblance import (
@@ -325,13 +323,13 @@ def _openssl(material: Material) -> Prepared:
     handled = len(material.data)
 
     def once() -> float:
-        done = subprocess.run([program, *words], capture_output=True, text=True, check=False, env=dict(os.environ))
+        done = asked([program, *words])
         match = re.search(r"^sha1\s+([0-9.]+)k", done.stdout, re.MULTILINE | re.IGNORECASE)
         if done.returncode != 0 or match is None:
             raise CommandFailed(f"openssl {' '.join(words)}: exit {done.returncode}, no speed in its answer")
         return handled / (float(match[1]) * 1000)  # it prints thousands of bytes a second
 
-    version = subprocess.run([program, "version"], capture_output=True, text=True, check=False).stdout.strip()
+    version = first_line(asked([program, "version"]))
     return Prepared(once, handled, version=version, repeats=False)
 
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from nearkin.errors import BadInput, Permanent
 from nearkin.frozen import frozen
+from nearkin.printing import printable
 
 SHA1_BLOCK_BYTES = 8192  # the target of a chunk
 COPY_BYTES = 1 << 20
 COMMAND_SECONDS_MAX = 4 * 3600
 """Of one command; a put of 100 GB at 10 MB/s takes less."""
+ANSWER_SECONDS_MAX = 60
+"""Of a command that is asked for its version, or makes one delta."""
 SAID_BYTES_MAX = 4096
 """Of what a command that failed wrote to stderr, its end."""
 _SHA1_SECONDS = 0.2
@@ -147,6 +151,35 @@ def ending(command: Sequence[str], code: int, errors: IO[bytes]) -> str:
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - SAID_BYTES_MAX))
     lines = errors.read(SAID_BYTES_MAX).decode(errors="replace").strip().splitlines()
     return f"{' '.join(command)}: exit {code}: {lines[-1] if lines else 'it said nothing'}"
+
+
+def asked(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a short command to its end and return what it said; bytes that are no text are replaced.
+
+    Raises CommandFailed where it cannot be run, or has not ended in time: all that it started is killed then.
+    """
+    try:
+        with subprocess.Popen(
+            command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                said = process.communicate(timeout=ANSWER_SECONDS_MAX)
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(f"{' '.join(command)}: did not end within {ANSWER_SECONDS_MAX} s") from error
+    except OSError as error:
+        raise CommandFailed(f"{' '.join(command)}: {error.strerror}") from error
+    return subprocess.CompletedProcess(command, process.returncode, *said)
+
+
+def first_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the first line that a command said, as it can be shown; of stderr where stdout has none."""
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return printable(lines[0]) if lines else "unknown"
 
 
 def write_out(folder: Path) -> None:

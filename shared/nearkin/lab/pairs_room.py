@@ -106,7 +106,7 @@ def _measure_corpus(
                 row = _codec_row(record, corpus, codec, sample, Path(folder))
         except MissingPeer as missing:
             record.left_out.append(LeftOut(codec.name, str(missing), codec.install))
-        except CommandFailed as error:
+        except (CommandFailed, OSError) as error:  # OSError: it wrote no file
             record.left_out.append(LeftOut(codec.name, f"{corpus.name}: {error}"))
         else:
             record.rows.append(row)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from nearkin.errors import Permanent
-from nearkin.lab.measuring import Cost, run
-
-_VERSION_SECONDS_MAX = 60
+from nearkin.lab.measuring import Cost, asked, first_line, run
 
 
 class MissingPeer(Permanent):
@@ -54,11 +51,11 @@ class Peer(ABC):
 
     @classmethod
     def version(cls) -> str:
-        """Return what the command says its version is. This starts it once: its code is in memory afterwards."""
-        command = [*cls.find(), *cls.version_words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_VERSION_SECONDS_MAX)
-        lines = (done.stdout or done.stderr).strip().splitlines()
-        return lines[0].partition(", by")[0].strip("* ") if lines else "unknown"
+        """Return what the command says its version is. This starts it once: its code is in memory afterwards.
+
+        Raises MissingPeer, CommandFailed where it cannot be run or hangs.
+        """
+        return first_line(asked([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
 
     def close(self) -> None:  # noqa: B027 - most leave nothing running
         """End what `create` started."""

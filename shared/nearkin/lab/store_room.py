@@ -102,7 +102,7 @@ def _installed(peers: Sequence[type[Peer]], record: Record) -> dict[type[Peer], 
     for peer in peers:
         try:
             versions[peer] = peer.version()
-        except MissingPeer as missing:
+        except (MissingPeer, CommandFailed) as missing:
             record.left_out.append(LeftOut(peer.name, str(missing), peer.install))
     return versions
 
