@@ -397,6 +397,20 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
         assert f'{option} "{tmp_path / "file"}"' in refused(capfd, "store", *words)
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_cannot_be_written_is_printed_all_the_same(corpus: Path, tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "store.md").mkdir()
+    words = ("--versions", "1", "--runs", "2", "--peers", "nearkin-embedded", "--chart", "none", *options)
+    done = run("store", "--corpus", corpus, "--out", tmp_path, *words)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].count(f"{tmp_path / 'store.md'}: Is a directory") == 1
+    assert done.stderr.count("\n") == (1 if options else 2)  # once while it measures, once in the end
+    if options:
+        assert len(json.loads(done.stdout)["rows"][0]["figures"]["put_mbps"]["values"]) == 2
+    else:
+        assert "| **nearkin-embedded** |" in done.stdout
+
+
 def test_two_folders_of_one_name_are_refused(capfd, corpus: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(corpus, tmp_path / "tiny"))
     said = refused(capfd, "kernels", "-c", corpus, "-c", other, "--out", tmp_path / "out")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from nearkin.cli.session import AsWrittenGroup, current_session, json_option
-from nearkin.errors import BadInput
+from nearkin.errors import BadInput, StoreUnavailable
 
 if TYPE_CHECKING:
     from nearkin.lab.record import Record
@@ -147,6 +147,7 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     Puts are durable, and every version is read back and compared. A whole run of botocore takes about half an hour:
     table and record are written after every round.
     """
+    from nearkin.cli.output import notice
     from nearkin.lab import report, store_room
     from nearkin.lab.ours import Nearkin, as_set
     from nearkin.lab.peers import choose_peers
@@ -155,14 +156,24 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     config = current_session().config
     chosen = [as_set(peer, config) if issubclass(peer, Nearkin) else peer for peer in choose_peers(asked.peers)]
 
-    def measure(corpora: list[Any], **more: Any) -> Record:
+    failed: list[StoreUnavailable] = []
+
+    def save(record: Record) -> None:
         # without charts: what draws them would stay in the memory of this process, below which no child's peak is seen
+        try:
+            report.write(record, asked.out, ())
+        except StoreUnavailable as error:  # there may be room by the end, and all is printed in any case
+            if not failed and not current_session().as_json:
+                notice(f"{error}; goes on measuring")
+            failed.append(error)
+
+    def measure(corpora: list[Any], **more: Any) -> Record:
         return store_room.run(
             corpora,
             chosen,
             work=asked.work,
             upkeep_every=upkeep_every,
-            save=lambda record: report.write(record, asked.out, ()),
+            save=save,
             **more,
         )
 
@@ -257,9 +268,12 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
     command = printable(shlex.join(["nearkin", *sys.argv[1:]]))
     with steps_bar(f"bench {room}", shown=not session.as_json) as steps:
         record = measure(corpora, core=core, runs=asked.runs, warmups=asked.warmups, command=command, steps=steps)
-    written = report.write(record, asked.out, kinds)
-    if session.as_json:
-        print_json(record.as_json())
-        return
-    say(report.markdown(record))
-    notice(f"written: {', '.join(map(str, written))}")
+    try:
+        written = report.write(record, asked.out, kinds)
+    finally:  # a full disk must not take along what was measured
+        if session.as_json:
+            print_json(record.as_json())
+        else:
+            say(report.markdown(record))
+    if not session.as_json:
+        notice(f"written: {', '.join(map(str, written))}")
