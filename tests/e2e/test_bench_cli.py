@@ -21,6 +21,7 @@ import pytest
 
 from nearkin.cli import main
 from nearkin.lab.record import RECORD_FORMAT
+from nearkin.lab.report import KINDS
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 
 VERSIONS = 3
@@ -336,6 +337,20 @@ def test_a_terminated_run_leaves_its_finished_rounds_and_no_store_and_no_process
     rows = json.loads((tmp_path / "store.json").read_text())["rows"]
     assert [row["tool"] for row in rows] == ["nearkin"]
     assert [one.pid for one in psutil.process_iter(["cmdline"]) if str(work) in str(one.info["cmdline"])] == []
+
+
+@pytest.mark.parametrize(("chart", "left"), [("none", set()), ("svg", {"svg"})])
+def test_charts_of_an_earlier_run_are_replaced_or_removed(
+    corpus: Path, tmp_path: Path, chart: str, left: set[str]
+) -> None:
+    for name in ("pairs.svg", "pairs.png", "kernels.svg"):
+        (tmp_path / name).write_bytes(b"old")
+    words = ("--versions", "2", "--runs", "1", "--warmups", "0", "--peers", "none", "--chart", chart)
+    recorded(tmp_path, "pairs", "--corpus", corpus, *words)
+    charts = {path.suffix[1:]: path.read_bytes() for path in tmp_path.glob("pairs.*") if path.suffix[1:] in KINDS}
+    assert set(charts) == left
+    assert b"old" not in charts.values()
+    assert (tmp_path / "kernels.svg").read_bytes() == b"old"
 
 
 # ------------------------------------------------------------------ wrong usage

@@ -74,7 +74,10 @@ def markdown(record: Record) -> str:
 
 
 def write(record: Record, folder: Path, kinds: Sequence[str]) -> list[Path]:
-    """Write the table, the JSON and the charts; return their paths. Raises StoreUnavailable, such as on a full disk."""
+    """Write the table, the JSON and the charts; return their paths. Charts of an earlier run are gone afterwards.
+
+    Raises StoreUnavailable, such as on a full disk.
+    """
     from nearkin.lab import chart
 
     drawn = chart.draw(record, kinds) if kinds else {}
@@ -83,7 +86,17 @@ def write(record: Record, folder: Path, kinds: Sequence[str]) -> list[Path]:
         f"{record.room}.json": (json.dumps(record.as_json(), indent=1) + "\n").encode(),
         **{f"{record.room}.{kind}": content for kind, content in drawn.items()},
     }
+    for name in (f"{record.room}.{kind}" for kind in KINDS):
+        if name not in contents:
+            _remove(folder / name)
     return [_write(folder / name, content) for name, content in contents.items()]
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreUnavailable(f"{path}: {error.strerror}") from error
 
 
 def _write(path: Path, content: bytes) -> Path:
