@@ -190,6 +190,13 @@ def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: P
     assert_refused(call("put", "-r", tree / "store", "--store", tree / "store"), 2, "is the store itself")
 
 
+def test_a_store_may_lie_where_a_name_is_not_utf8(tmp_path: Path, call: InProcess) -> None:
+    store = os.fsencode(tmp_path) + b"/st\xff"
+    assert call.answer("--store", store, "put", "key", "-", stdin=FIRST)["version"] == 1
+    assert call("--store", store, "get", "key").stdout == FIRST
+    assert call.answer("--store", store, "verify")["damage"] == []
+
+
 def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tmp_path: Path, call: InProcess) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/a").write_bytes(b"fine")

@@ -153,13 +153,13 @@ def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> E
     _reserve_lock(folder)
     new = _file(folder) is None
     try:
-        env, can_write = lmdb.open(str(folder), create=writable, **options), True
+        env, can_write = lmdb.open(os.fsencode(folder), create=writable, **options), True
     except lmdb.Error:
         if writable:
             if new:  # half a head, on a full device, is no index and would be taken for a damaged one
                 (folder / "data.mdb").unlink(missing_ok=True)
             raise
-        env, can_write = lmdb.open(str(folder), readonly=True, **options), False
+        env, can_write = lmdb.open(os.fsencode(folder), readonly=True, **options), False
     try:
         _fill_up(env, folder)
         status = (folder / "data.mdb").stat()
