@@ -528,12 +528,15 @@ def test_a_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> 
     assert len(record["corpora"][0]["files"]) == len(names)
 
 
-@pytest.mark.parametrize("name", ["a$b_$c", "x$\\foo$", os.fsdecode(b"nu\xff")])
+@pytest.mark.parametrize("name", ["a$b_$c", "x$\\foo$", os.fsdecode(b"nu\xff"), "a|b\nc"])
 def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "a").write_bytes(text_like(30_000, 1))
     done = run("pairs", "-c", tmp_path / name, "--runs", "1", "--peers", "none", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
+    for line in (tmp_path / "out" / "pairs.md").read_text().splitlines():
+        if line.startswith("|"):  # the three tables have 7, 3 and 9 columns
+            assert line.replace("\\|", "").count("|") in (8, 4, 10), line
 
 
 @pytest.mark.parametrize("words", ["", ",", "mutated,"])

@@ -21,7 +21,7 @@ from nearkin.kernels import features
 from nearkin.lab.codecs import OWN, PEERS, Codec, Xdelta3, ZstdPrefix
 from nearkin.lab.measuring import CommandFailed, Steps, pinned, sha1_mbps
 from nearkin.lab.peer import MissingPeer
-from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, speed, spread
+from nearkin.lab.record import Corpus, LeftOut, Record, Row, cell, named, speed, spread
 from nearkin.lab.resemblance import APPROACHES, SPEEDS, Chunks, Pairs, find_pairs, fresh_chunks
 
 SPEED_BYTES_MAX = 64 << 20  # of fresh chunks; far beyond any cache, and a run of all five takes seconds
@@ -248,7 +248,7 @@ def _table_3(record: Record) -> list[str]:
             dcr += f" ({_median(row, 'dcr') / _median(yard, 'dcr') - 1:+.2%})"
             dce += f" ({_median(row, 'dce') / _median(yard, 'dce') - 1:+.2%})"
         counts = f"{cell(row.figures['paired_chunks'])} | {cell(row.figures['refused_chunks'])}"
-        lines.append(f"| {row.corpus} | {row.settings} | {row.tool} | {dcr} | {dce} | {counts} |")
+        lines.append(f"| {named(row.corpus)} | {row.settings} | {row.tool} | {dcr} | {dce} | {counts} |")
     return lines
 
 
@@ -260,7 +260,7 @@ def _figure_4(record: Record) -> list[str]:
         "## Speed of super-features, MB/s of fresh chunks (Figure 4), and by OpenSSL's SHA-1 at 8 KiB; processor time;"
         f" vector code is {record.details['features_cpu_path']}",
         "",
-        f"| approach | {' | '.join(f'{corpus} | by SHA-1' for corpus in corpora)} |",
+        f"| approach | {' | '.join(f'{named(corpus)} | by SHA-1' for corpus in corpora)} |",
         f"|---|{'---|---|' * len(corpora)}",
     ]
     for name in SPEEDS:
@@ -295,6 +295,6 @@ def _codec_table(record: Record) -> list[str]:
         speeds = f"{speed(row.figures['encode_mbps'])} | {speed(row.figures['decode_mbps'])}"
         start = cell(row.figures["start_ms"], 1) if _median(row, "start_ms") else "-"
         name = f"**{row.tool}**" if row.ours else row.tool
-        lines.append(f"| {row.corpus} | {name} | {counts} | {ratios} | {speeds} | {start} |")
+        lines.append(f"| {named(row.corpus)} | {name} | {counts} | {ratios} | {speeds} | {start} |")
     told = dict.fromkeys(f"- {row.tool}: {row.version}; {row.settings}" for row in rows)
     return [*lines, "", *told]

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from nearkin.frozen import frozen
+from nearkin.printing import printable
 
 RECORD_FORMAT = 1
 """Of the JSON; a field that changes its meaning raises it, a new one does not."""
@@ -63,6 +64,11 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 def cell(figure: Spread | None, digits: int = 0) -> str:
     """Return a figure as a table has it: `-` where a tool cannot have it."""
     return "-" if figure is None else figure.text(digits)
+
+
+def named(name: str) -> str:
+    """Return a name as a table has it: one line, and no `|` of it ends a cell."""
+    return printable(name).replace("|", "\\|")
 
 
 def speed(figure: Spread | None) -> str:
