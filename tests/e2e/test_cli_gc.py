@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from nearkin.cli.collecting import freed
+from nearkin.testing.commands import environment
 
 
 @pytest.fixture
 def run(tmp_path: Path):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
-    environment |= {
+    settings = {
         "NEARKIN_STORE": str(tmp_path / "s"),
         "NEARKIN_DELETION__UNDELETE_SECONDS": "0",
         "NEARKIN_GC__GRACE_SECONDS": "0",
@@ -25,7 +25,7 @@ def run(tmp_path: Path):
     def command(*arguments: str, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nearkin.cli", *arguments],
-            env={**environment, **(more or {})},
+            env=environment({**settings, **(more or {})}),
             capture_output=True,
             text=True,
             check=False,
@@ -47,6 +47,7 @@ def test_rounds_free_what_was_told(run, tmp_path):
     assert (told["dry_run"], told["versions"], told["condemned_containers"]) == (True, 1, 1)
     assert told["held"]["condemned"] > 100_000
     first = json.loads(run("gc", "--json").stdout)
+    assert "condemned    1 container, to go from " in run("gc", "--status").stdout
     assert first["freed_bytes"] == told["freed_bytes"]
     assert first["held"] is None
     text = run("gc", "--dry-run").stdout

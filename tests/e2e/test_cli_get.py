@@ -31,7 +31,10 @@ def test_a_range_is_that_slice(store: Path, text: str, piece: slice, call: InPro
 def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InProcess) -> None:
     done = call("--store", store, "get", "db/dump", "--range", "0-99", "--explain", "-o", tmp_path / "out")
     assert done.returncode == 0
-    assert re.fullmatch(rb"read [\d.]+ \w+ of \d+ containers?: \d+ directories, \d+ blocks?\n", done.stderr)
+    directories = rb"(1 directory|\d+ directories)"
+    assert re.fullmatch(rb"read [\d.]+ \w+ of \d+ containers?: " + directories + rb", \d+ blocks?\n", done.stderr)
+    done = call("--store", store, "get", "notes", "--explain", "-o", tmp_path / "out")
+    assert done.stderr.endswith(b" of 1 container: 1 directory, 1 block\n")
     told = call.answer("--store", store, "get", "db/dump", "--explain", "-o", tmp_path / "out")["reads"]
     assert told["blocks_decoded"] == told["block_reads"] > 0
     assert 0 < told["containers"] <= told["directory_reads"]

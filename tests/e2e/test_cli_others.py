@@ -141,6 +141,8 @@ def test_config_shows_each_value_and_where_it_came_from(tmp_path: Path, call: In
 def test_version_says_what_runs() -> None:
     assert run("version").stdout.startswith(b"nearkin ")
     assert answer("version").keys() == {"version", "python", "kernels"}
+    assert b"python kernels" in run("version", env={"NEARKIN_KERNELS": "python"}).stdout
+    assert_refused(run("version", env={"NEARKIN_KERNELS": "foo"}), 2, 'NEARKIN_KERNELS "foo": choose')
 
 
 def test_version_is_an_option_too_and_is_the_one_that_was_built(call: InProcess) -> None:

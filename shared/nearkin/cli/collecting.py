@@ -78,6 +78,7 @@ def _ended(state: Mapping[str, Any]) -> object:
 def change(action: str) -> None:
     """Pause or resume collection, or tell how it stands, here or behind a server."""
     from nearkin.api import Store
+    from nearkin.cli.ledger import counted
     from nearkin.cli.output import print_json, say
     from nearkin.formats.answers import gc_state_json
     from nearkin.printing import printable
@@ -100,7 +101,7 @@ def change(action: str) -> None:
     by = None if paused is None else printable(paused["by"]) or "nobody known"
     say("not paused" if paused is None else f"paused       since {paused['since']} by {by}")
     if state.get("condemned_containers"):
-        say(f"condemned    {state['condemned_containers']:,} containers, to go from {state['due']} on")
+        say(f"condemned    {counted(state['condemned_containers'], 'container')}, to go from {state['due']} on")
     if last is not None:
         say(f"last round   {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
         if not last["failure"]:

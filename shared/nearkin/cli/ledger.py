@@ -41,9 +41,9 @@ def ledger_table(ledger: Ledger, seconds: float) -> Table:
     return table
 
 
-def counted(count: int, noun: str) -> str:
-    """Return `1 key`, `2 keys`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def counted(count: int, noun: str, many: str | None = None) -> str:
+    """Return `1 key`, `2 keys`; `many`: the nouns that take more than an s."""
+    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def human_bytes(count_bytes: int) -> str:

@@ -32,17 +32,16 @@ if TYPE_CHECKING:
 
 
 def print_version(*, as_json: bool) -> None:
-    """Print what runs: Nearkin, Python, and which kernels."""
-    import os
+    """Print what runs: Nearkin, Python, and which kernels. Raises ConfigError for kernels that there are not."""
     from platform import python_version
 
     from nearkin import __version__
+    from nearkin.kernels._select import CHOSEN
 
-    kernels = os.environ.get("NEARKIN_KERNELS", "cython")
     if as_json:
-        print_json({"version": __version__, "python": python_version(), "kernels": kernels})
+        print_json({"version": __version__, "python": python_version(), "kernels": CHOSEN})
     else:
-        say(f"nearkin {__version__} (Python {python_version()}, {kernels} kernels)")
+        say(f"nearkin {__version__} (Python {python_version()}, {CHOSEN} kernels)")
 
 
 UNREADABLE_NAMED = 10
@@ -171,7 +170,7 @@ def costs_line(costs: ReadCosts) -> str:
     """Return what a get had to read, for people."""
     return (
         f"read {human_bytes(costs.bytes_read)} of {counted(len(costs.containers), 'container')}: "
-        f"{costs.directory_reads:,} directories, {counted(costs.block_reads, 'block')}"
+        f"{counted(costs.directory_reads, 'directory', 'directories')}, {counted(costs.block_reads, 'block')}"
     )
 
 

@@ -7,9 +7,9 @@ import os
 from nearkin.errors import choose
 
 _KNOWN = ("cython", "python")
-_demand = os.environ.get("NEARKIN_KERNELS", "cython")
-if _demand not in _KNOWN:
-    raise choose("NEARKIN_KERNELS", _demand, _KNOWN)
+CHOSEN: str = os.environ.get("NEARKIN_KERNELS", "cython")
+if CHOSEN not in _KNOWN:
+    raise choose("NEARKIN_KERNELS", CHOSEN, _KNOWN)
 
-USE_CYTHON: bool = _demand == "cython"
+USE_CYTHON: bool = CHOSEN == "cython"
 """True unless `NEARKIN_KERNELS=python` asks for the plain-Python references."""

@@ -140,6 +140,7 @@ class Corpus:
 def machine_json() -> dict[str, object]:
     """Return what the figures depend on: processor, cores, system, Python, Nearkin, and how busy it all was."""
     from nearkin import __version__
+    from nearkin.kernels._select import CHOSEN
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
@@ -149,7 +150,7 @@ def machine_json() -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "nearkin": __version__,
-        "kernels": os.environ.get("NEARKIN_KERNELS", "cython"),
+        "kernels": CHOSEN,
         "load_1_minute": load,
     }
 
