@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nearkin import open_store
+from nearkin.cli.output import print_stats
 from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, assert_refused, run
 
 LEDGER = {
@@ -70,6 +73,13 @@ def test_stats_add_up(store: Path, call: InProcess) -> None:
     assert stats["reduction_ratio"] == pytest.approx(stats["logical_bytes"] / stats["stored_bytes"])
     shown = call("--store", store, "stats").stdout.decode()
     assert shown.startswith("3 versions of 2 keys")
+    assert "base cache" not in shown
+
+
+def test_stats_tell_of_the_base_cache_where_it_was_asked(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_store(store, read_only=True) as opened:
+        print_stats(replace(opened.stats(), base_cache_hits=1200, base_cache_misses=34))
+    assert "base cache   1,200 of 1,234 lookups hit\n" in capsys.readouterr().out
 
 
 def test_verify_of_a_sound_store_finds_nothing(store: Path, call: InProcess) -> None:

@@ -152,7 +152,8 @@ def print_stats(stats: Stats) -> None:
         say(
             "bases found  " + ", ".join(f"{printable(name)}: {count:,} ({count / found:.1%})" for name, count in shares)
         )
-    say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
+    if lookups:  # of the process that was asked: a command of its own has done none
+        say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
 
 
 def costs_json(costs: ReadCosts) -> dict[str, int]:
