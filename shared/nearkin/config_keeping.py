@@ -236,8 +236,9 @@ class GcSettings:
     1.09 times a fresh one after 30 days of changes in stretches, at 0.5 1.24 times (docs/decisions/0015)."""
     gather_bytes: Annotated[int, Size(0, 16 * MIB)] = 4 * MIB
     """Where chains are as long as `delta.max_depth` allows, a round takes what newer versions changed of a stretch of
-    chunks into the block of that stretch, up to so many bytes decoded; 0: never. 40 dumps took 53 MB so in place of 81,
-    the last 16 of 44 took 46 in place of 65 (docs/decisions/0033, 0035)."""
+    chunks into the block of that stretch, up to so many bytes decoded; 0: never. With `gc.recompress_level` 40
+    dumps take 50.6 MB so in place of 81.4, the last 16 of 44 take 42 to 44 in place of 64 to 66 (docs/decisions/0033,
+    0035, 0036)."""
     gather_versions: Annotated[int, Between(2, 65_536)] = 12
     """From so many versions on that are kept and lean on one stretch (a large one of several containers counts as
     several): where fewer are kept, gathering costs more than it saves (docs/decisions/0033)."""
