@@ -6,12 +6,15 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import lmdb
 import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import Corrupt, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent, StoreUnavailable
 from nearkin.reports import Damage
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, settings
@@ -348,6 +351,65 @@ def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(r
     with open_store(root, settings=CHOSEN) as store:
         store.rebuild_index()
         assert {d.object_name for d in store.verify().damage} == {named(root, manifests(root)[0])}
+
+
+def flip_value(root: Path, table: str, at: int, bit: int) -> None:
+    """Flip a bit in the first entry of a table of the index."""
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        database = env.open_db(table.encode())
+        with env.begin(write=True, db=database) as txn, txn.cursor() as cursor:
+            assert cursor.first()
+            value = bytearray(cursor.value())
+            value[at % len(value)] ^= 1 << bit
+            cursor.put(cursor.key(), bytes(value))
+
+
+@pytest.mark.parametrize("table", ["versions", "containers"])
+def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, table):
+    for at in range(0, 260, 13):
+        flip_value(root, table, at, at % 8)
+        with open_store(root, settings=CHOSEN) as store:
+            calls = [store.stats]
+            if table == "versions":
+                calls += [
+                    lambda: list(store.versions(all_versions=True)),
+                    store.deleted,
+                    lambda: store.forget("", dry_run=True),
+                ]
+                (damage,) = store.verify().damage
+                assert (damage.object_name, damage.versions) == ("index", ())
+                assert "rebuild-index" in damage.problem
+            for call in calls:
+                with pytest.raises(IndexDamaged, match="rebuild-index"):
+                    call()
+            assert broken(store, CONTENTS) == set()
+        flip_value(root, table, at, at % 8)
+    with open_store(root, settings=CHOSEN) as store:
+        assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
+def test_what_lmdb_says_of_a_file_that_is_not_as_it_was_written_is_damage(root, monkeypatch, said):
+    with open_store(root, settings=CHOSEN) as store:
+        index = store._index.readable()
+        env = index._env
+        monkeypatch.setattr(index, "_env", SimpleNamespace(begin=Mock(side_effect=said("x")), info=env.info))
+        with pytest.raises(IndexDamaged, match="rebuild-index"):
+            store.stats()
+
+
+def test_an_index_whose_format_reads_as_no_number_is_damaged(root):
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        database = env.open_db(b"meta")
+        with env.begin(write=True, db=database) as txn:
+            txn.put(b"version", b"u")
+    with open_store(root, settings=CHOSEN) as store:
+        assert [damage.object_name for damage in store.verify().damage] == ["index"]
+        with pytest.raises(IndexDamaged, match="rebuild-index"):
+            store.put("k", b"content")
+        store.rebuild_index()
+        assert store.verify().damage == ()
 
 
 @pytest.mark.parametrize("harm", ["garbage", "empty", "cut", "zeros"])

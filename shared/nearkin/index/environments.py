@@ -24,6 +24,22 @@ READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
 """LMDB's table of readers has a line of 64 bytes for each, and a head."""
 
+DAMAGE = (
+    lmdb.BadDbiError,
+    lmdb.BadTxnError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.ProblemError,
+    lmdb.VersionMismatchError,
+)
+"""What LMDB says of a file that is not as it was written: a table that is not there or of another kind, a tree that has
+no end, and of a transaction in which it met such a page before."""
+
 _LOCK = threading.Lock()
 _OPEN: dict[tuple[int, int], Environment] = {}
 """By device and inode of the data file; as many as stores are open, each holding two file descriptors."""
@@ -122,10 +138,14 @@ def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
         )
     if any(os.strerror(number) in str(err) for number in (errno.EACCES, errno.EPERM)):
         return StoreUnavailable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
-    damaged = isinstance(err, (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError))
-    return (IndexDamaged if damaged else StoreUnavailable)(
+    return (IndexDamaged if isinstance(err, DAMAGE) else StoreUnavailable)(
         f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
     )
+
+
+def damaged(said: object) -> IndexDamaged:
+    """Return the error for an index that is not as it was written."""
+    return IndexDamaged(f"index: {said}: it is damaged; run rebuild-index, which makes a new one")
 
 
 def release(shared: Environment) -> None:

@@ -4,8 +4,8 @@ chunks      name 32                     -> container 8, ordinal 4       in sorte
 features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       in sorted runs; first in stream order
 segments    segment id 20               -> container 8, ordinal 4       in sorted runs
 counts      container 8, ordinal 4      -> how many versions hold that segment, 4
-containers  container 8 (big-endian)    -> ContainerSummary as JSON
-versions    key order 8 + key..., 8     -> manifest's bytes, ledger and times as JSON
+containers  container 8 (big-endian)    -> check of key and value 8, ContainerSummary as JSON
+versions    key order 8 + key..., 8     -> check of key and value 8, manifest's bytes, ledger and times as JSON
 meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 """
 
@@ -29,18 +29,19 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
-from nearkin.errors import FormatTooNew, IndexClosed, IndexDamaged, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
+from nearkin.formats.columns import CHECK_BYTES, check_bytes
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
-from nearkin.index.environments import Environment, acquire, forked, release
+from nearkin.index.environments import DAMAGE, Environment, acquire, damaged, forked, release
 from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
 from nearkin.reports import Ledger
 
-VERSION = 4
+VERSION = 5
 """Of an index of another version the store makes a new one, as if it were lost."""
 TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
 Entry = tuple[bytes, bytes]
@@ -96,6 +97,8 @@ class LmdbIndex:
         if found is None and not read_only:
             with self._writing() as txn:
                 txn.put(b"version", str(VERSION).encode(), db=self._meta)
+        elif found is not None and not found.isdigit():
+            raise damaged(f"its format reads {found!r}")
         elif found is not None and int(found) > VERSION:
             raise FormatTooNew(
                 f"index format {int(found)}; this Nearkin reads up to {VERSION}: upgrade, or delete index/"
@@ -177,7 +180,8 @@ class LmdbIndex:
                 if len(rows):
                     keys = feature_keys(sketch, directory.domain, super_features)[rows]
                     features.add(keys, container, bases[rows % len(super_features)])
-            summaries.append((container.to_bytes(8, "big"), json.dumps(asdict(summarise(claims))).encode()))
+            name = container.to_bytes(8, "big")
+            summaries.append((name, _written(name, asdict(summarise(claims)))))
         with self._writing(buffers=True) as txn:
             for table, entries in (("chunks", chunks), ("features", features), ("segments", segments)):
                 self._runs[table].add(txn, *entries.joined)
@@ -187,7 +191,7 @@ class LmdbIndex:
         """Replace what is known of a container as a whole."""
         with self._writing() as txn:
             name = summary.container.to_bytes(8, "big")
-            txn.put(name, json.dumps(asdict(summary)).encode(), db=self._containers)
+            txn.put(name, _written(name, asdict(summary)), db=self._containers)
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a version to the catalog and count its segments, once, in one transaction."""
@@ -199,7 +203,7 @@ class LmdbIndex:
             for manifest, manifest_bytes in versions:
                 key = _version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-                said = json.dumps({"tenant": manifest.tenant, **_kept(entry)}).encode()
+                said = _written(key, {"tenant": manifest.tenant, **_kept(entry)})
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
                 held = _held_segments(manifest)
@@ -286,7 +290,7 @@ class LmdbIndex:
                 for key, value in cursor:
                     if not key.startswith(head):
                         break
-                    fields = json.loads(value)
+                    fields = _read(key, value)
                     tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
                     sequence, marks_bytes = _MARKED.unpack(marks.get(key, _NO_MARKS))
                     entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
@@ -346,7 +350,7 @@ class LmdbIndex:
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each published container, in stream order."""
         with self._reading() as txn:
-            summaries = [json.loads(value) for _, value in txn.cursor(self._containers)]
+            summaries = [_read(name, value) for name, value in txn.cursor(self._containers)]
         return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
 
     def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
@@ -448,11 +452,25 @@ if hasattr(os, "register_at_fork"):
 
 
 def _unavailable(err: lmdb.Error) -> StoreUnavailable:
-    if isinstance(err, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError):
-        return IndexDamaged(f"index: {err}: it is damaged; run rebuild-index, which makes a new one")
+    if isinstance(err, DAMAGE):
+        return damaged(err)
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
     return StoreUnavailable(f"index: {err}; all before is as it was: make room and run the same again")
+
+
+def _written(key: bytes, fields: Mapping[str, Any]) -> bytes:
+    said = json.dumps(fields).encode()
+    return check_bytes(key, said) + said
+
+
+def _read(key: bytes, value: bytes) -> dict[str, Any]:
+    """Return the fields that were written under a key. Raises IndexDamaged where a bit of either is another by now."""
+    check, said = value[:CHECK_BYTES], value[CHECK_BYTES:]
+    if check_bytes(key, said) != check:
+        raise damaged(f"what lies at {key.hex()} is not what was written there")
+    fields: dict[str, Any] = json.loads(said)
+    return fields
 
 
 def _kept(entry: CatalogEntry) -> dict[str, Any]:

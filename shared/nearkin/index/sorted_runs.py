@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.errors import BadInput, IndexDamaged
+from nearkin.errors import BadInput
 from nearkin.frozen import frozen
+from nearkin.index.environments import damaged
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.kernels.runs import CHILDREN_BYTES, DEPTH_MAX, FAN_BITS, HEAD_BYTES, NAME, find_in_runs
 from nearkin.records import U8, U64, Bools, Locations
@@ -141,7 +142,7 @@ class SortedRuns:
         try:
             find_in_runs(get, heads, tails, places, found)
         except BadInput as err:
-            raise _damaged(err) from err
+            raise damaged(err) from err
         rows = places.view(PLACE).ravel()
         return rows, found & (rows["container"] != GONE)
 
@@ -154,11 +155,11 @@ class SortedRuns:
         held = np.frombuffer(value if value is not None else bytes(CHILDREN_BYTES), np.uint8)
         count, rest = divmod(len(held) - CHILDREN_BYTES, self._shape.entry_bytes)
         if count < 0 or rest:
-            raise _damaged(f"a run of {len(held)} bytes")
+            raise damaged(f"a run of {len(held)} bytes")
         rows = CHILDREN_BYTES + count * HEAD_BYTES
         heads = held[CHILDREN_BYTES:rows].view(np.uint64)
         if (heads[1:] < heads[:-1]).any():
-            raise _damaged("the entries of a run are in no order")
+            raise damaged("the entries of a run are in no order")
         return _Run(int(held[0]), heads, held[rows:].view(self._shape.row_dtype))
 
     def add(self, txn: Any, keys: U8, places: NDArray[np.void]) -> None:
@@ -312,13 +313,9 @@ class SortedRuns:
 def _parsed(name: bytes) -> tuple[int, int]:
     """Return (depth, bits) of a run's name."""
     if len(name) != NAME.size or name[0] > DEPTH_MAX:
-        raise _damaged(f"no run is named {name.hex()}")
+        raise damaged(f"no run is named {name.hex()}")
     depth, bits = NAME.unpack(name)
     return depth, bits
-
-
-def _damaged(said: object) -> IndexDamaged:
-    return IndexDamaged(f"index: {said}: it is damaged; run rebuild-index, which makes a new one")
 
 
 def _first(keys: U8, heads: U64, order: NDArray[np.intp]) -> NDArray[np.intp]:
