@@ -376,9 +376,9 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, t
                     store.deleted,
                     lambda: store.forget("", dry_run=True),
                 ]
-                (damage,) = store.verify().damage
-                assert (damage.object_name, damage.versions) == ("index", ())
-                assert "rebuild-index" in damage.problem
+            (damage,) = store.verify().damage
+            assert (damage.object_name, damage.versions) == ("index", ())
+            assert "rebuild-index" in damage.problem
             for call in calls:
                 with pytest.raises(IndexDamaged, match="rebuild-index"):
                     call()

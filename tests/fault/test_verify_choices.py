@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import struct
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from nearkin import open_store
 from nearkin.cli.commands import nearkin
 from nearkin.cli.verifying import parse_since
-from nearkin.errors import BadInput
-from nearkin.testing.generated import random_bytes
+from nearkin.errors import BadInput, IndexDamaged
+from nearkin.index.lmdb import _SHAPES as SHAPES
+from nearkin.index.sorted_runs import PLACE, places_of
+from nearkin.kernels.runs import CHILDREN_BYTES, HEAD_BYTES
+from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.stores import SMALL, containers, flip, settings
 
 CHOSEN = settings(SMALL)
@@ -72,26 +75,53 @@ def test_all_entries_of_a_sound_index_are_compared(root):
 
 
 @pytest.mark.parametrize("table", ["chunks", "segments", "features"])
-def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(root, table):
+@pytest.mark.parametrize("elsewhere", ["in its container", "in no container"])
+def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(root, table, elsewhere):
     with open_store(root, settings=CHOSEN) as store:
-        keys, locations = next(store._index.readable().rows(table))
-    row = len(keys) // 2
-    key, place = keys[row].tobytes(), struct.pack("<QI", int(locations.containers[row]), int(locations.ordinals[row]))
-    other = 1 << 20 if table == "features" else int(locations.ordinals[row]) ^ 1
-    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
-        database = env.open_db(table.encode())
-        with env.begin(write=True, db=database) as txn:
-            run = bytes(txn.get(bytes(9)))
-            tail = key[:9] if table == "features" else key[8:]
-            assert run.count(tail + place) == 1
-            txn.put(bytes(9), run.replace(tail + place, tail + place[:8] + other.to_bytes(4, "little")))
-    with open_store(root, settings=CHOSEN) as store:
+        index = store._index.writable()
+        keys, locations = next(index.rows(table))
+        row = slice(len(keys) // 2, len(keys) // 2 + 1)
+        key, container, ordinal = keys[row], locations.containers[row], int(locations.ordinals[row][0])
+        if elsewhere == "in no container":
+            container = container ^ np.uint64(1)
+        else:
+            ordinal = 1 << 20 if table == "features" else ordinal ^ 1
+        runs = index._runs[table]
+        with index._writing(buffers=True) as txn:
+            runs.drop(txn, lambda locations: np.ones(len(locations), np.bool_), key)
+            runs.add(txn, key, places_of(container, np.array([ordinal])))
         (damage,) = store.verify().damage
         assert (damage.object_name, damage.versions) == ("index", ())
-        assert key.hex() in damage.problem
+        assert key.tobytes().hex() in damage.problem
         assert "rebuild-index" in damage.problem
         store.rebuild_index()
         assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("table", ["chunks", "segments", "features"])
+def test_a_flipped_bit_of_a_place_is_named_and_no_put_leans_on_it(root, table):
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        database = env.open_db(table.encode())
+        with env.begin(write=True, db=database) as txn:
+            run = bytearray(txn.get(bytes(9)))
+            width = SHAPES[table].entry_bytes - HEAD_BYTES
+            rows = len(run) - (len(run) - CHILDREN_BYTES) // (width + HEAD_BYTES) * width
+            for number, end in enumerate(range(rows + width, len(run) + 1, width)):
+                run[end - 1 - number % PLACE.itemsize] ^= 1 << number % 8
+            txn.put(bytes(9), bytes(run))
+    with open_store(root, settings=CHOSEN) as store:
+        (damage,) = store.verify().damage
+        assert (damage.object_name, damage.versions) == ("index", ())
+        assert "rebuild-index" in damage.problem
+        before = [(info.key, info.version) for info in store.versions(all_versions=True)]
+        for key, _ in before:
+            if table == "features":
+                content = mutated(store.get(key, 1).read(), 1, edits=40, edit_bytes_max=9)
+            else:
+                content = store.get(key, 1).read() + (b"" if table == "segments" else b"longer")
+            with pytest.raises(IndexDamaged, match="rebuild-index"):
+                store.put(key, content)
+        assert [(info.key, info.version) for info in store.versions(all_versions=True)] == before
 
 
 def test_a_version_that_the_index_does_not_list_is_named(root):

@@ -257,3 +257,41 @@ def test_damage_that_is_met_is_told_with_its_remedy(tmp_path: Path, where: str, 
     else:
         act()
     table.env.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_flipped_bit_of_a_place_is_told_wherever_it_is_met(tmp_path: Path, shape: str) -> None:
+    table = Table(tmp_path / "t", SHAPES[shape])
+    keys = keys_of(table.shape, 0, 4)
+    table.add(keys, 0x1A218747E1E33D89)
+    ((name, run),) = table.values()
+    row_bytes = table.shape.row_dtype.itemsize
+    for bit in range(8 * PLACE.itemsize):
+        row = bit % len(keys)
+        damaged = bytearray(run)
+        damaged[len(run) - row * row_bytes - 1 - bit // 8] ^= 1 << bit % 8
+        with table.env.begin(write=True) as txn:
+            txn.put(name, bytes(damaged), db=table.db)
+        for act in (lambda: table.found(keys), lambda: list(table.walk())):
+            with pytest.raises(IndexDamaged, match="rebuild-index"):
+                act()
+    table.env.close()
+
+
+def test_the_place_of_another_key_is_told(tmp_path: Path) -> None:
+    table = Table(tmp_path / "t", KeyShape(20))
+    keys = keys_of(table.shape, 0, 64)
+    table.add(keys, 7)
+    ((name, run),) = table.values()
+    rows = np.frombuffer(run[-64 * 24 :], np.uint8).reshape(64, 24).copy()
+    rows[:, 12:] = np.roll(rows[:, 12:], 1, axis=0)
+    with table.env.begin(write=True) as txn:
+        txn.put(name, run[: -64 * 24] + rows.tobytes(), db=table.db)
+    told = 0
+    for key in keys:
+        try:
+            table.found(key[None])
+        except IndexDamaged:
+            told += 1
+    assert told >= 62
+    table.env.close()

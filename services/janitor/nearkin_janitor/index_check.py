@@ -5,7 +5,8 @@ segments  id   -> (container, ordinal)      the recipe there, its chunks named b
 features  SF   -> (container, ordinal)      a chunk is there
 versions  every manifest, if no writer is at work
 
-Entries of containers that are missing or broken are none of its business: who looks at these names them.
+Entries of containers that are missing or broken are none of its business: who looks at these names them. Of one that
+the index itself does not list there are none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from nearkin.errors import Permanent
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
+from nearkin.index.protocols import ContainerSummary
 from nearkin.records import U8, ZERO, Bools, ContainerId, Locations, grouped
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
@@ -37,6 +39,9 @@ class ReadableIndex(Protocol):
     def at(self, table: str, keys: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) of keys as `rows` yields them."""
 
+    def containers(self) -> Iterator[ContainerSummary]:
+        """Yield what is known of each container whose entries are all there."""
+
 
 @frozen
 class IndexFindings:
@@ -53,10 +58,12 @@ class IndexCheck:
         self._containers = containers.of(None)
         self._tenants = tenants
         self._entries = 0
+        self._published: set[int] = set()
         self._wrong: dict[str, list[str]] = {}
 
     def run(self, index: ReadableIndex, unlisted: Mapping[str, str]) -> IndexFindings:
         """Look at every entry. `unlisted`: manifests, and the versions in words, that the index should list."""
+        self._published = {summary.container for summary in index.containers()}
         for table, check in zip(TABLES, (self._chunks, self._segments, self._features), strict=True):
             for keys, locations in index.rows(table):
                 self._entries += len(keys)
@@ -82,9 +89,11 @@ class IndexCheck:
             try:
                 directory = self._containers.directory(ContainerId(container))
             except Permanent:
-                continue
-            mine = locations.take(rows)
-            wrong = rows[~check(directory, keys[rows], mine)]
+                if container in self._published:
+                    continue
+                wrong = rows
+            else:
+                wrong = rows[~check(directory, keys[rows], locations.take(rows))]
             if not len(wrong):
                 continue
             # Asked again: a round of garbage collection may have taken entry and chunk away meanwhile.

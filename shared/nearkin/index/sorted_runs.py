@@ -7,6 +7,7 @@ gone; the first place that was put for a key that had none stays.
 
     name             depth 1, these bits 8 (big-endian)
     value            children 8 | head 8 ... | rest of the key, place 12 ...
+    place            container 8, ordinal 23 bits, check of head and place 9 bits
 
 A run is one value: a batch of keys is looked up in it by one call of a kernel, and one that is written anew lies in
 pages that follow each other. New entries are merged into run 0; a run of more than ENTRIES_MAX gives all to its
@@ -17,6 +18,10 @@ are a little fuller meanwhile.
 
 What is dropped is written into run 0 as gone, and moves down until it meets what it hides: to take 2,000 entries out of
 nearly as many runs would write all of these anew. In a run without children nothing is hidden, and nothing need be.
+
+The check tells a place of which one bit has flipped, always, and one of another key or of garbage but for one time in
+512: a place that is wrong would come to stand in recipes and manifests. A head or a rest of a key that is damaged is
+asked for by nobody.
 
 An entry moves to a deeper run only: who goes through the runs by name, in several transactions, misses none.
 """
@@ -31,11 +36,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import BadInput
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.frozen import frozen
 from nearkin.index.environments import damaged
 from nearkin.kernels.nametable import first_occurrence
 from nearkin.kernels.runs import CHILDREN_BYTES, DEPTH_MAX, FAN_BITS, HEAD_BYTES, NAME, find_in_runs
-from nearkin.records import U8, U64, Bools, Locations
+from nearkin.records import U8, U32, U64, Bools, Locations
 
 ENTRIES_MAX = 1 << 14
 ROOT_ENTRIES_MAX = 1 << 12
@@ -46,6 +52,10 @@ GONE = np.uint64(2**64 - 1)
 """In place of a container: the key has no place any more. No container has this id: it would be of the year 2527."""
 DROPPED_AT_ONCE = 1 << 16
 PLACE = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
+_ORDINAL_BITS = 23
+assert ROWS_MAX == 1 << _ORDINAL_BITS
+_STIRRED = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, and no 9 bits of it that follow each other are all alike: a flipped bit of what it stirs shows in the check."""
 Get = Callable[[bytes], memoryview | None]
 _FULL = b"\xff"
 """Names of the runs that have too much, one behind the other: the last key of the table."""
@@ -143,7 +153,7 @@ class SortedRuns:
             find_in_runs(get, heads, tails, places, found)
         except BadInput as err:
             raise damaged(err) from err
-        rows = places.view(PLACE).ravel()
+        rows = _opened(heads, places.view(PLACE).ravel(), found)
         return rows, found & (rows["container"] != GONE)
 
     def _value(self, txn: Any, depth: int, bits: int) -> memoryview | None:
@@ -176,7 +186,7 @@ class SortedRuns:
             return
         rows = np.empty((len(heads), self._shape.row_dtype.itemsize), np.uint8)
         rows[:, : self._shape.tail_bytes] = tails
-        rows[:, self._shape.tail_bytes :] = places.view(np.uint8).reshape(-1, PLACE.itemsize)
+        rows[:, self._shape.tail_bytes :] = _checked(heads, places).view(np.uint8).reshape(-1, PLACE.itemsize)
         full = self._full(txn)
         before = set(full)
         self._merge(txn, 0, 0, _Run(0, heads, rows.view(self._shape.row_dtype).ravel()), full)
@@ -274,7 +284,8 @@ class SortedRuns:
         name = bytes(cursor.key())
         _parsed(name)
         run = self._run(cursor.value())
-        tails, places = self._parted(run)
+        tails, kept = self._parted(run)
+        places = _opened(run.heads, kept, np.ones(len(kept), np.bool_))
         keys = self._shape.join(run.heads, tails)
         if txn.get(_HIDES, db=self._db) is not None:
             said, found = self._places(self._get(txn), run.heads.copy(), tails)
@@ -308,6 +319,34 @@ class SortedRuns:
             return
         txn.put(_HIDES, b"1", db=self._db)
         self._put(txn, heads[there], tails[there], places_of(GONE, np.zeros(np.count_nonzero(there), np.uint32)))
+
+
+def _check(heads: U64, places: NDArray[np.void]) -> U32:
+    """Return what stands above the ordinals of places that these heads have."""
+    ordinals = places["ordinal"].astype(np.uint64) << np.uint64(64 - _ORDINAL_BITS)
+    checks: U32 = ((heads ^ places["container"] ^ ordinals) * _STIRRED >> np.uint64(64 - 9)).astype(np.uint32)
+    return checks << np.uint32(_ORDINAL_BITS)
+
+
+def _checked(heads: U64, places: NDArray[np.void]) -> NDArray[np.void]:
+    """Return places as they lie in a run."""
+    kept = places.copy()
+    kept["ordinal"] |= _check(heads, places)
+    return kept
+
+
+def _opened(heads: U64, kept: NDArray[np.void], found: Bools) -> NDArray[np.void]:
+    """Return places as they were put. Raises IndexDamaged where one that was found is another by now."""
+    if not found.any():
+        return kept
+    places = kept.copy()
+    places["ordinal"] &= np.uint32((1 << _ORDINAL_BITS) - 1)
+    wrong = found & (_check(heads, places) != kept["ordinal"] ^ places["ordinal"])
+    if wrong.any():
+        row = int(wrong.argmax())
+        place = f"number {int(places['ordinal'][row])} of container {int(places['container'][row]):016x}"
+        raise damaged(f"{place} is not what was put for {heads[row].tobytes().hex()}...")
+    return places
 
 
 def _parsed(name: bytes) -> tuple[int, int]:
