@@ -7,6 +7,7 @@ import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from nearkin import failpoints, open_store
 from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Retryable
 from nearkin.formats.key import name_of
 from nearkin.formats.sealed import HEAD, PAGE_BYTES, STRIDE_BYTES
+from nearkin.store.containers import ContainerStore
 from nearkin.testing.bitflips import run
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.histories import WORD, filled, history
@@ -263,6 +265,30 @@ def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
             store.put(key, CONTENTS[key, version])
         assert broken(store, CONTENTS) == set()
         assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("directory_read", [True, False])
+@pytest.mark.parametrize("before_end", [60_000, 30_000])
+def test_nothing_leans_on_what_a_broken_page_near_the_directory_breaks_and_it_heals(
+    tmp_path: Path, monkeypatch, before_end: int, directory_read: bool
+) -> None:
+    chosen, content, root = settings(ENCRYPTED), random_bytes(300_000, 1), tmp_path / "store"
+    with open_store(root, settings=chosen) as store:
+        store.put("a", content)
+    (path,) = containers(root)
+    flip(path, path.stat().st_size - before_end)
+    with open_store(root, settings=chosen) as store:
+        with monkeypatch.context() as patched:
+            if not directory_read:
+                lost = Mock(side_effect=Corrupt("its directory: a bad sector"))
+                patched.setattr(ContainerStore, "_stored_directory", lost)
+            report = store.verify()
+            assert report.forgotten
+            assert [damage.versions for damage in report.damage] == [(("a", 1),)]
+        assert store.put("b", content).ledger.duplicate_chunks == 0
+        assert attempt(store, "b", 1) == (content, None)
+        if directory_read:
+            assert attempt(store, "a", 1) == (content, None)
 
 
 def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ class Soundness:
             checked = self._checked[container]
             directory = None if checked is None else self.directory(container, checked.domain)
             if directory is None:
+                chunks[container] = None
                 continue
             recipes = directory.segments
             of_chunk = np.repeat(np.arange(len(recipes), dtype=np.uint32), np.diff(recipes.bounds))

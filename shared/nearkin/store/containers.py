@@ -288,7 +288,11 @@ class ContainerStore:
         if size_bytes < layout.HEADER.size + layout.FOOTER.size:
             raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
         tail_start = max(0, size_bytes - TAIL_BYTES)
-        header, tail = self._objects.get_ranges(name, [0, tail_start], [layout.HEADER.size, size_bytes])
+        try:
+            header, tail = self._objects.get_ranges(name, [0, tail_start], [layout.HEADER.size, size_bytes])
+        except Corrupt:  # a page, or a sector, of a block perhaps: the directory may be whole
+            tail_start = size_bytes - layout.FOOTER.size
+            header, tail = self._objects.get_ranges(name, [0, tail_start], [layout.HEADER.size, size_bytes])
         # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
         offset, length, check = footer_of(header, tail[-layout.FOOTER.size :], size_bytes, name)
         found, domain = container_id_of(header, name)
