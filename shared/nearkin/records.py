@@ -66,6 +66,22 @@ class Locations:
         )
         return sorted_rows.take(new)
 
+    def mentions(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return (a row of each location, in the order of its first mention; which of these each row is)."""
+        order = np.lexsort((self.ordinals, self.containers))
+        sorted_rows = self.take(order)
+        new = np.ones(len(order), np.bool_)
+        new[1:] = (sorted_rows.containers[1:] != sorted_rows.containers[:-1]) | (
+            sorted_rows.ordinals[1:] != sorted_rows.ordinals[:-1]
+        )
+        firsts = order[new]  # lexsort is stable: each group starts with its first mention
+        by_mention = np.argsort(firsts)
+        place = np.empty(len(firsts), np.intp)
+        place[by_mention] = np.arange(len(firsts))
+        which = np.empty(len(order), np.intp)
+        which[order] = place[np.cumsum(new) - 1]
+        return firsts[by_mention], which
+
     def among(self, others: Locations) -> Bools:
         """Return bool[n]: which of these are also in `others`."""
         found = np.zeros(len(self), np.bool_)

@@ -27,3 +27,10 @@ def test_each_location_once_in_order(pairs: list[tuple[int, int]]) -> None:
 @given(PAIRS, PAIRS)
 def test_those_that_are_among_others(pairs: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     assert located(pairs).among(located(others)).tolist() == [pair in others for pair in pairs]
+
+
+@given(PAIRS)
+def test_each_location_by_its_first_mention(pairs: list[tuple[int, int]]) -> None:
+    firsts, which = located(pairs).mentions()
+    assert pairs_of(located(pairs).take(firsts)) == list(dict.fromkeys(pairs))
+    assert pairs_of(located(pairs).take(firsts[which])) == pairs

@@ -99,7 +99,7 @@ class BaseReader:
             plan = self._replaced(plan, depth_below, no_deltas)
             if bounds is not None:
                 plan, bounds = self._with_beside(locations, plan, depth_below, no_deltas, bounds)
-        distinct, which = _distinct(plan.locations)
+        distinct, which = plan.locations.mentions()
         kept = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
         pieces = self._reader.lent(plan.take(distinct[kept]))
         pieces = Pieces.placed(len(distinct), [(np.flatnonzero(kept), pieces)])
@@ -171,18 +171,3 @@ def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Co
     depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
     depths[rows], available[rows] = found.depths, found.available
     return Contents(replaced, Pieces.placed(count, [(rows, found.pieces)]), depths, available)
-
-
-def _distinct(locations: Locations) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return (a row of each location, in the order of its first mention; which of these each row is)."""
-    order = np.lexsort((locations.ordinals, locations.containers))
-    containers, ordinals = locations.containers[order], locations.ordinals[order]
-    new = np.ones(len(order), np.bool_)
-    new[1:] = (containers[1:] != containers[:-1]) | (ordinals[1:] != ordinals[:-1])
-    firsts = order[new]  # lexsort is stable: each group starts with its first mention
-    by_mention = np.argsort(firsts)
-    place = np.empty(len(firsts), np.intp)
-    place[by_mention] = np.arange(len(firsts))
-    which = np.empty(len(order), np.intp)
-    which[order] = place[np.cumsum(new) - 1]
-    return firsts[by_mention], which

@@ -53,6 +53,8 @@ REWRITTEN_MAX = 8
 WINDOW_BYTES = 4 * 1024 * 1024
 """Of rows that are looked up together: what lies close together in the stream leans on what lies close together, and of
 chains through all of a batch more is wanted at the same time than the cache holds."""
+LEVEL_BYTES_MAX = 64 * 1024 * 1024
+"""Of distinct bases that are read together, and the deltas on them; of honest data 4 MiB lean on at most 128."""
 
 Wanted = Plan | BlockName
 Task = Generator[Wanted, Any, Any]
@@ -152,24 +154,39 @@ class ChunkReader:
         return lending.ended(others, (yield plan.take(others)))
 
     def _rows(self, plan: Plan) -> Task:
-        levels = [plan]
+        levels, which = [plan], list[NDArray[np.intp]]()
         while True:
             deltas = np.flatnonzero(levels[-1].kinds == layout.XDELTA3)
             if not len(deltas):
                 break
             if len(levels) > DEPTH_MAX:
                 raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
-            below = self.plan(levels[-1].bases.take(deltas))
-            too_deep = np.flatnonzero(below.depths >= levels[-1].depths[deltas])
+            bases = levels[-1].bases.take(deltas)
+            firsts, of_delta = bases.mentions()
+            below = self.plan(bases.take(firsts))
+            too_deep = np.flatnonzero(below.depths[of_delta] >= levels[-1].depths[deltas])
             if len(too_deep):
-                raise self._too_deep(below.take(too_deep), "a delta's base is not shallower than the delta")
+                raise self._too_deep(below.take(of_delta[too_deep]), "a delta's base is not shallower than the delta")
+            level_bytes = below.lengths.sum(dtype=np.uint64) + levels[-1].encoded[deltas].sum(dtype=np.uint64)
+            if level_bytes > LEVEL_BYTES_MAX and len(plan) > 1:
+                return (yield from self._halves(plan))
             levels.append(below)
-        payload, lengths = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+            which.append(of_delta)
+        payload, lengths, of_delta = np.zeros(0, np.uint8), np.zeros(0, np.uint32), np.zeros(0, np.intp)
         while levels:
             level = levels.pop()
-            payload = yield from self._level(level, payload, lengths)
-            lengths = level.lengths
+            payload = yield from self._level(level, payload, lengths, of_delta)
+            lengths, of_delta = level.lengths, which.pop() if which else of_delta
         return payload
+
+    def _halves(self, plan: Plan) -> Task:
+        """Return the rows' bytes, one half read after the other. A row by itself is a chunk a level."""
+        ends = np.cumsum(plan.lengths, dtype=np.uint64)
+        out = self._source.buffers.take(int(ends[-1]))
+        half = len(plan) // 2
+        out[: ends[half - 1]] = yield plan.take(slice(0, half))
+        out[ends[half - 1] :] = yield plan.take(slice(half, len(plan)))
+        return out
 
     def _block(self, name: BlockName) -> Task:
         """Decode a block by itself, as it was written where what is stored of it is damaged. Raises Corrupt."""
@@ -227,8 +244,8 @@ class ChunkReader:
         stored = [container for container in containers if container != ZERO]
         return isinstance(self._source, SupportsGenerations) and self._source.moved(stored)
 
-    def _level(self, plan: Plan, bases: U8, base_lengths: U32) -> Task:
-        """Return the rows' bytes; `bases` are those of the deltas' bases, in order, each of its base length."""
+    def _level(self, plan: Plan, bases: U8, base_lengths: U32, which: NDArray[np.intp]) -> Task:
+        """Return the rows' bytes; `bases` are those of distinct bases, each of its base length, `which` the deltas'."""
         zero = plan.locations.containers == np.uint64(ZERO)
         total = int(plan.lengths.sum(dtype=np.uint64))
         out = self._source.buffers.take(total)
@@ -244,7 +261,8 @@ class ChunkReader:
             places = np.zeros(len(plan.lengths), np.uint64)
             places[deltas] = at
             yield from self._copy(plan, deltas, encodings, places)
-            decoded = decode_many(encodings, at, sizes, bases, offsets_of(base_lengths), base_lengths, lengths)
+            base_offsets, base_lengths = offsets_of(base_lengths)[which], base_lengths[which]
+            decoded = decode_many(encodings, at, sizes, bases, base_offsets, base_lengths, lengths)
             gather([decoded], np.zeros(len(deltas), np.int32), offsets_of(lengths), lengths, out, starts[deltas])
         return out
 

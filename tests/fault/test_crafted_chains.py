@@ -1,0 +1,130 @@
+"""Containers that no writer makes: what they decode to, and how often, is bounded whatever they say of themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin.formats import layout
+from nearkin.formats.block import encode_block
+from nearkin.formats.container import encode_container
+from nearkin.formats.directory import ChunkTable, SegmentTable
+from nearkin.kernels import xdelta3
+from nearkin.limits import KIB, MIB, SEGMENT_BYTES_MAX
+from nearkin.records import U8, Locations, offsets_of
+from nearkin.store import chunks
+from nearkin.store.chunks import ChunkReader
+from nearkin.store.containers import ContainerStore
+from nearkin.store.objects import LocalObjects
+from nearkin.testing import samples
+
+SEGMENTS = SegmentTable(
+    np.array([0, 1], np.uint32),
+    np.array([0], np.uint8),
+    Locations(np.array([samples.CONTAINER], np.uint64), np.array([0], np.uint32)),
+)
+
+
+def chunk_table(lengths: list[int], blocks: list[int], encoded: list[int], bases: list[int | None]) -> ChunkTable:
+    """Return chunks that lean on chunks of their own container, at depth 1, or on nothing."""
+    deep = np.array([base is not None for base in bases])
+    own = Locations(
+        np.where(deep, np.uint64(samples.CONTAINER), np.uint64(0)), np.array([base or 0 for base in bases], np.uint32)
+    )
+    columns = [np.array(column, np.uint32) for column in (lengths, blocks, encoded)]
+    positions, ranks = np.zeros(len(lengths), np.uint32), np.zeros(len(lengths), np.uint8)  # the first is not written
+    names, depths = samples.names_of(lengths), deep.astype(np.uint8)
+    return ChunkTable(names, columns[0], columns[1], positions, columns[2], depths, own, ranks)
+
+
+def put(root: Path, data: bytes, cache_bytes: int = 64 * MIB) -> ContainerStore:
+    store = ContainerStore(LocalObjects(root), samples.DOMAIN, cache_bytes)
+    store.put(samples.CONTAINER, [data])
+    return store
+
+
+def asked_of(store: ContainerStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which every size is added that a reader takes memory for."""
+    asked, take = list[int](), store.buffers.take
+
+    def noted(size_bytes: int) -> U8:
+        asked.append(size_bytes)
+        return take(size_bytes)
+
+    monkeypatch.setattr(store.buffers, "take", noted)
+    return asked
+
+
+def on_deltas(bases: list[U8], targets: list[tuple[int, U8]]) -> bytes:
+    """Return a container of raw bases, and targets as deltas, each on one of these."""
+    whole, aims = np.concatenate(bases), np.concatenate([target for _, target in targets])
+    base_lengths = np.array([len(base) for base in bases], np.uint32)
+    lengths = np.array([len(target) for _, target in targets], np.uint32)
+    of = np.array([base for base, _ in targets])
+    at = offsets_of(base_lengths)[of]
+    limits = lengths + np.uint32(100)
+    deltas, encoded = xdelta3.encode_many(
+        aims, offsets_of(lengths), lengths, whole, at, base_lengths[of], limit_bytes=limits
+    )
+    assert encoded.all()
+    packer = samples.compressor()
+    blocks = [encode_block(whole, layout.RAW, 0, packer), encode_block(deltas, layout.XDELTA3, 1, packer)]
+    table = chunk_table(
+        [*base_lengths.tolist(), *lengths.tolist()],
+        [0] * len(bases) + [1] * len(targets),
+        [*base_lengths.tolist(), *encoded.tolist()],
+        [None] * len(bases) + of.tolist(),
+    )
+    return encode_container(samples.CONTAINER, samples.DOMAIN, 2, samples.SKETCHES, blocks, table, SEGMENTS).data
+
+
+def rows_from(first: int, count: int) -> Locations:
+    return Locations(np.full(count, samples.CONTAINER, np.uint64), np.arange(first, first + count, dtype=np.uint32))
+
+
+def test_a_base_is_read_once_for_all_deltas_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = samples.noise(SEGMENT_BYTES_MAX, "base")
+    targets = [base[start : start + 64] for start in range(0, 500 * 64, 64)]
+    store = put(tmp_path, on_deltas([base], [(0, target) for target in targets]))
+    asked, reader = asked_of(store, monkeypatch), ChunkReader(store)
+    found = reader.fetch(reader.plan(rows_from(1, len(targets))))
+    assert bytes(found) == b"".join(map(bytes, targets))
+    assert max(asked) == len(base), "not that for each delta"
+
+
+@pytest.mark.parametrize("level_bytes_max", [1, 300 * KIB, 1 << 30])
+def test_of_distinct_bases_no_more_is_read_together_than_the_bound_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_bytes_max: int
+) -> None:
+    bases = [samples.noise(100 * KIB, f"base {number}") for number in range(9)]
+    targets = [(number % 9, bases[number % 9][number * 50 :][:64]) for number in range(100)]
+    store = put(tmp_path, on_deltas(bases, targets))
+    asked, reader = asked_of(store, monkeypatch), ChunkReader(store)
+    monkeypatch.setattr(chunks, "LEVEL_BYTES_MAX", level_bytes_max)
+    found = reader.fetch(reader.plan(rows_from(0, 109)))
+    assert bytes(found) == b"".join(map(bytes, [*bases, *(target for _, target in targets)]))
+    asked.clear()
+    assert bytes(reader.fetch(reader.plan(rows_from(9, 100)))) == b"".join(bytes(target) for _, target in targets)
+    assert max(asked) <= max(100 * KIB, min(level_bytes_max, 900 * KIB))
+
+
+def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, target = samples.noise(64, "base"), samples.noise(50 * KIB, "target")
+    long = [(0, base), (0, target)]
+    store = put(tmp_path, on_deltas([base], long))
+    monkeypatch.setattr(chunks, "LEVEL_BYTES_MAX", 200 * KIB)
+    joined, plain = list[int](), chunks.decode_many
+
+    def decode_many(deltas: U8, *others: Any) -> U8:
+        joined.append(len(deltas))
+        return plain(deltas, *others)
+
+    monkeypatch.setattr(chunks, "decode_many", decode_many)
+    reader, again = ChunkReader(store), rows_from(2, 1).take(np.zeros(100, np.intp))
+    assert bytes(reader.fetch(reader.plan(again))) == bytes(target) * 100
+    assert max(joined) <= 200 * KIB
