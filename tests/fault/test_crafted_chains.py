@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backports.zstd import CompressionParameter
 
+from nearkin.errors import Corrupt
 from nearkin.formats import layout
-from nearkin.formats.block import encode_block
+from nearkin.formats.block import encode_block, encode_patch
 from nearkin.formats.container import encode_container
-from nearkin.formats.directory import ChunkTable, SegmentTable
+from nearkin.formats.directory import ChunkTable, PrefixTable, SegmentTable
 from nearkin.kernels import xdelta3
 from nearkin.limits import KIB, MIB, SEGMENT_BYTES_MAX
-from nearkin.records import U8, Locations, offsets_of
-from nearkin.store import chunks
+from nearkin.records import U8, Locations, bounds_of, offsets_of
+from nearkin.store import chains, chunks, walk
 from nearkin.store.chunks import ChunkReader
-from nearkin.store.containers import ContainerStore
+from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.objects import LocalObjects
 from nearkin.testing import samples
 
@@ -128,3 +130,100 @@ def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
     reader, again = ChunkReader(store), rows_from(2, 1).take(np.zeros(100, np.intp))
     assert bytes(reader.fetch(reader.plan(again))) == bytes(target) * 100
     assert max(joined) <= 200 * KIB
+
+
+def lattice(wide: int, deep: int, chunk_bytes: int) -> tuple[bytes, U8]:
+    """Return a container of patch blocks of a chunk each, `wide` a level, on all of the level below; and that chunk."""
+    content, packer = samples.noise(chunk_bytes, "content"), samples.compressor()
+    options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
+    prefix = np.tile(content, wide)
+    blocks = [encode_block(content, layout.RAW, 0, packer)] * wide
+    for depth in range(1, deep + 1):
+        blocks += [encode_patch(content, prefix, depth, packer, options)] * wide
+    count = len(blocks)
+    own, none = np.uint64(samples.CONTAINER), np.zeros(count, np.uint32)
+    numbers, lengths = np.arange(count, dtype=np.uint32), np.full(count, chunk_bytes, np.uint32)
+    below = np.maximum(numbers.astype(np.int64) // wide - 1, 0) * wide
+    table = ChunkTable(
+        samples.names_of([chunk_bytes] * count),
+        lengths,
+        numbers,
+        none,
+        lengths,
+        (numbers // wide).astype(np.uint8),
+        Locations(np.where(numbers < wide, np.uint64(0), own), below.astype(np.uint32)),
+        none.astype(np.uint8),
+    )
+    leaning = np.concatenate([first + np.arange(wide) for first in below[wide:]]).astype(np.uint32)
+    prefixes = PrefixTable(bounds_of(np.where(numbers < wide, 0, wide)), Locations(np.full(len(leaning), own), leaning))
+    parts = samples.CONTAINER, samples.DOMAIN, deep, samples.SKETCHES, blocks, table, SEGMENTS, prefixes
+    return encode_container(*parts).data, content
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decoded together."""
+    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", 1)
+
+
+@pytest.mark.usefixtures("walked")
+def test_what_is_walked_to_is_decoded_once_whatever_the_cache_holds(tmp_path: Path) -> None:
+    data, content = lattice(3, 20, 1000)
+    store = put(tmp_path, data, cache_bytes=1)
+    reader = ChunkReader(store)
+    found = reader.fetch(reader.plan(rows_from(62, 1)))
+    assert bytes(found) == bytes(content)
+    assert store.costs.blocks_decoded == 61, "three a level, and the one that is wanted"
+
+
+@pytest.mark.usefixtures("walked")
+def test_a_read_that_decodes_without_end_is_told_as_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = lattice(3, 20, 1000)
+    store = put(tmp_path, data, cache_bytes=1)
+    monkeypatch.setattr(walk, "KEPT_BYTES_MAX", 2000)
+    monkeypatch.setattr(walk, "DECODED_BYTES_MAX", 10 * MIB)
+    reader = ChunkReader(store)
+    with pytest.raises(Corrupt, match=f"{object_name(samples.CONTAINER)} block 62: more than 0 GiB decoded"):
+        reader.fetch(reader.plan(rows_from(62, 1)))
+    assert store.costs.blocks_decoded < 10 * KIB
+
+
+def test_a_read_that_decodes_together_without_end_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = lattice(3, 20, 1000)
+    store = put(tmp_path, data, cache_bytes=1)
+    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", 10_000)
+    monkeypatch.setattr(walk, "KEPT_BYTES_MAX", 2000)
+    monkeypatch.setattr(walk, "DECODED_BYTES_MAX", 10 * MIB)
+    reader = ChunkReader(store)
+    with pytest.raises(Corrupt, match="block 62: more than"):
+        reader.fetch(reader.plan(rows_from(62, 1)))
+    assert store.costs.blocks_decoded < 10 * KIB
+
+
+@pytest.mark.usefixtures("walked")
+def test_what_is_held_for_blocks_that_are_walked_to_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, content = lattice(3, 20, 1000)
+    reader = ChunkReader(put(tmp_path, data, cache_bytes=1))
+    monkeypatch.setattr(walk, "HELD_BYTES_MAX", 20 * 3000)
+    assert bytes(reader.fetch(reader.plan(rows_from(62, 1)))) == bytes(content)
+    monkeypatch.setattr(walk, "HELD_BYTES_MAX", 20 * 3000 - 1)
+    with pytest.raises(Corrupt, match="block 62: more than 0 MiB held"):
+        reader.fetch(reader.plan(rows_from(62, 1)))
+
+
+def test_blocks_that_are_walked_to_are_not_held_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, content = lattice(12, 1, 128 * KIB)
+    store = put(tmp_path, data, cache_bytes=1)
+    monkeypatch.setattr(walk, "KEPT_BYTES_MAX", 0)
+    held, keep = list[int](), store.keep
+
+    def noted(*kept: Any) -> None:
+        held.append(store.buffers.lent_bytes)
+        keep(*kept)
+
+    monkeypatch.setattr(store, "keep", noted)
+    reader = ChunkReader(store)
+    reader._chains._on_deltas.update((samples.CONTAINER, block) for block in range(12, 24))
+    assert bytes(reader.fetch(reader.plan(rows_from(12, 12)))) == bytes(content) * 12
+    assert store.costs.blocks_decoded == 12 * 13, "each by itself"
+    assert max(held) <= min(held) + 256 * KIB

@@ -70,15 +70,15 @@ class _Closure:
         self.contents: list[U8 | None] = []
         self.wanted: list[_Wanted] = []
         self.rows = 0
-        self._raw_bytes = 0
+        self.raw_bytes = 0
         self._parts: list[tuple[I32, U64, U32]] = []
 
     def want(self, name: BlockName, row: BlockRow) -> slice | None:
         """Add a block that is to be decoded; return what it leans on, None where that is nothing. Raises _TooMuch."""
         first, patch = self.rows, row.kind == layout.PATCH
         self.rows += row.last_base - row.first_base if patch else 0
-        self._raw_bytes += max(row.raw_bytes, row.stop - row.start)
-        if self._raw_bytes > DECODED_BYTES_MAX or self.rows > ROWS_MAX:
+        self.raw_bytes += max(row.raw_bytes, row.stop - row.start)
+        if self.raw_bytes > DECODED_BYTES_MAX or self.rows > ROWS_MAX:
             raise _TooMuch
         self.wanted.append(_Wanted(name, self.slots[name], row.raw_bytes, row.kind, row.depth, first, self.rows))
         return slice(row.first_base, row.last_base) if self.rows > first else None
@@ -105,31 +105,34 @@ class Chains:
         self._on_deltas: set[BlockName] = set()
         """Nothing is read for these in vain. A number names one block for ever."""
 
-    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+    def decoded(
+        self, names: Sequence[BlockName], spend: Callable[[int, int], None] = lambda _bytes, _rows: None
+    ) -> list[U8 | None]:
         """Return what the first of some blocks decode to, of one at least; None for one that must be looked into.
 
-        That is one which is damaged or was written anew, leans on such a one or on deltas, or on too much.
-        Raises StoreUnavailable.
+        That is one which is damaged or was written anew, leans on such a one or on deltas, or on too much. `spend` is
+        told how many bytes are decoded, and rows planned. Raises StoreUnavailable, and what `spend` raises.
         """
         count = len(names)
         while True:
+            closure = _Closure()
             try:
-                closure = self._closure(names[:count])
+                self._close(closure, names[:count])
             except _TooMuch:
+                spend(0, closure.rows)
                 if count == 1:
                     return [None]
                 count //= 2
                 continue
+            spend(closure.raw_bytes, closure.rows)
             self._decode(closure)
             return [closure.contents[closure.slots[name]] for name in names[:count]]
 
-    def _closure(self, names: Sequence[BlockName]) -> _Closure:
-        """Return the blocks, and all that those lean on that are not at hand. Raises _TooMuch."""
-        closure = _Closure()
+    def _close(self, closure: _Closure, names: Sequence[BlockName]) -> None:
+        """Add the blocks, and all that those lean on that are not at hand. Raises _TooMuch."""
         missing = self._missing(closure, names)
         while missing:
             missing = self._below(closure, missing)
-        return closure
 
     def _missing(self, closure: _Closure, names: Sequence[BlockName]) -> list[BlockName]:
         """Give each block a slot; return those that are new, and not at hand."""

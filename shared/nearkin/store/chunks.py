@@ -5,13 +5,14 @@ wanted rows -> plan (directories) -> encodings (one visit a block) -> deltas: th
                       -> one that cannot be: by itself, its bases are rows again
 
 What is damaged, or leans on deltas, is walked by a stack of tasks, never by recursion; what a task holds meanwhile is
-one batch, or a block and its bases.
+one batch, or a block and its bases. What all of them decode and hold has a bound (`walk`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import dropwhile, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -30,6 +31,7 @@ from nearkin.store.chains import Chains
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
 from nearkin.store.lending import Lending
 from nearkin.store.plans import BlockName, ByBlock, Plan, by_block
+from nearkin.store.walk import Walk, called
 
 
 @runtime_checkable
@@ -56,10 +58,19 @@ chains through all of a batch more is wanted at the same time than the cache hol
 LEVEL_BYTES_MAX = 64 * 1024 * 1024
 """Of distinct bases that are read together, and the deltas on them; of honest data 4 MiB lean on at most 128."""
 
-Wanted = Plan | BlockName
+Wanted = Plan | BlockName | list[BlockName] | int
 Task = Generator[Wanted, Any, Any]
 """Returns bytes; yields what it must have before it can go on, and is sent it: of a plan its bytes, of a block what it
-decodes to."""
+decodes to, of several what some can be decoded to together. And, sent nothing, how many bytes it takes from now on."""
+
+
+@dataclass(slots=True)
+class _Started:
+    """A task, what it was started for, and what it holds, bytes."""
+
+    task: Task
+    wanted: Wanted | None
+    held_bytes: int = 0
 
 
 class ChunkReader:
@@ -131,19 +142,34 @@ class ChunkReader:
         return self._run(task(plan))
 
     def _run(self, task: Task) -> Any:
-        tasks = [task]
+        walk, tasks = Walk(), [_Started(task, None)]
         answer: Any = None
         while True:
+            started = tasks[-1]
             try:
-                wanted = next(tasks[-1]) if answer is None else tasks[-1].send(answer)
+                wanted = next(started.task) if answer is None else started.task.send(answer)
             except StopIteration as done:
                 tasks.pop()
                 answer = done.value
                 if not tasks:
                     return done.value
+                if isinstance(started.wanted, tuple):
+                    walk.spend(answer.nbytes)
+                    walk.keep(started.wanted, answer)
                 continue
             answer = None
-            tasks.append(self._rows(wanted) if isinstance(wanted, Plan) else self._block(wanted))
+            if isinstance(wanted, int):
+                started.held_bytes = wanted
+                walk.spend(wanted)
+                walk.hold(_walked_bytes(tasks))
+            elif isinstance(wanted, list):
+                walk.at = next(_walked_to(tasks), wanted[0])
+                answer = self._chains.decoded(wanted, walk.spend)
+            elif isinstance(wanted, Plan):
+                walk.spend(0, len(wanted))
+                tasks.append(_Started(self._rows(wanted), wanted))
+            elif (answer := walk.kept(wanted)) is None:
+                tasks.append(_Started(self._block(wanted), wanted))
 
     def _lent(self, plan: Plan) -> Task:
         lending = Lending(plan, self._source.buffers.take)
@@ -203,7 +229,7 @@ class ChunkReader:
         return (yield from self._by_itself(name, whole))
 
     def _by_itself(self, name: BlockName, record: bytes | memoryview) -> Task:
-        what = _called(name)
+        what = called(name)
         prefix: U8 | None = None
         if checked_block(record, what).kind == layout.PATCH:  # its checksum, before anything is read for it
             prefix = yield self._leaned_on(name)
@@ -216,7 +242,7 @@ class ChunkReader:
 
         Raises Corrupt; Rewritten where the block is gone.
         """
-        what, (container, number) = _called(name), name
+        what, (container, number) = called(name), name
         directory = self._source.directory(container)
         if number >= len(directory.blocks) or not directory.blocks.raw[number]:
             raise Rewritten(f"{what} is gone: read again")
@@ -248,10 +274,11 @@ class ChunkReader:
         """Return the rows' bytes; `bases` are those of distinct bases, each of its base length, `which` the deltas'."""
         zero = plan.locations.containers == np.uint64(ZERO)
         total = int(plan.lengths.sum(dtype=np.uint64))
+        is_delta = plan.kinds == layout.XDELTA3
+        yield total + len(bases) + int(plan.encoded[is_delta].sum(dtype=np.uint64))
         out = self._source.buffers.take(total)
         starts = offsets_of(plan.lengths)
         _fill_zeros(out, np.flatnonzero(zero), starts, plan.lengths)
-        is_delta = plan.kinds == layout.XDELTA3
         yield from self._copy(plan, np.flatnonzero(~is_delta & ~zero), out, starts)
         deltas = np.flatnonzero(is_delta)
         if len(deltas):
@@ -285,12 +312,15 @@ class ChunkReader:
         blocks = by_block(plan, wanted)
         visits = list(range(len(blocks.names)))
         while visits:
-            found = self._chains.decoded([blocks.names[visit] for visit in visits])
-            held = list[U8]()
-            for visit, content in zip(visits, found, strict=False):
-                held.append((yield blocks.names[visit]) if content is None else content)
-            use(blocks, visits[: len(held)], held)
-            visits = visits[len(held) :]
+            found: list[U8 | None] = yield [blocks.names[visit] for visit in visits]
+            first, visits = visits[: len(found)], visits[len(found) :]
+            sound = [(visit, content) for visit, content in zip(first, found, strict=True) if content is not None]
+            alone = [visit for visit, content in zip(first, found, strict=True) if content is None]
+            if sound:
+                use(blocks, [visit for visit, _ in sound], [content for _, content in sound])
+            del found, sound  # nothing is held while others are walked to, each in its time
+            for visit in alone:
+                use(blocks, [visit], [(yield blocks.names[visit])])
 
 
 def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
@@ -300,8 +330,15 @@ def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
     return [rows[first:last] for first, last in pairwise([0, *cuts.tolist(), len(rows)])]
 
 
-def _called(name: BlockName) -> str:
-    return f"{object_name(name[0])} block {name[1]}"
+def _walked_to(tasks: list[_Started]) -> Iterator[BlockName]:
+    """Yield the blocks that are being walked to, what the first leans on after it."""
+    return (started.wanted for started in tasks if isinstance(started.wanted, tuple))
+
+
+def _walked_bytes(tasks: list[_Started]) -> int:
+    """Return what the tasks hold that were started for the first block that is walked to, and for what it leans on."""
+    below = dropwhile(lambda started: not isinstance(started.wanted, tuple), tasks)
+    return sum(started.held_bytes for started in below)
 
 
 def _fill_zeros(out: U8, rows: NDArray[np.intp], starts: U64, lengths: U32) -> None:
