@@ -491,6 +491,40 @@ def test_a_small_file_that_asks_for_billions_of_rows_takes_no_memory() -> None:
             tracemalloc.stop()
 
 
+def many_recipes_of_nothing(p: Parts) -> None:
+    p.tables[SEGMENTS] = [np.append(c, np.zeros(1 << 18, c.dtype)) for c in p.tables[SEGMENTS]]
+    p.head[3] += 1 << 18
+
+
+def many_rows_of_recipes(p: Parts) -> None:
+    p.tables[SEGMENTS][0][-1] += 1 << 18
+    p.tables[RUNS] = [
+        np.append(c, np.uint32(value)) for c, value in zip(p.tables[RUNS], (ZERO, 0, 1 << 18), strict=True)
+    ]
+
+
+def long_names(p: Parts) -> None:
+    p.names = [*p.names, *[b"x" * 65_535] * 100]
+    p.head[5] = len(p.names)
+
+
+@pytest.mark.parametrize("change", [many_recipes_of_nothing, many_rows_of_recipes, long_names, lambda _: None])
+def test_a_directory_counts_as_the_memory_that_it_takes(change: Callable[[Parts], None]) -> None:
+    taken = parts()
+    change(taken)
+    data = samples.with_directory(samples.small_container(), taken.joined())
+    decode_container(data, "once, for what is made the first time")
+    tracemalloc.start()
+    try:
+        directory = decode_container(data, "sample")
+        _ = directory.rows, directory.block_rows
+        held_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held_bytes <= directory.memory_bytes + 8192, "some KiB are what else was made meanwhile"
+    assert directory.memory_bytes <= held_bytes * 1.1 + 8192
+
+
 def test_a_container_that_names_only_itself_has_an_empty_table() -> None:
     """A raw chunk's base, (0, 0), is no container: it must not take a row."""
     made = parts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import field
 from itertools import starmap
 from typing import NamedTuple
@@ -24,7 +25,9 @@ from nearkin.records import (
 )
 
 BLOCK_ROW_BYTES = 320
-"""Of memory for each block: 28 in arrays, and what Python takes for a BlockRow."""
+"""Of memory for each block: 31 in arrays, and what Python takes for a BlockRow."""
+DIRECTORY_BYTES = 6 * 1024
+"""Of memory for a directory of no rows: what Python takes for its objects."""
 
 
 @frozen
@@ -161,10 +164,13 @@ class Directory:
 
     @property
     def memory_bytes(self) -> int:
-        """Return about how much memory the decoded tables take."""
+        """Return about how much memory the decoded tables take, and what is made of them when it is asked for."""
         rows = len(self.segments.chunks) + len(self.prefixes.bases)
         chunk_bytes = NAME_BYTES + 30 + CHUNK_ROW.itemsize
-        return len(self.chunks) * chunk_bytes + rows * 12 + len(self.blocks) * BLOCK_ROW_BYTES + 512
+        segment_bytes = self.segments.bounds.nbytes + self.segments.sketches.nbytes
+        name_bytes = sum(map(sys.getsizeof, self.sketch_names))
+        tables_bytes = len(self.chunks) * chunk_bytes + rows * 12 + len(self.blocks) * BLOCK_ROW_BYTES
+        return tables_bytes + segment_bytes + name_bytes + DIRECTORY_BYTES
 
     @property
     def rows(self) -> NDArray[np.void]:

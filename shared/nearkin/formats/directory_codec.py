@@ -350,6 +350,7 @@ def _segments(
     _expect(_below(ordinals, ROWS_MAX), what, "a recipe names a chunk beyond what a container has")
     _expect(_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
     _expect(_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
+    sketches = sketches.copy()  # a view keeps the bytes of all columns: five a row
     return SegmentTable(bounds_of(counts), sketches, runs.located(refs, ordinals, scope.table, scope.container, what))
 
 
