@@ -389,6 +389,16 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, t
         assert store.verify().damage == ()
 
 
+def test_what_another_table_keeps_is_not_taken_for_a_version(root):
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        of, to = env.open_db(b"containers"), env.open_db(b"versions")
+        with env.begin(write=True) as txn, txn.cursor(db=of) as cursor:
+            assert cursor.first()
+            txn.put(cursor.key(), cursor.value(), db=to)
+    with open_store(root, settings=CHOSEN) as store, pytest.raises(IndexDamaged, match="rebuild-index"):
+        store.stats()
+
+
 @pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
 def test_what_lmdb_says_of_a_file_that_is_not_as_it_was_written_is_damage(root, monkeypatch, said):
     with open_store(root, settings=CHOSEN) as store:

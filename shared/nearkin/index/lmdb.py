@@ -4,8 +4,8 @@ chunks      name 32                     -> container 8, ordinal 4       in sorte
 features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       in sorted runs; first in stream order
 segments    segment id 20               -> container 8, ordinal 4       in sorted runs
 counts      container 8, ordinal 4      -> how many versions hold that segment, 4
-containers  container 8 (big-endian)    -> check of key and value 8, ContainerSummary as JSON
-versions    key order 8 + key..., 8     -> check of key and value 8, manifest's bytes, ledger and times as JSON
+containers  container 8 (big-endian)    -> check of table, key and value 8, ContainerSummary as JSON
+versions    key order 8 + key..., 8     -> check of table, key and value 8, manifest's bytes, ledger and times as JSON
 meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 """
 
@@ -181,7 +181,7 @@ class LmdbIndex:
                     keys = feature_keys(sketch, directory.domain, super_features)[rows]
                     features.add(keys, container, bases[rows % len(super_features)])
             name = container.to_bytes(8, "big")
-            summaries.append((name, _written(name, asdict(summarise(claims)))))
+            summaries.append((name, _written("containers", name, asdict(summarise(claims)))))
         with self._writing(buffers=True) as txn:
             for table, entries in (("chunks", chunks), ("features", features), ("segments", segments)):
                 self._runs[table].add(txn, *entries.joined)
@@ -191,7 +191,7 @@ class LmdbIndex:
         """Replace what is known of a container as a whole."""
         with self._writing() as txn:
             name = summary.container.to_bytes(8, "big")
-            txn.put(name, _written(name, asdict(summary)), db=self._containers)
+            txn.put(name, _written("containers", name, asdict(summary)), db=self._containers)
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a version to the catalog and count its segments, once, in one transaction."""
@@ -203,7 +203,7 @@ class LmdbIndex:
             for manifest, manifest_bytes in versions:
                 key = _version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-                said = _written(key, {"tenant": manifest.tenant, **_kept(entry)})
+                said = _written("versions", key, {"tenant": manifest.tenant, **_kept(entry)})
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
                 held = _held_segments(manifest)
@@ -290,7 +290,7 @@ class LmdbIndex:
                 for key, value in cursor:
                     if not key.startswith(head):
                         break
-                    fields = _read(key, value)
+                    fields = _read("versions", key, value)
                     tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
                     sequence, marks_bytes = _MARKED.unpack(marks.get(key, _NO_MARKS))
                     entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
@@ -350,7 +350,7 @@ class LmdbIndex:
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each published container, in stream order."""
         with self._reading() as txn:
-            summaries = [_read(name, value) for name, value in txn.cursor(self._containers)]
+            summaries = [_read("containers", name, value) for name, value in txn.cursor(self._containers)]
         return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
 
     def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
@@ -459,16 +459,16 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
     return StoreUnavailable(f"index: {err}; all before is as it was: make room and run the same again")
 
 
-def _written(key: bytes, fields: Mapping[str, Any]) -> bytes:
+def _written(table: str, key: bytes, fields: Mapping[str, Any]) -> bytes:
     said = json.dumps(fields).encode()
-    return check_bytes(key, said) + said
+    return check_bytes(table.encode(), key, said) + said
 
 
-def _read(key: bytes, value: bytes) -> dict[str, Any]:
-    """Return the fields that were written under a key. Raises IndexDamaged where a bit of either is another by now."""
+def _read(table: str, key: bytes, value: bytes) -> dict[str, Any]:
+    """Return the fields that were written under a key of a table. Raises IndexDamaged where these are others by now."""
     check, said = value[:CHECK_BYTES], value[CHECK_BYTES:]
-    if check_bytes(key, said) != check:
-        raise damaged(f"what lies at {key.hex()} is not what was written there")
+    if check_bytes(table.encode(), key, said) != check:
+        raise damaged(f"{table} at {key.hex()} are not what was written there")
     fields: dict[str, Any] = json.loads(said)
     return fields
 
