@@ -91,7 +91,7 @@ class Scrubber:
             return None
         wait = self._next - time.monotonic()
         if not state.running:
-            since_seconds = self._clock() - state.begun_us / 1e6
+            since_seconds = (int(self._clock() * 1e6) - state.begun_us) / 1e6  # as it was rounded then
             if state.begun_us and since_seconds >= 0:  # negative: begun by a clock that was wrong
                 wait = max(wait, settings.every_days * DAY_SECONDS - since_seconds)
         return max(0.0, wait)
