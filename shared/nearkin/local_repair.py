@@ -109,7 +109,7 @@ class LocalRepair:
         if not wanted:
             return []
         repairer, tenants = self._repairer()
-        copies = self._put_again(tenants)
+        copies = [IndexCopies(self.index, self.containers, tenants)]  # what was joined wants all directories read
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
         if repaired or repairer.sound.issuperset(wanted):  # or who healed them died before it said so
             self.look_again([ContainerId(container) for container in sorted(record)], tenants)
@@ -133,7 +133,8 @@ class LocalRepair:
         from nearkin_janitor import Choice
 
         repairer, tenants = self._repairer()
-        repaired = repairer.repair(damaged, self._put_again(tenants))
+        indexed = IndexCopies(self.index, self.containers, tenants)
+        repaired = repairer.repair(damaged, [indexed, self._joined(tenants, [indexed])])
         ids = frozenset(container for container in map(id_of, damaged) if container is not None)
         report = verified(Choice(only=ids))
         if ids:
@@ -159,10 +160,6 @@ class LocalRepair:
             self.index.writable().renew(summarise_directory(directory))
 
         return Repairer(self.objects, self.containers, healer, renew), tenants
-
-    def _put_again(self, tenants: Tenants) -> list[Copies]:
-        indexed = IndexCopies(self.index, self.containers, tenants)
-        return [indexed, self._joined(tenants, [indexed])]
 
     def _joined(self, tenants: Tenants, copies: Sequence[Copies]) -> Copies:
         from nearkin_janitor.copies import JoinedCopies

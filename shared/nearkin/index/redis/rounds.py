@@ -25,10 +25,9 @@ class ToldRounds:
         told = self._server.one(("GET", self._told))
         return None if told is None else dict(json.loads(told))
 
-    def ended_at(self) -> float | None:
-        """Return when the last round ended, by its janitor's clock; None where none was told of."""
-        at = (self.last() or {}).get("at")
-        return None if at is None else float(at)
+    def state(self) -> object:
+        """Return what is another as soon as a round has ended, or has failed: it may have written until then."""
+        return self._server.one(("GET", self._told))
 
     def tell(self, told: dict[str, Any]) -> None:
         """Say what a round came to; whoever asked for one has it."""

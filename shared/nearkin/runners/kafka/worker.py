@@ -61,7 +61,7 @@ class Context:
 
     def lanes(self) -> Lanes:
         """Return fresh lanes: what the last ones held in memory may belong to somebody else by now."""
-        rounds, bits = ToldRounds(self.index).ended_at, self.found.fingerprint_bits
+        rounds, bits = ToldRounds(self.index).state, self.found.fingerprint_bits
         return lanes(self.settings, self.objects, self.secret, bits, self.index.for_domain, rounds)
 
     def current(self) -> Settings:
