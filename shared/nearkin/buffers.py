@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,13 @@ SLAB_BYTES = 4 * MIB
 class _Loan(weakref.ref[U8]):
     """An array that was lent, and its memory."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("memory", "room_bytes")
     memory: memoryview
+    room_bytes: int
+
+
+_ROOM_BYTES = attrgetter("room_bytes")
+"""Asked of a thousand loans and more for each group of blocks: a generator took 2 % of the 12th dump."""
 
 
 class Buffers:
@@ -73,7 +79,7 @@ class Buffers:
         with self._lock:
             self._collect()
             loans = list(self._loans.values())  # in one step: who takes memory notes that without the lock
-        return sum(len(loan.memory) for loan in loans)
+        return sum(map(_ROOM_BYTES, loans))
 
     def let_go(self) -> None:
         """Hold no unused memory any more: what is lent still is noted, and comes back as ever."""
@@ -109,7 +115,7 @@ class Buffers:
         # Views of an array whose base is a memoryview keep that very array alive, so its end is the end of them all.
         array: U8 = np.frombuffer(memory, np.uint8, size_bytes)
         loan = _Loan(array, self._ended.append)
-        loan.memory = memory
+        loan.memory, loan.room_bytes = memory, len(memory)
         self._loans[id(loan)] = loan
         return array
 
@@ -129,10 +135,9 @@ class Buffers:
             loan = self._loans.pop(id(self._ended.popleft()), None)
             if loan is None:  # a Ctrl-C fell between its beginning and its note: its memory went with it
                 continue
-            room_bytes = len(loan.memory)
-            mine = self._spares.pop(room_bytes, None) or deque()
+            mine = self._spares.pop(loan.room_bytes, None) or deque()
             mine.append(loan.memory)
-            self._spares[room_bytes] = mine  # the newest size stands last
+            self._spares[loan.room_bytes] = mine  # the newest size stands last
 
     def _trim(self) -> None:
         """Let go of what is too much, once what is wanted has been taken from all there is.

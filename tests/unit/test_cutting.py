@@ -17,8 +17,8 @@ FINGERPRINTER = Fingerprinter(bytes(range(32)), "tenant")
 BATCH_BYTES = 2 * 1024 * 1024
 
 
-def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes]) -> None:
-    """Hand blobs on as the embedded writer does: one after another, an arena whenever one is full."""
+def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes], piece_bytes: int = BATCH_BYTES) -> None:
+    """Hand blobs on as the embedded writer does: one after another, an arena in pieces, and once it is full."""
     arena, used, runs = arenas.take(), CARRY_BYTES_MAX, list[BlobRun]()
     for number, blob in enumerate(blobs):
         rest = np.frombuffer(blob, np.uint8)
@@ -28,10 +28,12 @@ def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes]) -> None:
                 cutter.cut(Filled(arena, tuple(runs)))
                 arena, used = arenas.take(), CARRY_BYTES_MAX
                 runs = [BlobRun(number, used, used, False)]
-            count = min(len(rest), len(arena) - used)
+            count = min(len(rest), len(arena) - used, piece_bytes)
             arena[used : used + count], rest = rest[:count], rest[count:]
             used += count
             runs[-1] = BlobRun(number, runs[-1].start, used, False)
+            if piece_bytes < BATCH_BYTES:
+                cutter.cut(Filled(arena, tuple(runs), full=False))
         runs[-1] = BlobRun(number, runs[-1].start, used, True)
     cutter.cut(Filled(arena, tuple(runs)))
 
@@ -47,12 +49,13 @@ def listed(batch: SegmentBatch) -> list[tuple[int, bytes, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["fastcdc", "rabin", "fixed", "whole"])
-def test_batches_give_the_segments_of_the_whole_blob(algorithm: str) -> None:
+@pytest.mark.parametrize("piece_bytes", [BATCH_BYTES, 700_001, 100_000])
+@pytest.mark.parametrize("algorithm", ["leastcdc", "fastcdc", "rabin", "inck", "fixed", "whole"])
+def test_batches_give_the_segments_of_the_whole_blob(algorithm: str, piece_bytes: int) -> None:
     chosen = settings({"chunker": {"algorithm": algorithm}, "runner": {"batch_bytes": BATCH_BYTES}})
     blobs = [random_bytes(5_000_000, 1), b"", text_like(1000, 2), bytes(3_000_000), text_like(2_100_000, 3), b"x"]
     arenas, found = Arenas(BATCH_BYTES), list[tuple[int, bytes, bytes]]()
-    fed(Cutter(chosen, FINGERPRINTER, arenas, lambda batch: found.extend(listed(batch))), arenas, blobs)
+    fed(Cutter(chosen, FINGERPRINTER, arenas, lambda batch: found.extend(listed(batch))), arenas, blobs, piece_bytes)
     expected = []
     for number, blob in enumerate(blobs):
         runs = FrameRuns(np.frombuffer(blob, np.uint8), (BlobRun(number, 0, len(blob), True),))

@@ -75,6 +75,42 @@ def test_without_a_queue_an_item_is_handed_over_once_the_one_before_is_done() ->
     worker.stop()
 
 
+@pytest.mark.parametrize("items_max", [0, 1])
+def test_what_is_added_is_done_in_order_and_waits_for_no_room(items_max: int) -> None:
+    gate, started, done = threading.Event(), threading.Event(), list[str]()
+
+    def carry_out(item: str) -> None:
+        started.set()
+        gate.wait(PATIENCE)
+        done.append(item)
+
+    worker = Worker("test", carry_out, items_max)
+    worker.put("first")
+    assert started.wait(PATIENCE)
+    for part in "abcd":
+        worker.add(part)
+    waits = threading.Thread(target=lambda: [worker.put(item) for item in ("second", "third")])
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()  # what was added gave no room to anyone
+    assert not done
+    gate.set()
+    waits.join(PATIENCE)
+    worker.drain()
+    assert done == ["first", "a", "b", "c", "d", "second", "third"]
+    worker.stop()
+
+
+def test_after_a_failure_nothing_is_added() -> None:
+    worker: Worker[int] = Worker("test", lambda number: 1 // number, 0)
+    worker.add(0)
+    with pytest.raises(ZeroDivisionError):
+        worker.drain()
+    with pytest.raises(ZeroDivisionError):
+        worker.add(1)
+    worker.stop()
+
+
 def test_without_a_queue_too_a_failure_lets_nobody_wait() -> None:
     done: list[int] = []
     worker = Worker("test", failing(1, done), 0)

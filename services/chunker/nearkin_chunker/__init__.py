@@ -1,5 +1,5 @@
 """The chunker: frames in, segments of fingerprinted chunks out."""
 
-from nearkin_chunker.stage import BlobRun, ChunkedRuns, ChunkerStage, FrameRuns
+from nearkin_chunker.stage import STEP_BYTES, BlobRun, ChunkedRuns, ChunkerStage, Cutting, FrameRuns
 
-__all__ = ["BlobRun", "ChunkedRuns", "ChunkerStage", "FrameRuns"]
+__all__ = ["STEP_BYTES", "BlobRun", "ChunkedRuns", "ChunkerStage", "Cutting", "FrameRuns"]

@@ -18,8 +18,7 @@ from nearkin.frozen import frozen
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.memory import mapped
 from nearkin.records import U8, SegmentBatch
-from nearkin.stage import Facts
-from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker import BlobRun, ChunkerStage, Cutting, FrameRuns
 
 CARRY_BYTES_MAX = 2 * SEGMENT_BYTES_MAX
 """A segment and a chunk at their bounds, and a chunk may be a segment: what a batch may leave for the next one."""
@@ -29,10 +28,14 @@ SPARES_MAX = 3
 
 @frozen
 class Filled:
-    """An arena and whose bytes its runs are. Where the arena before ended inside a blob, the first run goes on."""
+    """An arena and whose bytes its runs are. Where the arena before ended inside a blob, the first run goes on.
+
+    Without `full` more comes of it, behind what its runs say.
+    """
 
     arena: U8
     runs: tuple[BlobRun, ...]
+    full: bool = True
 
 
 class Arenas:
@@ -72,19 +75,24 @@ class Cutter:
         self._carry: U8 = np.empty(CARRY_BYTES_MAX, np.uint8)
         """Room for it: a new copy each batch would be new pages each batch."""
         self._carried = 0
+        self._cutting: Cutting | None = None
 
     def cut(self, filled: Filled) -> None:
-        """Hand all certain segments on."""
-        arena, runs = filled.arena, list(filled.runs)
-        carried = self._carried
-        if carried:
-            first = runs[0]
-            assert carried <= CARRY_BYTES_MAX <= first.start, carried
-            arena[first.start - carried : first.start] = self._carry[:carried]
-            runs[0] = BlobRun(first.blob, first.start - carried, first.stop, first.final)
-        with tally.STAGE_SECONDS.time("chunker"):
-            chunked = self._stage.decide(FrameRuns(arena[: runs[-1].stop], tuple(runs)), Facts())
+        """Cut what is new; of an arena that is full hand all certain segments on."""
+        arena, (first, *others) = filled.arena, filled.runs
+        start = first.start - self._carried
+        if self._cutting is None:
+            assert self._carried <= CARRY_BYTES_MAX <= first.start, self._carried
+            arena[start : first.start] = self._carry[: self._carried]
+            self._cutting = Cutting(self._stage, start)
+        runs = (BlobRun(first.blob, start, first.stop, first.final), *others)
         last = runs[-1]
+        with tally.STAGE_SECONDS.time("chunker"):
+            self._cutting.extend(FrameRuns(arena[: last.stop], runs))
+            if not filled.full:
+                return
+            chunked = self._cutting.ended()
+        self._cutting = None
         self._carried = 0 if last.final else last.stop - max(chunked.consumed, last.start)
         self._carry[: self._carried] = arena[last.stop - self._carried : last.stop]
         if chunked.segments.segments:

@@ -2,7 +2,7 @@
 
     caller's thread     cut thread                reduce thread                        commit thread
     read, BLAKE3  -->  cut, name, group  -->  dedup, resemblance, delta  -->  seal and put container, publish, manifest
-        one batch or a few in between             | ^                  bounded queue
+       some MiB at a time       a batch or a few  | ^                  bounded queue
                                                   v |  encode threads: blocks of a batch, until the next is decided
 
 One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
@@ -47,7 +47,7 @@ from nearkin.stage import run_stage
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import AlreadyExists
-from nearkin_chunker import BlobRun
+from nearkin_chunker import STEP_BYTES, BlobRun
 from nearkin_dedup import DedupStage
 from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes, encoders_max
 from nearkin_resemblance import ResemblanceStage
@@ -146,7 +146,8 @@ class EmbeddedWriter:
         )
         self._arenas = spares.arenas
         self._arena = self._arenas.take()
-        self._used = CARRY_BYTES_MAX
+        self._used = self._handed = CARRY_BYTES_MAX
+        """Up to where the arena is filled, and may be cut."""
         self._runs: list[BlobRun] = []
         self._ended: list[_Blob] = []
         self._by_number: dict[int, _Blob] = {}
@@ -194,6 +195,9 @@ class EmbeddedWriter:
         self._used += count
         run = self._runs[-1]
         self._runs[-1] = BlobRun(run.blob, run.start, self._used, False)
+        if self._used - self._handed >= STEP_BYTES and self._used < len(self._arena):
+            self._cutter.add(Filled(self._arena, tuple(self._runs), full=False))
+            self._handed = self._used
 
     def end(self, blob: _Blob) -> None:
         """End a blob; it is committed with its group."""
@@ -247,7 +251,7 @@ class EmbeddedWriter:
         """Hand the arena on and start the next."""
         last = self._runs[-1]
         self._cutter.put(Filled(self._arena, tuple(self._runs)))
-        self._arena, self._used = self._arenas.take(), CARRY_BYTES_MAX
+        self._arena, self._used, self._handed = self._arenas.take(), CARRY_BYTES_MAX, CARRY_BYTES_MAX
         self._runs = [] if last.final else [BlobRun(last.blob, self._used, self._used, False)]
 
     def _cut(self, item: Filled | _Commit) -> None:

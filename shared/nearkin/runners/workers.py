@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -47,6 +48,8 @@ class Direct(Generic[Item]):
             self._failure = err
             raise
 
+    add = put
+
     def drain(self) -> None:
         """Raise what an item failed with, if one did."""
         if self._failure is not None:
@@ -61,6 +64,13 @@ class Direct(Generic[Item]):
         if self._failure is None:
             self._failure = _ended()
         self.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Added(Generic[Item]):
+    """An item that takes no room."""
+
+    item: Item
 
 
 class _Mark:
@@ -84,7 +94,7 @@ class Worker(Generic[Item]):
         self._name = name
         self._in_turn = in_turn
         self._carry_out = carry_out
-        self._items: SimpleQueue[Item | _Mark | None] = SimpleQueue()
+        self._items: SimpleQueue[Item | _Added[Item] | _Mark | None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
         self._makes_room_first = items_max > 0
         for _ in range(max(1, items_max)):
@@ -103,6 +113,11 @@ class Worker(Generic[Item]):
         self._items.put(item)
         if self._in_turn:
             self.drain()
+
+    def add(self, item: Item) -> None:
+        """Queue an item that takes no room: a part of one that will be put. Raises what an earlier one failed with."""
+        self.check()
+        self._items.put(_Added(item))
 
     @property
     def waiting(self) -> int:
@@ -160,16 +175,17 @@ class Worker(Generic[Item]):
             if isinstance(item, _Mark):
                 item.reached.put(None)
                 continue
-            if self._makes_room_first:
+            takes_room = not isinstance(item, _Added)
+            if takes_room and self._makes_room_first:
                 self._room.put(None)
             try:
                 if self._failure is None:
-                    self._carry_out(item)
+                    self._carry_out(item.item if isinstance(item, _Added) else item)
             except BaseException as err:
                 self._failure = err
             finally:
                 item = None
-                if not self._makes_room_first:
+                if takes_room and not self._makes_room_first:
                     self._room.put(None)
 
 
