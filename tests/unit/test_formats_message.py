@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+import json
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import message as fmt
+from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.formats.message import (
     End,
     Frame,
@@ -22,6 +24,7 @@ from nearkin.formats.message import (
     decode,
     encode,
     encode_paired,
+    opened,
 )
 from nearkin.formats.message_batches import read_fresh, read_paired, read_segments
 from nearkin.records import FreshBatch, Locations, PairedBatch, SegmentBatch
@@ -98,6 +101,40 @@ def test_placed_segments_and_their_ledger_arrive_as_sent() -> None:
 def test_an_end_arrives_as_sent(failure: str | None) -> None:
     sent = End(BLOB, 123, b"o" * 16, 10**12, b"b" * 32, b"c" * 32, 17, failure, {"a": "ü"})
     assert decode(encode(sent), "test") == sent
+
+
+def end_that_says(**said: object) -> bytes:
+    """Return an end as a stranger may write it: our JSON with other values."""
+    ours = encode(End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {"a": "b"}))
+    text = ours[opened(ours, "ours").starts[-1] :]
+    other = json.dumps(json.loads(text) | said).encode()
+    header = bytearray(ours[: -len(text)])
+    header[40:44] = len(other).to_bytes(4, "little")
+    return bytes(header) + other
+
+
+@pytest.mark.parametrize("metadata", [[], ["a"], "a", "", 5, None, {"a": 1}, {"a": "\ud800"}])
+def test_metadata_that_are_no_texts_by_name_are_refused(metadata: object) -> None:
+    with pytest.raises(Corrupt, match="does not parse"):
+        decode(end_that_says(metadata=metadata), "test")
+
+
+@pytest.mark.parametrize("began_us", [-1, CREATED_US_MAX + 1, (1 << 63) - 1, True, 1.0, "1"])
+def test_an_upload_that_began_at_no_time_is_refused(began_us: object) -> None:
+    """The committer tells when it was in words, of a blob that failed outside of what puts a message aside."""
+    with pytest.raises(Corrupt, match="began_us"):
+        decode(end_that_says(began_us=began_us), "test")
+
+
+@pytest.mark.parametrize("failure", ["lost \ud800 half", ["\udfff"], "\ud800" * 1000])
+def test_why_a_blob_failed_can_always_be_told(failure: object) -> None:
+    """A file's name that is no UTF-8 comes into an error's text as half characters."""
+    found = decode(end_that_says(failure=failure), "test")
+    assert isinstance(found, End)
+    assert found.failure
+    assert len(found.failure.encode()) <= 4 * fmt.FAILURE_CHARACTERS_MAX
+    sent = End(BLOB, 123, b"o" * 16, failure=str(failure))
+    assert decode(encode(sent), "test") == replace(sent, failure=found.failure)
 
 
 def test_a_later_version_is_told_from_garbage() -> None:

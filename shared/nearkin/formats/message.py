@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from nearkin.errors import BadInput, Corrupt
-from nearkin.formats.manifest import encode_metadata
+from nearkin.formats.manifest import CREATED_US_MAX, encode_metadata
 from nearkin.formats.message_batches import read_fresh, read_paired, read_segments
 from nearkin.formats.message_layout import (
     BLOB_BYTES,
@@ -344,7 +344,7 @@ def _end_text(end: End) -> bytes:
         "blake3": end.blake3.hex(),
         "sha256": end.sha256.hex() if end.sha256 is not None else None,
         "segments": end.segments,
-        "failure": end.failure,
+        "failure": None if end.failure is None else _legible(end.failure),
         "metadata": dict(end.metadata),
     }
     return json.dumps(fields, ensure_ascii=False).encode()
@@ -354,16 +354,18 @@ def _end(envelope: Envelope, payload: U8) -> End:
     found = json.loads(payload.tobytes())
     if not isinstance(found, dict):
         raise TypeError("an end that is not a JSON object")
+    if not isinstance(found["metadata"], dict):
+        raise TypeError("metadata that is not a JSON object")
     sha256 = found["sha256"]
     end = End(
         envelope=envelope,
-        began_us=_bounded(found["began_us"], "began_us"),
+        began_us=_bounded(found["began_us"], "began_us", CREATED_US_MAX),
         origin=bytes.fromhex(found["origin"]),
         size_bytes=_bounded(found["size_bytes"], "size_bytes"),
         blake3=bytes.fromhex(found["blake3"]),
         sha256=None if sha256 is None else bytes.fromhex(sha256),
         segments=None if found["segments"] is None else _bounded(found["segments"], "segments"),
-        failure=None if found["failure"] is None else str(found["failure"])[:FAILURE_CHARACTERS_MAX],
+        failure=None if found["failure"] is None else _legible(found["failure"]),
         metadata=found["metadata"],
     )
     encode_metadata(end.metadata)
@@ -375,7 +377,12 @@ def _end(envelope: Envelope, payload: U8) -> End:
     return end
 
 
-def _bounded(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise ValueError(f"{name} {value!r}: want a number from 0 to 2^63 - 1")
+def _legible(failure: object) -> str:
+    """Return why a blob failed, of so many characters at most, all of which UTF-8 has: who tells it must not fail."""
+    return str(failure)[:FAILURE_CHARACTERS_MAX].encode(errors="replace").decode()
+
+
+def _bounded(value: object, name: str, most: int = (1 << 63) - 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{name} {value!r}: want a number from 0 to {most}")
     return value
