@@ -25,7 +25,7 @@ from nearkin.config_layers import load
 from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.manifest import CREATED_US_MAX, Manifest
+from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of
 from nearkin.frozen import frozen
 from nearkin.interrupts import interrupts_wait
 from nearkin.limits import MIB
@@ -693,7 +693,7 @@ class Store:
         at_us = min((entry.at_us for entry in condemned.values()), default=None)
         due = None if at_us is None else min(at_us / 1e6 + self.settings.gc.grace_seconds, CREATED_US_MAX // 1_000_000)
         return GcState(
-            None if pause is None else datetime.fromtimestamp(pause.at_us / 1e6, UTC),
+            None if pause is None else moment_of(pause.at_us),
             "" if pause is None else pause.who,
             len(condemned),
             None if due is None else datetime.fromtimestamp(due, UTC),

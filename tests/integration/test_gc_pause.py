@@ -69,15 +69,17 @@ def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_r
         assert store.verify().damage == ()
 
 
-def test_a_broken_record_pauses_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [b"{", b'{"at_us": 1e999, "who": ""}', b'{"at_us": 253402300800000000, "who": ""}'])
+def test_a_broken_record_pauses_too(tmp_path: Path, said: bytes) -> None:
     root = tmp_path / "s"
     filled(root)
     with open_store(root, settings=CHOSEN) as store:
         store.pauses.pause("me")
-        (root / "pause" / "0000000000000001.json").write_bytes(b"{")
+        (root / "pause" / "0000000000000001.json").write_bytes(said)
         with pytest.raises(Paused, match="unreadable"):
             store.gc()
         assert store.pauses.pause("again").who == ""
+        assert store.gc_state().paused_since is not None
         assert store.pauses.resume()
         assert not store.pauses.resume()
 

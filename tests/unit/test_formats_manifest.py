@@ -222,3 +222,4 @@ def test_fields_at_their_bounds_come_back() -> None:
     found = decode_manifest(encode_manifest(made), "m")
     assert (found.tenant, found.key, found.metadata) == (made.tenant, made.key, made.metadata)
     assert (found.version, found.size_bytes, found.created_us) == (made.version, made.size_bytes, made.created_us)
+    assert found.info.created.isoformat() == "9999-12-31T23:59:59.999999+00:00"

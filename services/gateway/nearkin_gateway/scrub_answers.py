@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from nearkin.config_keeping import ScrubSettings
 from nearkin.formats.condemned import Condemned
+from nearkin.formats.manifest import moment_of
 from nearkin.records import ContainerId
 from nearkin.store.containers import object_name
 from nearkin.store.scrubbed import ScrubState
@@ -48,4 +48,4 @@ def scrub_json(state: ScrubState, quarantined: Mapping[int, Condemned], settings
 
 
 def _time(at_us: int) -> str:
-    return datetime.fromtimestamp(at_us / 1e6, UTC).isoformat()
+    return moment_of(at_us).isoformat()

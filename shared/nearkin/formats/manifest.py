@@ -12,7 +12,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from struct import Struct
 
 import numpy as np
@@ -38,6 +38,7 @@ SEGMENTS_MAX = 1 << 24
 """2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
 CREATED_US_MAX = 253_402_300_799_999_999
 """The last microsecond of the year 9999, where Python's datetime ends."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _HAS_SHA256 = 1
 _TENANT_BYTES_AT = 116
 assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/formats/manifest.md
@@ -84,13 +85,18 @@ class Manifest:
             key=self.key,
             version=self.version,
             size_bytes=self.size_bytes,
-            created=datetime.fromtimestamp(self.created_us / 1e6, UTC),
+            created=moment_of(self.created_us),
             digest=f"blake3:{self.blake3.hex()}",
             sha256=self.sha256.hex() if self.sha256 else None,
             segments=len(self.segments),
             chunks=self.ledger.chunks,
             metadata=self.metadata,
         )
+
+
+def moment_of(us: int) -> datetime:
+    """Return when it was, in UTC, of microseconds since 1970. As a float the last few of 9999 are the next year's."""
+    return _EPOCH + timedelta(microseconds=us)
 
 
 def tenant_of_manifest(data: bytes | memoryview) -> str:

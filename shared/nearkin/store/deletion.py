@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
 
 from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
+from nearkin.formats.manifest import moment_of
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
 from nearkin.reports import Damage, Deletion, VersionInfo
@@ -144,8 +144,8 @@ class Deletions:
             now_us = int(self._clock() * 1e6)
             if now_us > latest.until_us:
                 raise NotFound(
-                    f"{_named(key, version)}: deleted at {_time(latest.at_us):%Y-%m-%dT%H:%M:%SZ}; it could be "
-                    f"brought back until {_time(latest.until_us):%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
+                    f"{_named(key, version)}: deleted at {moment_of(latest.at_us):%Y-%m-%dT%H:%M:%SZ}; it could be "
+                    f"brought back until {moment_of(latest.until_us):%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
                 )
             marks = [
                 Mark(tenant, key, found.version, found.sequence + 1, Kind.UNDELETED, now_us, 0, made_by, who, reason)
@@ -176,7 +176,8 @@ class Deletions:
                     name = mark_name(tenant, key, history.version, history.sequence)
                     broken(Damage(name, str(err), ((key, history.version),)))
                 else:
-                    yield Deletion(key, mark.version, _time(mark.at_us), _time(mark.until_us), mark.who, mark.reason)
+                    at, until = moment_of(mark.at_us), moment_of(mark.until_us)
+                    yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +292,3 @@ def _check(key: str, version: int | None, reason: str) -> None:
 
 def _named(key: str, version: int | None) -> str:
     return f"key {key!r}" if version is None else f"key {key!r} version {version}"
-
-
-def _time(us: int) -> datetime:
-    return datetime.fromtimestamp(us / 1e6, UTC)

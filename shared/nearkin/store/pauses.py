@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from nearkin.errors import Corrupt, Paused
+from nearkin.formats.manifest import moment_of
 from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
@@ -77,6 +78,8 @@ class Pauses:
     def _at(self, sequence: int) -> Pause:
         try:
             said = json.loads(self._records.get(sequence))
-            return Pause(int(said["at_us"]), str(said["who"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as err:
+            found = Pause(int(said["at_us"]), str(said["who"]))
+            moment_of(found.at_us)  # who tells of it says when in words
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
             raise Corrupt(f"{self._records.name(sequence)}: {err}") from err
+        return found

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from nearkin.config import Settings
 from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.answers import info_json, ledger_json
-from nearkin.formats.manifest import Manifest
+from nearkin.formats.manifest import Manifest, moment_of
 from nearkin.formats.message import End, Envelope, Placed
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.records import Locations
@@ -392,7 +391,7 @@ class CommitHandler:
             "origin": origin.hex(),
             "tenant": envelope.tenant,
             "key": envelope.key,
-            "began": datetime.fromtimestamp(began_us / 1e6, UTC).isoformat() if began_us else None,
+            "began": moment_of(began_us).isoformat() if began_us else None,
             **what,
         }
         headers = headers_of("committer", what["state"], envelope, traceparent)
