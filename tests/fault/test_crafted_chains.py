@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
     reader, again = ChunkReader(store), rows_from(2, 1).take(np.zeros(100, np.intp))
     assert bytes(reader.fetch(reader.plan(again))) == bytes(target) * 100
     assert max(joined) <= 200 * KIB
+
+
+@pytest.mark.parametrize("held", [samples.noise(1000, "held"), np.zeros(1000, np.uint8)], ids=["stored", "packed"])
+@pytest.mark.parametrize("really_bytes", [600, 999])
+def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Path, held: U8, really_bytes: int) -> None:
+    """Not BadInput of the kernel that finds it short: nobody asked for anything wrong."""
+    packer = samples.compressor()
+    options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
+    blocks = [
+        replace(encode_block(held[:really_bytes], layout.RAW, 0, packer), raw_bytes=len(held)),
+        encode_patch(held[500:], held[500:], 1, packer, options),
+    ]
+    table = chunk_table([500, 500, 500], [0, 0, 1], [500, 500, 500], [None, None, 1])
+    own = Locations(np.array([samples.CONTAINER], np.uint64), np.array([1], np.uint32))
+    prefixes = PrefixTable(np.array([0, 0, 1], np.uint32), own)
+    data = encode_container(samples.CONTAINER, samples.DOMAIN, 2, samples.SKETCHES, blocks, table, SEGMENTS, prefixes)
+    store = put(tmp_path, data.data)
+    reader = ChunkReader(store)
+    for rows in ((1, 1), (2, 1), (0, 3), (1, 2)):
+        for read in (reader.fetch, reader.lent):
+            with pytest.raises(Corrupt, match=f"of {really_bytes} bytes, where its directory says 1000"):
+                read(reader.plan(rows_from(*rows)))
 
 
 def lattice(wide: int, deep: int, chunk_bytes: int) -> tuple[bytes, U8]:

@@ -231,7 +231,11 @@ class ChunkReader:
     def _by_itself(self, name: BlockName, record: bytes | memoryview) -> Task:
         what = called(name)
         prefix: U8 | None = None
-        if checked_block(record, what).kind == layout.PATCH:  # its checksum, before anything is read for it
+        checked = checked_block(record, what)  # its checksum, before anything is read for it
+        told = self._source.directory(name[0]).blocks.raw[name[1] :][:1]  # none, or 0: gone since it was read
+        if told.any() and told[0] != checked.raw_bytes:
+            raise Corrupt(f"{what}: of {checked.raw_bytes} bytes, where its directory says {told[0]}")
+        if checked.kind == layout.PATCH:
             prefix = yield self._leaned_on(name)
         decoded = decode_block(record, what, prefix, self._source.buffers.take)
         self._source.keep([name], [decoded])
