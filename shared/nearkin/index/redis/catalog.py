@@ -9,6 +9,7 @@ summary of a container          12 numbers; depths: count 1, then 4 each; named 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import astuple, fields, replace
 from hashlib import blake2b
 from struct import Struct
@@ -27,6 +28,7 @@ assert _SUMMARY.size == 60
 _SUMMARY_FIELDS = tuple(field.name for field in fields(ContainerSummary))[1:13]
 assert (_SUMMARY_FIELDS[0], _SUMMARY_FIELDS[-1]) == ("container_bytes", "delta_bytes")
 _COUNT = Struct("<I")
+NAME_BYTES_MAX = 255
 
 
 def tenant_tag(tenant: str) -> str:
@@ -84,9 +86,16 @@ def pack_summary(summary: ContainerSummary) -> bytes:
     """Return a container's summary, without its id."""
     numbers = [getattr(summary, name) for name in _SUMMARY_FIELDS]
     depths = bytes([len(summary.depths)]) + b"".join(map(_COUNT.pack, summary.depths))
-    counts = summary.sketches | {f"?{name}": count for name, count in summary.found_by.items()}
-    named = b"".join(bytes([len(name.encode())]) + name.encode() + _COUNT.pack(count) for name, count in counts.items())
+    counts = Counter[bytes]()
+    for name, count in (*summary.sketches.items(), *((f"?{name}", count) for name, count in summary.found_by.items())):
+        counts[_cut(name)] += count
+    named = b"".join(bytes([len(name)]) + name + _COUNT.pack(count) for name, count in counts.items())
     return _SUMMARY.pack(*numbers) + depths + named
+
+
+def _cut(name: str) -> bytes:
+    """Return so much of a name as a summary has room for: a container may tell of sketches by longer ones."""
+    return name.encode()[:NAME_BYTES_MAX].decode(errors="ignore").encode()
 
 
 def parse_summary(container: ContainerId, packed: bytes) -> ContainerSummary:
