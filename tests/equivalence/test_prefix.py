@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -131,3 +132,15 @@ def test_bytes_that_are_looked_at_stay_where_they_are(kind: Any) -> None:
     assert bytes(prefix.content) == bytes(PAYLOAD[:80])
     prefix.clear()
     assert len(prefix) == 0
+
+
+def test_nobody_writes_into_a_prefix() -> None:
+    prefix = BasePrefix(1 << 20, 4096)
+    prefix.add(np.zeros(1, np.intp), bases_of(BasePrefix, [[(1, 2, 3, 1000)]]))
+    before = bytes(prefix.content)
+    with pytest.raises((TypeError, BufferError)):
+        io.BytesIO(b"other bytes").readinto(prefix)  # type: ignore[arg-type]
+    with prefix.content as content, pytest.raises((TypeError, BufferError)):
+        io.BytesIO(b"other bytes").readinto(content)
+    assert bytes(prefix.content) == before
+    prefix.clear()  # nothing looks at it any more

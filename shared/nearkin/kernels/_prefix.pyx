@@ -4,6 +4,7 @@ content   | base 0 | base 1 | ...           starts[i] is where base i begins
 slots     | 0 | 3 | 0 | 1 | ...             1 + a base's number by hash of (container, ordinal), linear probing
 """
 
+from cpython.buffer cimport PyBUF_WRITABLE
 from libc.stddef cimport size_t
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
@@ -88,6 +89,8 @@ cdef class BasePrefix:
         return self.room
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if flags & PyBUF_WRITABLE:
+            raise BufferError("a prefix is read-only")
         self.shape = <Py_ssize_t>self.used
         self.stride = 1
         buffer.buf = self.bytes_at
