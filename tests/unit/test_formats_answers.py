@@ -85,3 +85,7 @@ def test_a_field_that_is_missing_or_of_another_kind_is_refused(
     for wrong in (None, [], "text", 5, [whole]):
         with pytest.raises(ValueError, match="want an object"):
             read(wrong)
+    for wrong in (10**400, float("inf"), float("nan")):  # JSON spells each of them
+        if "seconds" in whole:
+            with pytest.raises(ValueError, match="seconds"):
+                read({**whole, "seconds": wrong})

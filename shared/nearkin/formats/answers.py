@@ -10,6 +10,7 @@ parse raises ValueError: who reads knows where it came from.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -366,7 +367,7 @@ def _moment(told: Mapping[str, Any], name: str) -> datetime:
 
 def _number(told: Mapping[str, Any], name: str) -> float:
     value = told.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} {value!r:.40}: want a number, 0 or more")
     return float(value)
 

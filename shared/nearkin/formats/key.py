@@ -19,6 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.formats.manifest import moment_of
 from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES
 from nearkin.frozen import frozen
 
@@ -87,12 +88,12 @@ def data_key(owner: bytes, number: int, unwrapped: bytes, what: str) -> DataKey:
     try:
         said = json.loads(unwrapped)
         found = DataKey(
-            owner, number, bytes.fromhex(said["secret"]), int(said["created_us"]), bytes.fromhex(said["domain"]),
+            owner, number, bytes.fromhex(said["secret"]), _when(said["created_us"]), bytes.fromhex(said["domain"]),
             said["tenant"],
         )  # fmt: skip
         if len(found.secret) != KEY_BYTES:
             raise ValueError("a key of another length")  # noqa: TRY301 - one place names the record
-    except (ValueError, KeyError, TypeError) as err:
+    except (ValueError, KeyError, TypeError, OverflowError) as err:
         raise Corrupt(f"{what}: what it unwraps to is no data key") from err
     return found
 
@@ -156,8 +157,8 @@ def decode_erased(data: bytes, what: str) -> int:
     """Return when it was, in microseconds since 1970. Raises Corrupt, FormatTooNew."""
     said = _decoded(data, what, ERASED_FORMAT)
     try:
-        return int(said["erased_us"])
-    except (KeyError, TypeError, ValueError) as err:
+        return _when(said["erased_us"])
+    except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise Corrupt(f"{what}: does not say when") from err
 
 
@@ -187,6 +188,13 @@ def decode_envelope(data: bytes, what: str) -> bytes | None:
         return base64.b64decode(said["sealed"], validate=True)
     except (ValueError, KeyError, TypeError, binascii.Error) as err:
         raise Corrupt(f"{what}: not the descriptor of an encrypted store") from err
+
+
+def _when(us: Any) -> int:
+    """Return microseconds since 1970. Raises ValueError, TypeError, or OverflowError for no time that can be told."""
+    found = int(us)
+    moment_of(found)
+    return found
 
 
 def _encoded(said: Mapping[str, object]) -> bytes:

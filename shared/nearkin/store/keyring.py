@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 
 from blake3 import blake3
 
@@ -26,6 +26,7 @@ from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, KeysLost, Not
 from nearkin.fingerprints import domain_of
 from nearkin.formats import key as fmt
 from nearkin.formats.key import DataKey, KeyName
+from nearkin.formats.manifest import moment_of
 from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES, STORE_OWNER
 from nearkin.frozen import frozen
 from nearkin.store import descriptor
@@ -185,8 +186,9 @@ class Keyring:
             self._look(owner, found)
             found.looked = at
         if found.erased_us is not None:
+            when = moment_of(found.erased_us)
             raise Erased(
-                f"{self._named(owner)}: its keys were erased at {_time(found.erased_us):%Y-%m-%dT%H:%M:%SZ}: what they "
+                f"{self._named(owner)}: its keys were erased at {when:%Y-%m-%dT%H:%M:%SZ}: what they "
                 "sealed can never be read again"
             )
         return found
@@ -371,7 +373,7 @@ class Keyring:
                 try:
                     wrapped_by, _ = read_decoded(self._objects, str(name), fmt.decode_key)
                     key = self._unwrapped(name)
-                    created, tenant = _time(key.created_us), key.tenant or tenant
+                    created, tenant = moment_of(key.created_us), key.tenant or tenant
                 except (Corrupt, ConfigError, NotFound) as err:
                     problem = str(err)
                 last = number == max(newest)
@@ -451,7 +453,3 @@ def open_keyring(objects: ParityObjects, wrapper: KeyWrapper) -> Keyring:
             "into it what this one holds"
         )
     raise Corrupt(f"{fmt.FOLDER}/: the keys of this store are gone: restore the folder from a copy")
-
-
-def _time(us: int) -> datetime:
-    return datetime.fromtimestamp(us / 1e6, UTC)
