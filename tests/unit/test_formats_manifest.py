@@ -189,6 +189,15 @@ def test_what_could_not_be_read_again_is_not_written(change: dict[str, Any]) -> 
         encode_manifest(replace(samples.small_manifest(), **change))
 
 
+@pytest.mark.parametrize("container", [0, 1])
+def test_a_segment_that_lies_in_no_container_is_not_written(container: int) -> None:
+    made = samples.small_manifest()
+    containers = made.segments.containers.copy()
+    containers[3] = container
+    with pytest.raises(BadInput, match=f"a segment of container {container}, which is none"):
+        encode_manifest(replace(made, segments=Locations(containers, made.segments.ordinals)))
+
+
 def test_more_segments_than_a_reader_takes_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmt, "SEGMENTS_MAX", 6)
     with pytest.raises(BadInput, match="7 segments: want at most 6"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import message as fmt
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.formats.message import (
     End,
@@ -135,6 +136,30 @@ def test_why_a_blob_failed_can_always_be_told(failure: object) -> None:
     assert len(found.failure.encode()) <= 4 * fmt.FAILURE_CHARACTERS_MAX
     sent = End(BLOB, 123, b"o" * 16, failure=str(failure))
     assert decode(encode(sent), "test") == replace(sent, failure=found.failure)
+
+
+@pytest.mark.parametrize(("container", "ordinal"), [(0, 0), (1, 8192), (1, 0xFFFFFFFF), (5, ROWS_MAX)])
+def test_a_base_that_no_container_has_is_refused(container: int, ordinal: int) -> None:
+    """The zero chunk was taken as one: the container that it came into was refused whole, with all else in it."""
+    pairs = paired(deduplicated(segmented(mixed_content()[:60_000])))
+    where = Locations(pairs.bases.containers.copy(), pairs.bases.ordinals.copy())
+    row = int(np.flatnonzero(pairs.base_found)[0])
+    where.containers[row], where.ordinals[row] = container, ordinal
+    with pytest.raises(Corrupt, match="a place that no container has"):
+        decode(encode(Paired(BLOB, replace(pairs, bases=where))), "test")
+    not_found = pairs.base_found.copy()
+    not_found[row] = False  # nobody looks there
+    decode(encode(Paired(BLOB, replace(pairs, bases=where, base_found=not_found))), "test")
+
+
+@pytest.mark.parametrize(("container", "ordinal"), [(1, 8192), (99, ROWS_MAX)])
+def test_a_known_chunk_that_no_container_has_is_refused(container: int, ordinal: int) -> None:
+    fresh = deduplicated(segmented(mixed_content()[:60_000]))
+    where = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
+    row = int(np.flatnonzero(fresh.chunk_known)[0])
+    where.containers[row], where.ordinals[row] = container, ordinal
+    with pytest.raises(Corrupt, match="a place that no container has"):
+        decode(encode(Fresh(BLOB, replace(fresh, chunk_locations=where))), "test")
 
 
 def test_a_later_version_is_told_from_garbage() -> None:

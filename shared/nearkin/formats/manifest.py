@@ -22,7 +22,7 @@ from nearkin.formats import columns, runs
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import ZERO, Bools, Locations
+from nearkin.records import CONTAINER_ID_MIN, ZERO, Bools, Locations
 from nearkin.reports import Ledger, VersionInfo
 
 VERSION = 2
@@ -116,6 +116,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ordinals = manifest.segments.ordinals
     if problem is None and len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
         problem = f"segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most"
+    if problem is None and len(ordinals) and int(manifest.segments.containers.min()) < CONTAINER_ID_MIN:
+        problem = f"a segment of container {int(manifest.segments.containers.min())}, which is none"
     if problem is not None:
         raise BadInput(f"{manifest.key!r}: {problem}")
     table, refs = runs.container_table(manifest.segments.containers, HOLDER)

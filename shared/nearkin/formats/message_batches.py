@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.errors import Corrupt
+from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.message_layout import Kind, Opened, joined_column, joined_flags, what_of
 from nearkin.frozen import frozen
 from nearkin.limits import SEGMENT_BYTES_MAX
 from nearkin.records import (
+    CONTAINER_ID_MIN,
     NAME_BYTES,
     SEGMENT_ID_BYTES,
     U8,
@@ -78,6 +80,7 @@ def read_paired(messages: Sequence[Opened]) -> list[PairedBatch]:
     fresh = _fresh(messages)
     found, ranks = joined_flags(messages, "base_found"), joined_column(messages, "base_rank")
     bases = Locations(joined_column(messages, "base_containers"), joined_column(messages, "base_ordinals"))
+    _check_places(messages, bases.take(np.flatnonzero(found)))
     result, start = [], 0
     for message, batch in zip(messages, fresh, strict=True):
         rows = slice(start, start + message.counts.fresh)
@@ -159,6 +162,12 @@ def _bounds(messages: Sequence[Opened], segment_starts: _I64, chunk_starts: _I64
     return bounds.astype(np.uint32)
 
 
+def _check_places(messages: Sequence[Opened], places: Locations) -> None:
+    """Refuse places that no container has: one in what is built would make all of that what no reader takes."""
+    if len(places) and (int(places.containers.min()) < CONTAINER_ID_MIN or int(places.ordinals.max()) >= ROWS_MAX):
+        raise Corrupt(f"{what_of(messages)}: names a place that no container has")
+
+
 def _fresh(messages: Sequence[Opened]) -> list[FreshBatch]:
     segment_starts, chunk_starts = _starts(messages)
     known = joined_flags(messages, "chunk_known")
@@ -183,6 +192,9 @@ def _fresh(messages: Sequence[Opened]) -> list[FreshBatch]:
     segment_known = joined_flags(messages, "segment_known")
     segments = Locations(joined_column(messages, "segment_containers"), joined_column(messages, "segment_ordinals"))
     chunks = Locations(joined_column(messages, "chunk_containers"), joined_column(messages, "chunk_ordinals"))
+    _check_places(messages, segments.take(np.flatnonzero(segment_known)))
+    placed = np.flatnonzero(known & (chunks.containers != 0))  # those of known segments are known without a place
+    _check_places(messages, chunks.take(placed))
     rows -= before[rows]
     result = []
     for number in range(len(messages)):
