@@ -26,7 +26,7 @@ from nearkin.records import I32, U8, U32, U64, ZERO, ContainerId, Locations, bou
 from nearkin.store.containers import ContainerSource
 from nearkin.store.plans import BlockName, Plan, by_block
 
-DECODED_BYTES_MAX = 48 * MIB
+DECODED_BYTES_MAX = 96 * MIB
 """Of blocks that are decoded together: they stay in memory for so long, whatever their cache lets go of."""
 ROWS_MAX = 1 << 17
 """Of bases that are planned together: 100 bytes each."""

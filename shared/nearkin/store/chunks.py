@@ -314,7 +314,7 @@ class ChunkReader:
         if not len(wanted):
             return
         blocks = by_block(plan, wanted)
-        visits = list(range(len(blocks.names)))
+        visits = np.argsort(blocks.rows[blocks.bounds[:-1]]).tolist()  # those close by in the stream share bases
         while visits:
             found: list[U8 | None] = yield [blocks.names[visit] for visit in visits]
             first, visits = visits[: len(found)], visits[len(found) :]
