@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 import zlib
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nearkin.lab import corpora, crate, kernel_rows, ours, peers, resemblance, s
 from nearkin.lab.measuring import SAID_BYTES_MAX, CommandFailed, asked, choose_core, first_line, pinned, run
 from nearkin.lab.pairs_room import sample_pairs
 from nearkin.lab.peer import MissingPeer
-from nearkin.lab.record import Corpus, Row, Spread, cell, spread
+from nearkin.lab.record import Corpus, LeftOut, Record, Row, Spread, cell, spread
 from nearkin.lab.solid import ZstdLong
 from nearkin.testing import debian
 from nearkin.testing.corpora import MissingTool
@@ -297,3 +298,25 @@ def test_a_ratio_stands_beside_the_least_and_the_largest_of_its_rounds() -> None
         [row("mine", True, 100, 120, 150), *peer]
     )
     assert "| put all, MB/s | 80.0 (fast) | 110.0 | 1.38 |" in store_room._by_best([row("mine", True, 100, 120), *peer])
+
+
+def test_what_did_not_run_is_told_once_whatever_the_corpora_and_rounds() -> None:
+    gone = LeftOut("kopia", "kopia is not installed", "build it")
+    record = Record("store", "nearkin bench store", 0, 3, 0, [], left_out=[gone, LeftOut("borg", "ended with 2"), gone])
+    told = record.as_json()["left_out"]
+    assert isinstance(told, list)
+    assert [one["tool"] for one in told] == ["kopia", "borg"]
+
+
+def test_a_corpus_in_letters_that_the_font_lacks_is_drawn_without_a_warning(tmp_path: Path) -> None:
+    chart = pytest.importorskip("nearkin.lab.chart")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "1"
+    path.write_bytes(b"x")
+    figures = {name: spread([2.0]) for name in ("put_mbps", "get_newest_mbps", "reduction")}
+    rows = [Row("コーパス 🎉", "store", "nearkin", "default", "1", True, figures)]
+    record = Record("store", "nearkin bench store", 0, 1, 0, [Corpus("コーパス 🎉", [path])], rows=rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = chart.draw(record, ("svg", "png"))
+    assert "コーパス 🎉" in drawn["svg"].decode()

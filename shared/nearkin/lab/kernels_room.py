@@ -66,7 +66,7 @@ def run(
         for number, corpus in enumerate(corpora):
             _measure_corpus(record, corpus, kernels, steps, number * each, len(corpora) * each)
     if not record.rows:
-        raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out)}")
+        raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
     return record
 
 

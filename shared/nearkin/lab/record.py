@@ -182,6 +182,10 @@ class Record:
     """What only this room has; JSON values."""
     machine: dict[str, object] = field(default_factory=machine_json)
 
+    def left_out_once(self) -> list[LeftOut]:
+        """Return what did not run, each reason once: a tool is looked for anew for each corpus and in each round."""
+        return list(dict.fromkeys(self.left_out))
+
     def as_json(self) -> dict[str, object]:
         """Return the whole record as JSON values."""
         sha1 = spread(self.sha1_8k_mbps)
@@ -197,6 +201,6 @@ class Record:
             "corpora": [corpus.as_json() for corpus in self.corpora],
             "sha1_8k_mbps": None if sha1 is None else sha1.as_json(),
             "rows": [row.as_json() for row in self.rows],
-            "left_out": [tool.as_json() for tool in self.left_out],
+            "left_out": [tool.as_json() for tool in self.left_out_once()],
             **self.details,
         }

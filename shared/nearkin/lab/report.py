@@ -68,8 +68,7 @@ def markdown(record: Record) -> str:
         *tables,
     ]
     if record.left_out:
-        told = dict.fromkeys(one.text() for one in record.left_out)
-        lines += ["Left out:", "", *(f"- {text}" for text in told), ""]
+        lines += ["Left out:", "", *(f"- {one.text()}" for one in record.left_out_once()), ""]
     return "\n".join(lines)
 
 

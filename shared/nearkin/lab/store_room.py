@@ -93,7 +93,7 @@ def run(
                 if rows:
                     save(record)
     if not record.rows:
-        raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out)}")
+        raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
     return record
 
 
