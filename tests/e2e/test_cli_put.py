@@ -17,7 +17,7 @@ from blake3 import blake3
 
 import nearkin
 from nearkin.limits import MIB
-from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused
+from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, command, environment
 
 LEDGER = {
     "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",
@@ -64,6 +64,18 @@ def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> Non
     put = call.answer("put", "key", tmp_path / "pipe", "--store", tmp_path / "store")
     writer.join()
     assert put["digest"] == f"blake3:{blake3(SECOND).hexdigest()}"
+
+
+def test_a_named_pipe_is_put_where_stdin_is_closed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(SECOND,))
+    writer.start()
+    put = command("put", "key", tmp_path / "pipe", "--store", tmp_path / "store")
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" <&-', "sh", *put], capture_output=True, env=environment(), timeout=60, check=False
+    )
+    writer.join(30)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.fixture

@@ -97,6 +97,20 @@ def test_who_closed_stdout_gets_all_but_what_it_would_say(tmp_path: Path, words:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_what_is_for_stderr_goes_nowhere_where_that_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "file").write_bytes(b"content")
+    (tmp_path / "tree" / "link").symlink_to("file")
+    words = "--store", tmp_path / "store", "put", "-r", tmp_path / "tree"
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" 2>&-', "sh", *command(*words)],
+        stdout=subprocess.PIPE, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert b"link" not in done.stdout
+    assert done.stdout.startswith(b"1 file below")
+
+
 def test_a_full_disk_is_one_line(store: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(

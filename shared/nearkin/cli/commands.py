@@ -110,7 +110,7 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
     holes of FILE, which take no space.
     """
     from nearkin.cli.arguments import check_key, parse_range
-    from nearkin.cli.output import costs_json, costs_line, print_json
+    from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.restored import Restored
     from nearkin.formats.answers import info_json
@@ -140,7 +140,7 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
         more = {"reads": costs_json(costs)} if costs is not None else {}
         print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds, **more})
     elif costs is not None:
-        click.echo(costs_line(costs), err=True)
+        to_stderr(costs_line(costs))
 
 
 @nearkin.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -133,7 +132,7 @@ def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootst
     A record goes to the topic and partition it came from, with a header __nearkin.replayed.from; a second replay of a
     letter is refused.
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import notice, print_json, say
     from nearkin.printing import printable
 
     if everything == bool(letters) or (topic is not None and not everything):
@@ -150,7 +149,7 @@ def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootst
         return
     for found in sent:
         say(f"{found.partition}:{found.offset} -> {printable(_from(found).partition('@')[0])}")
-    print(f"nearkin: {len(sent):,} sent back", file=sys.stderr)
+    notice(f"{len(sent):,} sent back")
 
 
 def _letter_json(letter: DeadLetter) -> dict[str, object]:

@@ -55,7 +55,13 @@ def say(line: str) -> None:
 
 def notice(line: str) -> None:
     """Print one line for people to stderr."""
-    print(f"nearkin: {line}", file=sys.stderr)
+    to_stderr(f"nearkin: {line}")
+
+
+def to_stderr(line: str) -> None:
+    """Print one line to stderr, or nowhere where that was closed: print() would then take stdout, the data's place."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
 
 
 def print_json(value: object) -> None:

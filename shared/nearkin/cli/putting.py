@@ -47,7 +47,7 @@ def put_one(session: Session, key: str, source: str, metadata: dict[str, str], s
         ):
             result = store.put(key, content, metadata=metadata, sha256=sha256, progress=progress)
     finally:
-        if not isinstance(content, Path) and content is not sys.stdin.buffer:
+        if source != "-" and not isinstance(content, Path):
             content.close()
     if session.as_json:
         print_json(put_json(result))
