@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -128,9 +128,10 @@ def _read_environment() -> dict[str, Any]:
         first, *below = name.split("__")
         known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
         if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
-            raise ConfigError(
-                f"environment {ENVIRONMENT_PREFIX}{name.upper()}: no such setting; `nearkin config` lists them all"
-            )
+            names = [f"{section}__{field}" for section in SECTIONS for field in _fields(section)]
+            near = _near(name, [*names, *(one for one in _fields(None) if one not in SECTIONS)])
+            hint = _or_listed([f"{ENVIRONMENT_PREFIX}{one.upper()}" for one in near])
+            raise ConfigError(f"environment {ENVIRONMENT_PREFIX}{name.upper()}: no such setting; {hint}")
     plain = nested({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
     if plain is not None:
         return plain
@@ -191,21 +192,49 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"])
     source = _set_by(field, sources)
     cause = first.get("ctx", {}).get("error")
-    given = printable(str(shown(field, first["input"])))
+    given = _as_written(shown(field, first["input"]))
     if isinstance(cause, Unknown):
         return ConfigError(f"{choose(field, given, cause.known)}{source}")
     if isinstance(cause, Refused):
-        return _refused(field, given, cause, sources)
+        return ConfigError(f'{field} "{given}": {cause}{source}')
     if cause is not None:  # a section or the whole: the text names fields and values itself
         return ConfigError(f"{field}: {cause}" if field else str(cause))
     if first["type"] == "unexpected_keyword_argument":
-        return ConfigError(f'{field} "{given}": no such setting; `nearkin config` lists them all{source}')
+        named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'  # whose values may be secrets
+        section, dot, name = field.rpartition(".")
+        near = [f"{section}{dot}{one}" for one in _near(name, _fields(section) if dot else _fields(None))]
+        return ConfigError(f"{named}: no such setting; {_or_listed(near)}{source}")
+    if first["type"] == "dataclass_type" and field in SECTIONS:
+        remedy = f"is a section, not one value; `nearkin config {field}` lists what it holds"
+        return ConfigError(f'{field} "{given}": {remedy}{source}')
     return ConfigError(f'{field} "{given}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')
 
 
-def _refused(name: str, value: object, why: Refused, sources: Mapping[str, str]) -> ConfigError:
-    return ConfigError(f'{name} "{printable(str(shown(name, value)))}": {why}{_set_by(name, sources)}')
+def _as_written(value: object) -> str:
+    """Return a value as a file or a variable has it."""
+    return str(value).lower() if isinstance(value, bool) else printable(str(value))
+
+
+def _fields(section: str | None) -> list[str]:
+    """Return the names of a section; None: those that are in none, and the sections'. Empty for what is no section."""
+    if section is None:
+        return list(Settings.__dataclass_fields__)
+    return list(type(SECTIONS[section]).__dataclass_fields__) if section in SECTIONS else []
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    from difflib import get_close_matches
+
+    return get_close_matches(name, known, n=2, cutoff=0.75)
+
+
+def _or_listed(near: Sequence[str]) -> str:
+    """Return the remedy for a name that is not known."""
+    return f"did you mean {' or '.join(near)}?" if near else "`nearkin config` lists them all"
 
 
 def _set_by(name: str, sources: Mapping[str, str]) -> str:
-    return f" (set by {_named(sources[name], name)})" if name in sources else ""
+    source = _source_of(name, sources)
+    if source == "default":  # a part of a list or a table, which its source gave as one value
+        name, source = next(((part, sources[part]) for part in sources if name.startswith(f"{part}.")), (name, source))
+    return f" (set by {_named(source, name)})" if source != "default" else ""

@@ -70,39 +70,71 @@ class OneOf(Rule):
         return value
 
 
+class _Number(Rule):
+    """A number. True and false are none, though Python and pydantic count them as 1 and 0."""
+
+    def wanted(self) -> str:
+        """Return what would be right."""
+        raise NotImplementedError
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a number."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(self.no_bool, handler(source))
+
+    def no_bool(self, value: object) -> object:
+        """Return `value`. Raises Refused."""
+        if isinstance(value, bool):
+            raise Refused(f"want {self.wanted()}")
+        return value
+
+
 @frozen
-class Between(Rule):
+class Between(_Number):
     """A number in a closed range; a power of two where the field needs one."""
 
     least: int
     most: int
     power_of_two: bool = False
 
+    def wanted(self) -> str:
+        """Return what would be right."""
+        return f"{self.least} to {self.most}"
+
     def check(self, value: int) -> int:
         """Return `value`. Raises Refused."""
         if not self.least <= value <= self.most:
-            raise Refused(f"want {self.least} to {self.most}")
+            raise Refused(f"want {self.wanted()}")
         if self.power_of_two and value & (value - 1):
             raise Refused("want a power of two")
         return int(value)
 
 
 @frozen
-class Share(Rule):
+class Share(_Number):
     """A part of a whole, from 0 up to a bound."""
 
     most: float
 
+    def wanted(self) -> str:
+        """Return what would be right."""
+        return f"a share from 0 to {self.most}"
+
     def check(self, value: float) -> float:
         """Return `value`. Raises Refused."""
         if not 0 <= value <= self.most:
-            raise Refused(f"want a share from 0 to {self.most}")
+            raise Refused(f"want {self.wanted()}")
         return value
 
 
 @frozen
 class Size(Between):
     """Bytes, given as a number or as `8KiB`, `400MB`."""
+
+    def wanted(self) -> str:
+        """Return what would be right."""
+        return f"{self.least} to {self.most} bytes, or a unit after them: KiB, MB"
 
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return what reads a number of bytes, with or without a unit."""
@@ -111,9 +143,9 @@ class Size(Between):
 
         def read(value: Any, carry_on: Callable[[Any], int]) -> int:
             try:
-                return carry_on(value)
+                return carry_on(self.no_bool(value))
             except ValidationError as err:
-                raise Refused(f"want {self.least} to {self.most} bytes, or a unit after them: KiB, MB") from err
+                raise Refused(f"want {self.wanted()}") from err
 
         return core_schema.no_info_wrap_validator_function(read, handler.generate_schema(ByteSize))
 

@@ -257,6 +257,19 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"algorthm": "rabin"}}, ['chunker.algorthm "rabin"', "no such setting"]),
     ({"chunkers": {"algorithm": "rabin"}}, ["chunkers", "no such setting"]),
     ({"chunker": "rabin"}, ["chunker", "rabin"]),
+    ({"chunker": "rabin"}, ['chunker "rabin": is a section, not one value; `nearkin config chunker`']),
+    ({"chunker": {"algorthm": "rabin"}}, ["did you mean chunker.algorithm?"]),
+    ({"chunkers": {"algorithm": "rabin"}}, ["chunkers: no such setting; did you mean chunker? (set by argument)"]),
+    ({"objectstore": {"secret_access_key": "s3same"}}, ["objectstore: no such setting; did you mean object_store?"]),
+    ({"delta": {"max_depth": True}}, ['delta.max_depth "true": want 1 to 63 (set by argument)']),
+    ({"delta": {"max_depth": False}}, ['delta.max_depth "false": want 1 to 63']),
+    ({"block": {"raw_bytes": True}}, ['block.raw_bytes "true": want 65536 to 31457280 bytes, or a unit']),
+    ({"gc": {"grace_seconds": True}}, ['gc.grace_seconds "true": want 0 to']),
+    ({"gc": {"compact_below": False}}, ['gc.compact_below "false": want a share from 0 to 0.95']),
+    (
+        {"retention": {"policies": [{"prefix": "x", "keep_last": True}]}},
+        ['retention.policies.0.keep_last "true": want -1 to 1000000 (set by argument)'],
+    ),
     ({"tenant": {"name": "x"}}, ["tenant"]),
 ]
 
@@ -269,6 +282,12 @@ def test_a_refusal_is_one_line_that_names_field_value_and_remedy(given: dict[str
     assert "\n" not in text
     assert len(text) < 300
     assert [part for part in said if part not in text] == [], text
+
+
+def test_a_section_that_is_misspelled_shows_no_secret_of_it() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, {"objectstore": {"secret_access_key": "s3same"}})
+    assert "s3same" not in str(raised.value)
 
 
 def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +312,21 @@ def test_a_variable_below_what_has_nothing_below_it_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv(name, "x")
     with pytest.raises(ConfigError, match=f"environment {name}: no such setting"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NEARKIN_DELTA_MAX_DEPTH", "NEARKIN_DELTA__MAX_DEPTH"), ("NEARKIN_DELTTA__CODEC", "NEARKIN_DELTA__CODEC"),
+        ("NEARKIN_TENNANT", "NEARKIN_TENANT"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_is_misspelled_is_told_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match=rf"environment {name}: no such setting; did you mean {meant}"):
         load()
 
 

@@ -68,7 +68,7 @@ def print_told(session: Session, rows: SettingRows, settings: Sequence[Told]) ->
     table = Table("setting", "value", "source", "takes", "what it does", box=SIMPLE, pad_edge=False)
     for each in settings:
         value, source = rows.get(each.name, (None, "-"))
-        shown = "-" if value is None else printable(str(value))
+        shown = _written(value)
         meaning = f"{each.meaning} (hot)" if each.hot else each.meaning
         table.add_row(each.name, shown, printable(source), each.wants.replace("`", ""), meaning.replace("`", ""))
     console().print(table)
@@ -87,8 +87,17 @@ def print_settings(session: Session, rows: SettingRows) -> None:
 
     table = Table("setting", "value", "source", box=SIMPLE, pad_edge=False)
     for name, (value, source) in rows.items():
-        table.add_row(printable(name), "-" if value is None else printable(str(value)), printable(source))
+        table.add_row(printable(name), _written(value), printable(source))
     console().print(table)
+
+
+def _written(value: object) -> str:
+    """Return a value as a file of settings has it, a dash for none."""
+    from nearkin.printing import printable
+
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None else printable(str(value))
 
 
 def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, object]]:
