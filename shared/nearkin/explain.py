@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from nearkin.formats.manifest import Manifest
-from nearkin.index.catalog import FINDERS, finder_name
+from nearkin.index.catalog import finder_name
 from nearkin.records import ZERO, ContainerId, Locations, grouped
 from nearkin.reports import ChunkExplained, Explanation, SegmentExplained, VersionInfo
 from nearkin.restore import segment_chunks
@@ -29,7 +29,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         holder = ContainerId(int(location.containers[0]))
         directory = source.directory(holder)
         ordinal = int(location.ordinals[0])
-        sketch = directory.sketch_names[directory.segments.sketches[ordinal]].partition("/")[0]
+        sketch = directory.sketch_names[directory.segments.sketches[ordinal]]
         fresh_from = _first_own(directory.segments.chunks, directory.segments.bounds, ordinal, holder)
         locations, _ = segment_chunks(location, source)
         plan = reader.plan(locations)
@@ -46,10 +46,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
             kind = "zero" if place[0] == ZERO else "duplicate" if not fresh else "delta" if is_delta else "raw"
             if fresh:
                 introduced.add(place)
-            finder = None
-            if is_delta and fresh:
-                name = finder_name(int(plan.ranks[row]))
-                finder = name if name in FINDERS.values() else f"{sketch} {name}"
+            finder = finder_name(int(plan.ranks[row])) if is_delta and fresh else None
             kinds[kind] += 1
             if finder:
                 found_by[finder] += 1
@@ -68,7 +65,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
             )
             offset += length
         length_bytes = sum(chunk.length_bytes for chunk in chunks)
-        segments.append(SegmentExplained(sequence, offset - length_bytes, length_bytes, known, tuple(chunks)))
+        segments.append(SegmentExplained(sequence, offset - length_bytes, length_bytes, known, tuple(chunks), sketch))
     return Explanation(
         info,
         tuple(segments),

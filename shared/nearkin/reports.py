@@ -5,6 +5,7 @@ put -> PutResult    stats -> Stats    verify, repair, rebuild-index, gc -> a rep
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field, fields
 from datetime import datetime
@@ -145,6 +146,40 @@ class Stats:
     found_by: Mapping[str, int] = field(default_factory=dict)
     """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
 
+    @property
+    def metadata_bytes(self) -> int:
+        """Return what is stored beside blocks: without what is there for damage, parity and quarantine."""
+        beside = ("raw_blocks", "delta_blocks", "parity", "quarantine")
+        return self.ledger.stored_bytes - sum(self.parts.get(part, 0) for part in beside)
+
+    @property
+    def metadata_bytes_per_chunk(self) -> float:
+        """Return `metadata_bytes` by logical chunks: every chunk of every version counts; 0.0 where there is none."""
+        return self.metadata_bytes / self.ledger.chunks if self.ledger.chunks else 0.0
+
+    @property
+    def metadata_bytes_per_fresh_chunk(self) -> float:
+        """Return `metadata_bytes` by the chunks that are stored, each once; 0.0 where there is none."""
+        fresh = self.ledger.raw_chunks + self.ledger.delta_chunks
+        return self.metadata_bytes / fresh if fresh else 0.0
+
+
+FIRST_FIT_FINDER = "SF"
+"""What found a base by a super-feature is called so, with its number behind it."""
+
+
+def policy_of(finder: str) -> str:
+    """Return the `base.policy` that this finder serves; a base that a round found has none, and is told as it is."""
+    return "first-fit" if finder.startswith(FIRST_FIT_FINDER) else finder
+
+
+def by_policy(found_by: Mapping[str, int]) -> dict[str, int]:
+    """Return chunks with a base by policy, the one that found most first."""
+    sums: Counter[str] = Counter()
+    for finder, chunks in found_by.items():
+        sums[policy_of(finder)] += chunks
+    return dict(sums.most_common())
+
 
 @frozen
 class Damage:
@@ -241,7 +276,7 @@ class ChunkExplained:
     """Its share of its block, by encoded length."""
     base_fingerprint: str | None = None
     found_by: str | None = None
-    """What found the base: `locality`, or a super-feature, such as `finesse SF1`."""
+    """What found the base, in the words of `Stats.found_by`; the segment says whose super-features those are."""
 
 
 @frozen
@@ -253,6 +288,8 @@ class SegmentExplained:
     length_bytes: int
     known: bool
     chunks: tuple[ChunkExplained, ...]
+    sketch: str = ""
+    """What sketched it, in the words of `Stats.sketches`."""
 
 
 @frozen

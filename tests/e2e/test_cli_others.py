@@ -71,7 +71,12 @@ def test_stats_add_up(store: Path, call: InProcess) -> None:
     assert stats["logical_bytes"] == len(FIRST) + len(SECOND) + 5
     assert sum(stats["parts"].values()) == stats["stored_bytes"]
     assert stats["reduction_ratio"] == pytest.approx(stats["logical_bytes"] / stats["stored_bytes"])
+    assert stats["metadata_bytes"] == stats["stored_bytes"] - stats["block_bytes"]
+    fresh_chunks = stats["raw_chunks"] + stats["delta_chunks"]
+    assert stats["metadata_bytes_per_chunk"] == stats["metadata_bytes"] / stats["chunks"]
+    assert stats["metadata_bytes_per_fresh_chunk"] == stats["metadata_bytes"] / fresh_chunks
     shown = call("--store", store, "stats").stdout.decode()
+    assert f"{stats['metadata_bytes_per_fresh_chunk']:.1f} B a fresh one\n" in shown
     assert shown.startswith("3 versions of 2 keys")
     assert "base cache" not in shown
 
@@ -130,6 +135,35 @@ def test_explain_accounts_for_every_byte(store: Path, call: InProcess) -> None:
     shown = call("--store", store, "explain", "db/dump", "--segments").stdout.decode()
     assert shown.startswith("segment ")
     assert "db/dump version 2" in shown
+
+
+@pytest.mark.parametrize("policy", ["first-fit", "locality"])
+def test_stats_and_explain_name_what_found_bases_alike(tmp_path: Path, call: InProcess, policy: str) -> None:
+    env = {"NEARKIN_BASE__POLICY": policy}
+    for content in (FIRST, SECOND):
+        (tmp_path / "file").write_bytes(content)
+        call.answer("--store", tmp_path / "store", "put", "key", tmp_path / "file", env=env)
+    stats = call.answer("--store", tmp_path / "store", "stats")
+    told = call.answer("--store", tmp_path / "store", "explain", "key", "--segments")
+    assert stats["found_by"] == told["found_by"] != {}
+    assert stats["policies"] == told["policies"] == {policy: {"chunks": stats["delta_chunks"], "share": 1.0}}
+    assert {segment["sketch"] for segment in told["segments"]} == set(stats["sketches"])
+    deltas = [chunk for segment in told["segments"] for chunk in segment["chunks"] if chunk["found_by"]]
+    assert {chunk["policy"] for chunk in deltas} == {policy}
+    lines = {
+        next(line for line in call("--store", tmp_path / "store", *words).stdout.splitlines() if b"bases found" in line)
+        for words in (["stats"], ["explain", "key"])
+    }
+    assert len(lines) == 1
+    assert f"{policy} {stats['delta_chunks']:,} (100.0%" in lines.pop().decode()
+
+
+def test_an_empty_store_has_figures_for_all(tmp_path: Path, call: InProcess) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    call.answer("--store", tmp_path / "store", "put", "key", tmp_path / "file")
+    stats = call.answer("--store", tmp_path / "store", "stats")
+    assert (stats["metadata_bytes_per_chunk"], stats["metadata_bytes_per_fresh_chunk"]) == (0.0, 0.0)
+    assert "depths       -\n" in call("--store", tmp_path / "store", "stats").stdout.decode()
 
 
 def test_config_shows_each_value_and_where_it_came_from(tmp_path: Path, call: InProcess) -> None:

@@ -304,7 +304,9 @@ def stats() -> None:
     nearkin stats
     nearkin stats --json | jq .reduction_ratio
 
-    DCR and DCE are the Finesse paper's: what delta compression took off the chunks it was given.
+    DCR and DCE are the Finesse paper's: what delta compression took off the chunks it was given. Metadata are all
+    bytes beside blocks, parity and quarantine. Bases found are told by base.policy, of first-fit by super-feature too
+    (SF0 is the first); a base that a round of gc gave is "gathered" or "reference".
     """
     from nearkin.cli.output import print_json, print_stats
     from nearkin.formats.answers import stats_json
@@ -430,6 +432,8 @@ def rebuild_index() -> int:
 @shared_options
 def explain(key: str, version: int | None, segments: bool) -> None:
     """Show how a version is kept: duplicates, deltas, raw.
+
+    For deltas also what found their bases, in the words of stats; a segment says who made its super-features.
 
     nearkin explain db/dump
     nearkin explain db/dump --segments --json | jq '.segments[0].chunks'

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC
 from typing import TYPE_CHECKING
 
@@ -144,20 +145,15 @@ def print_stats(stats: Stats) -> None:
         parts.add_row(name.replace("_", " "), human_bytes(part_bytes), f"{share:.1%}")
     console().print(parts)
     lookups = stats.base_cache_hits + stats.base_cache_misses
+    say(
+        f"metadata     {human_bytes(stats.metadata_bytes)}: {stats.metadata_bytes_per_chunk:.1f} B a logical chunk, "
+        f"{stats.metadata_bytes_per_fresh_chunk:.1f} B a fresh one"
+    )
     say(f"index        {human_bytes(stats.index_bytes)} (can be rebuilt; not counted as stored)")
-    say(
-        f"segments     {stats.segments:,}" + "".join(f"; {count:,} by {name}" for name, count in stats.sketches.items())
-    )
-    say(
-        "depths       "
-        + ", ".join(f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
-    )
-    if stats.found_by:
-        found = sum(stats.found_by.values())
-        shares = sorted(stats.found_by.items(), key=lambda pair: -pair[1])
-        say(
-            "bases found  " + ", ".join(f"{printable(name)}: {count:,} ({count / found:.1%})" for name, count in shares)
-        )
+    say(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
+    depths = (f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
+    say(f"depths       {', '.join(depths) or '-'}")
+    _say_found(stats.found_by)
     if lookups:  # of the process that was asked: a command of its own has done none
         say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
 
@@ -224,9 +220,26 @@ def print_explanation(explanation: Explanation, *, segments: bool) -> None:
         table.add_row(kind, f"{count:,}", human_bytes(length_bytes), human_bytes(stored_bytes))
     console().print(table)
     known = sum(segment.known for segment in explanation.segments)
-    say(f"segments     {len(explanation.segments):,}, of them {known:,} already stored")
-    for name, count in sorted(explanation.found_by.items(), key=lambda found: -found[1]):
-        say(f"bases        {count:,} found by {printable(name)}")
+    sketches = _sketches(Counter(segment.sketch for segment in explanation.segments if segment.sketch))
+    say(f"segments     {len(explanation.segments):,}, of them {known:,} already stored{sketches}")
+    _say_found(explanation.found_by)
+
+
+def _sketches(sketches: Mapping[str, int]) -> str:
+    return "".join(f"; {count:,} by {printable(name)}" for name, count in sorted(sketches.items()))
+
+
+def _say_found(found_by: Mapping[str, int]) -> None:
+    """Print which policy found how many bases; where super-features did, each."""
+    from nearkin.reports import by_policy, policy_of
+
+    found, told = sum(found_by.values()), []
+    for policy, count in by_policy(found_by).items():
+        parts = [f"{name} {found_by[name]:,}" for name in sorted(found_by) if policy_of(name) == policy != name]
+        share = f"{count / found:.1%}{': ' if parts else ''}{', '.join(parts)}"
+        told.append(f"{policy} {count:,} ({share})")
+    if told:
+        say(f"bases found  {printable(', '.join(told))}")
 
 
 def _segment_line(segment: SegmentExplained) -> str:

@@ -172,6 +172,10 @@ def stats_json(stats: Stats) -> dict[str, object]:
         "depths": {str(depth): chunks for depth, chunks in sorted(stats.depths.items())},
         "sketches": dict(stats.sketches),
         "found_by": dict(stats.found_by),
+        "policies": _policies_json(stats.found_by),
+        "metadata_bytes": stats.metadata_bytes,
+        "metadata_bytes_per_chunk": stats.metadata_bytes_per_chunk,
+        "metadata_bytes_per_fresh_chunk": stats.metadata_bytes_per_fresh_chunk,
         "base_cache_hits": stats.base_cache_hits,
         "base_cache_misses": stats.base_cache_misses,
     }
@@ -243,6 +247,7 @@ def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, objec
         "delta_chunks": explanation.delta_chunks,
         "raw_chunks": explanation.raw_chunks,
         "found_by": dict(explanation.found_by),
+        "policies": _policies_json(explanation.found_by),
         "kinds": {
             kind: {"chunks": n, "bytes": b, "stored_estimate_bytes": s} for kind, (n, b, s) in kinds(explanation)
         },
@@ -286,6 +291,7 @@ def _segment_json(segment: SegmentExplained) -> dict[str, object]:
         "offset": segment.offset,
         "length_bytes": segment.length_bytes,
         "known": segment.known,
+        "sketch": segment.sketch,
         "chunks": [_chunk_json(chunk) for chunk in segment.chunks],
     }
 
@@ -300,10 +306,20 @@ def _segment_from(value: object) -> SegmentExplained:
         length_bytes=_count(told, "length_bytes"),
         known=_get(told, "known", bool),
         chunks=tuple(_chunk_from(chunk) for chunk in _get(told, "chunks", list)),
+        sketch=_get(told, "sketch", str) if "sketch" in told else "",
     )
 
 
+def _policies_json(found_by: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    from nearkin.reports import by_policy
+
+    found = sum(found_by.values())
+    return {name: {"chunks": chunks, "share": chunks / found} for name, chunks in by_policy(found_by).items()}
+
+
 def _chunk_json(chunk: ChunkExplained) -> dict[str, object]:
+    from nearkin.reports import policy_of
+
     return {
         "offset": chunk.offset,
         "length_bytes": chunk.length_bytes,
@@ -313,6 +329,7 @@ def _chunk_json(chunk: ChunkExplained) -> dict[str, object]:
         "stored_estimate_bytes": chunk.stored_estimate_bytes,
         "base_fingerprint": chunk.base_fingerprint,
         "found_by": chunk.found_by,
+        "policy": None if chunk.found_by is None else policy_of(chunk.found_by),
     }
 
 

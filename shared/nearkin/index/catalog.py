@@ -12,7 +12,7 @@ from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
 from nearkin.index.protocols import ContainerSummary
-from nearkin.reports import Ledger
+from nearkin.reports import FIRST_FIT_FINDER, Ledger
 
 
 @frozen
@@ -46,7 +46,7 @@ FINDERS: Mapping[int, str] = MappingProxyType(
 
 def finder_name(rank: int) -> str:
     """Return what found a base of this rank."""
-    return FINDERS.get(rank, f"SF{rank}")
+    return FINDERS.get(rank, f"{FIRST_FIT_FINDER}{rank}")
 
 
 def summarise(claims: ContainerClaims) -> ContainerSummary:
