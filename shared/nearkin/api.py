@@ -22,7 +22,7 @@ from weakref import WeakSet
 from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
-from nearkin.errors import BadInput, NearkinError, NotFound, StoreLocked, StoreUnavailable
+from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of
@@ -142,6 +142,10 @@ def _folder(path: str | Path) -> tuple[Path, bool]:
         raise StoreUnavailable(f"store {path}: {err.strerror}") from err
     except (ValueError, RuntimeError, TypeError) as err:  # a user without a home; no path at all
         raise BadInput(f"store {path!r}: {err}") from err
+    if not exists and others >= {"containers", "manifests"}:
+        raise Corrupt(
+            f"store {root}: {descriptor.NAME} is lost; restore it from a copy, every chunk's tag depends on it"
+        )
     if descriptor.NAME not in others and others - {*LOCKS, "tmp", "keys", "parity"}:
         raise BadInput(
             f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"

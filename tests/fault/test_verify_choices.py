@@ -151,13 +151,15 @@ def test_the_command_says_what_it_covered_by_which_seed(root):
     _, text = run("--since", "1h", "--json")
     told = json.loads(text)
     assert told["ok"] is False
+    object_name = told["damage"][0]["object_name"]
+    assert run("--since", "1h")[1].count(object_name) == 1  # and not once more in what is wrong with it
     assert told["damage"][0]["versions"][0]["key"] == "k1"
     assert told["since"] is not None
 
 
 @pytest.mark.parametrize("text", ["", "1", "yesterday", "2026-13-40", "-1h"])
 def test_a_time_that_is_none_is_refused(text):
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match=r"want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d"):
         parse_since(text, datetime.now(UTC))
 
 

@@ -17,6 +17,7 @@ from nearkin.api import Store
 from nearkin.errors import (
     BadInput,
     ConfigError,
+    Corrupt,
     FormatTooNew,
     NearkinError,
     NotFound,
@@ -387,6 +388,16 @@ def test_a_store_of_a_newer_format_is_refused_untouched(tmp_path):
     with pytest.raises(FormatTooNew, match=r"format 2.*up to 1"):
         open_store(root, settings=settings(SMALL))
     assert objects(root) == before
+
+
+def test_a_store_whose_descriptor_is_lost_is_told_what_brings_it_back(tmp_path):
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        store.put("k", b"content")
+    (tmp_path / "s" / "nearkin.json").unlink()
+    before = objects(tmp_path / "s")
+    with pytest.raises(Corrupt, match=r"nearkin\.json is lost; restore it from a copy"):
+        open_store(tmp_path / "s", settings=settings(SMALL))
+    assert objects(tmp_path / "s") == before
 
 
 def test_a_foreign_folder_or_file_is_refused_untouched(tmp_path):

@@ -98,7 +98,8 @@ def damage_json(damage: Sequence[Damage]) -> list[dict[str, object]]:
 def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
     """Yield each damaged object, with the versions it touches."""
     for one in damage:
-        yield f"damaged: {printable(one.object_name)}: {printable(one.problem)}"
+        problem = one.problem.removeprefix(one.object_name).removeprefix(":").strip()  # most name their object first
+        yield f"damaged: {printable(one.object_name)}: {printable(problem)}"
         if one.repairable:
             yield "  its parity holds what it was: `nearkin repair` puts it right, and reads go on until then"
         for key, version in one.versions:
@@ -111,12 +112,12 @@ def parse_since(text: str, now: datetime) -> datetime:
     """Read a `--since`: a time as ISO 8601 has it, UTC unless it says otherwise, or how long ago. Raises BadInput."""
     from nearkin.cli.forgetting import parse_duration
 
-    if "-" not in text:
-        return now - timedelta(seconds=parse_duration("since", text))
     try:
+        if "-" not in text:
+            return now - timedelta(seconds=parse_duration("since", text))
         found = datetime.fromisoformat(text)
         return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
-    except (ValueError, OverflowError) as err:
+    except (BadInput, ValueError, OverflowError) as err:
         raise BadInput(f"since {text!r}: want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d") from err
 
 
