@@ -1,0 +1,43 @@
+"""Pages for people: what they point to is there, and the list of decisions names all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DECISIONS = ROOT / "docs" / "decisions"
+_PLACES = "*.md", "docs/**/*.md", "bench/*.md", "services/*/*.md", "deploy/**/*.md"
+PAGES = sorted(page for places in _PLACES for page in ROOT.glob(places))
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """Yield what a link may name behind `#`, as GitHub makes it of headings."""
+    for heading in re.findall(r"(?m)^#+ +(.*)$", page.read_text()):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_the_list_of_decisions_names_each_once_in_order() -> None:
+    listed = re.findall(r"(?m)^\| \[\d{4}\]\(([^)]+)\)", (DECISIONS / "README.md").read_text())
+    assert listed == sorted(page.name for page in DECISIONS.glob("0*.md"))
+    assert [name[:4] for name in listed] == re.findall(r"(?m)^\| \[(\d{4})\]", (DECISIONS / "README.md").read_text())
+
+
+def test_every_decision_that_code_names_is_there() -> None:
+    numbers = {page.name[:4] for page in DECISIONS.glob("0*.md")}
+    for folder in ("shared", "services", "bench", "deploy", "tests", "docs"):
+        for page in (ROOT / folder).rglob("*"):
+            if page.suffix in (".py", ".pyx", ".h", ".c", ".md", ".yaml", ".html"):
+                named = set(re.findall(r"decisions/(\d{4})", page.read_text(errors="replace")))
+                assert named <= numbers, page
