@@ -442,7 +442,11 @@ class LocalIndex:
         """
         with self.crossing.beside(), self._changing:
             held = self._held
-            self.writable()
+            try:
+                self.writable()
+            except StoreUnavailable as err:  # a folder that is read-only, a full disk
+                missing = f"index of {self._folder.parent} is missing or unfinished, and cannot be made"
+                raise type(err)(f"{missing}: {err} (get and verify need none)") from err
             if held:
                 self._held = held
             else:

@@ -515,6 +515,14 @@ def test_the_lab_is_not_imported_until_a_room_runs() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_failure_of_nearkin_in_one_process_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"no store")
+    worker = [sys.executable, "-m", "nearkin.lab.embedded", str(tmp_path / "file")]
+    done = subprocess.run(worker, capture_output=True, text=True, env=environment(), input="", check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"nearkin: store {tmp_path / 'file'}: is a file; name a folder\n"
+
+
 @pytest.mark.parametrize("peer", ["nearkin", "nearkin-embedded"])
 def test_a_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> None:
     names = ["-", "-a", "a\tb", "c\nd", os.fsdecode(b"e\xff")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import unicodedata
 from dataclasses import replace
 from io import BytesIO
@@ -24,7 +25,9 @@ from nearkin.errors import (
     Retryable,
     SourceFailed,
     StoreLocked,
+    StoreUnavailable,
 )
+from nearkin.local_index import LocalIndex
 from nearkin.store.manifests import object_name
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import SMALL, containers, flip, objects, settings
@@ -398,6 +401,18 @@ def test_a_store_whose_descriptor_is_lost_is_told_what_brings_it_back(tmp_path):
     with pytest.raises(Corrupt, match=r"nearkin\.json is lost; restore it from a copy"):
         open_store(tmp_path / "s", settings=settings(SMALL))
     assert objects(tmp_path / "s") == before
+
+
+def test_an_index_that_is_lost_where_nothing_can_be_written_is_told_as_that(tmp_path, monkeypatch):
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        store.put("k", b"content")
+    shutil.rmtree(tmp_path / "s" / "index")
+    refused = StoreUnavailable("s/lock: Read-only file system")
+    monkeypatch.setattr(LocalIndex, "writable", lambda self: (_ for _ in ()).throw(refused))
+    with open_store(tmp_path / "s", settings=settings(SMALL), read_only=True) as store:
+        assert store.get("k").read() == b"content"
+        with pytest.raises(StoreUnavailable, match=r"index of .*s is missing .* cannot be made: s/lock"):
+            store.stats()
 
 
 def test_a_foreign_folder_or_file_is_refused_untouched(tmp_path):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import nearkin
+from nearkin.errors import NearkinError
 
 
 def main() -> None:
@@ -41,3 +42,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # told by the process that asked
         raise SystemExit(130) from None
+    except (NearkinError, OSError) as err:  # a full disk, say: whoever reads it needs no traceback
+        raise SystemExit(f"nearkin: {err}") from err
