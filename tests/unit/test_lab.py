@@ -187,6 +187,8 @@ def test_a_corpus_that_cannot_be_made_says_why_and_what_else_there_is(tmp_path: 
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "file"))
     with pytest.raises(Retryable, match=r"mutated: .*vm-synthetic and mutated"):
         corpora.find_corpora(["mutated"], 1)
+    with pytest.raises(Retryable, match=r"mutated: [A-Z][a-z ]+: .*file.*; NEARKIN_CACHE names the folder"):
+        corpora.find_corpora(["mutated"], 1)
 
 
 def test_mutated_versions_are_the_same_every_time_and_differ_a_little(tmp_path: Path) -> None:

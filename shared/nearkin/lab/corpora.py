@@ -156,6 +156,10 @@ def main() -> int:
     except NearkinError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        where = f": {printable(str(error.filename))}" if error.filename else ""
+        print(f"{error.strerror or error}{where}; NEARKIN_CACHE names the folder for corpora", file=sys.stderr)
+        return 1
     if name == "vm":
         name = "vm-debian" if "debian" in paths[0].parent.name else "vm-synthetic"
     print(name, *paths, sep="\n")

@@ -200,9 +200,10 @@ def _redis_server() -> Iterator[tuple[Path, Path]]:
     """Yield (socket, dump file) of a server that listens on a unix socket only, and stop that server at the end."""
     program = next((found for name in _SERVERS if (found := shutil.which(name))), None)
     if program is None:
-        raise MissingTool(f"none of {', '.join(_SERVERS)} is installed: the Redis dumps cannot be made")
+        known = ", ".join(_SERVERS)
+        raise MissingTool(f"Redis dumps: none of {known} is installed: apt install redis-server")
     if shutil.which("redis-cli") is None and shutil.which("valkey-cli") is None:
-        raise MissingTool("neither redis-cli nor valkey-cli is installed: the Redis dumps cannot be made")
+        raise MissingTool("Redis dumps: neither redis-cli nor valkey-cli is installed: apt install redis-tools")
     # the short prefix matters: a unix socket's path has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="nk-") as folder:
         socket_path, log = Path(folder) / "s", Path(folder) / "log"
