@@ -141,7 +141,7 @@ def _folder(path: str | Path) -> tuple[Path, bool]:
     except OSError as err:
         raise StoreUnavailable(f"store {path}: {err.strerror}") from err
     except (ValueError, RuntimeError, TypeError) as err:  # a user without a home; no path at all
-        raise BadInput(f"store {path!r}: {err}") from err
+        raise BadInput(f"store {str(path)!r}: {err}") from err
     if not exists and others >= {"containers", "manifests"}:
         raise Corrupt(
             f"store {root}: {descriptor.NAME} is lost; restore it from a copy, every chunk's tag depends on it"

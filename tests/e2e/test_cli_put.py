@@ -215,3 +215,5 @@ def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tm
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/tree/caf\xe9")).write_bytes(b"not")
     assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, r"caf\udce9")
     assert not (tmp_path / "store").exists()
+    assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, "rename it first")
+    assert b"stops\n  all of it before anything is stored" in call("put", "--help").stdout

@@ -198,7 +198,7 @@ def _below(folder: Path, prefix: str, store: str | None, notice: Told, unread: T
         return
     for entry in entries:
         if not _is_utf8(entry.name):
-            raise BadInput(f"name {entry.path!r}: not valid UTF-8, so it cannot be a key")
+            raise BadInput(f"name {entry.path!r}: not valid UTF-8, so it cannot be a key: rename it first")
         key = f"{prefix}{entry.name}"
         if entry.is_symlink():
             notice(entry.path, "symbolic link")

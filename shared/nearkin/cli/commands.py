@@ -70,7 +70,8 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
     With -r, symbolic links and special files are skipped with a notice. What cannot be read is named, all else is
-    stored, and the exit code is 1.
+    stored, and the exit code is 1. A name that cannot be a key, since it is no UTF-8 or longer than 1024 bytes, stops
+    all of it before anything is stored.
     """
     from nearkin.cli.arguments import parse_metadata, parse_sha256
     from nearkin.cli.putting import put_one, put_tree
