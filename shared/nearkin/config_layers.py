@@ -57,9 +57,12 @@ def load(
     layers.append(("environment", _read_environment()))
     if overrides:
         layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
-    profile = next((layer["profile"] for _, layer in reversed(layers) if "profile" in layer), "default")
+    source, profile = next(
+        ((source, layer["profile"]) for source, layer in reversed(layers) if "profile" in layer), ("default", "default")
+    )
     if not isinstance(profile, str) or profile not in PROFILES:
-        raise choose("profile", profile, PROFILES)
+        refused = choose("profile", _as_written(profile), PROFILES)
+        raise ConfigError(f"{refused}{_set_by('profile', {'profile': source})}")
     layers.insert(0, (f"profile {profile}", {name: dict(values) for name, values in PROFILES[profile].items()}))
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -97,7 +100,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             text = file.read(FILE_BYTES_MAX + 1)
         if len(text) > FILE_BYTES_MAX:
             raise ConfigError(f'config file "{path}": has more than {FILE_BYTES_MAX:,} bytes')
-        found = tomllib.loads(text.decode())
+        found = tomllib.loads(text.decode("utf-8-sig"))  # some editors put a mark first
     except FileNotFoundError as err:
         raise ConfigError(f'config file "{path}": no such file') from err
     except (OSError, ValueError, RecursionError) as err:  # broken TOML, and a number of 5,000 digits: ValueErrors
@@ -145,7 +148,12 @@ def _read_environment() -> dict[str, Any]:
     try:
         return EnvSettingsSource(model, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")()
     except Exception as err:  # pydantic-settings raises its own type for a section given as broken JSON
-        raise ConfigError(f"NEARKIN_* variables: {err}") from err
+        section = next((one for one in SECTIONS if f'"{one}"' in str(err)), None)
+        if section is None:
+            raise ConfigError(f"NEARKIN_* variables: {err}") from err
+        name = f"{ENVIRONMENT_PREFIX}{section.upper()}"
+        single = f"{name}__{_fields(section)[0].upper()}"
+        raise ConfigError(f"environment {name}: is no JSON; a variable may set one value, such as {single}") from err
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources: dict[str, str], prefix: str) -> None:
@@ -207,12 +215,21 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     if first["type"] == "dataclass_type" and field in SECTIONS:
         remedy = f"is a section, not one value; `nearkin config {field}` lists what it holds"
         return ConfigError(f'{field} "{given}": {remedy}{source}')
-    return ConfigError(f'{field} "{given}": {first["msg"][0].lower()}{first["msg"][1:]}{source}')
+    said = f"{first['msg'][0].lower()}{first['msg'][1:]}{_takes(field)}"
+    return ConfigError(f'{field} "{given}": {said}{source}')
+
+
+def _takes(field: str) -> str:
+    from nearkin.config_told import told
+
+    return next((f"; takes {each.wants.replace('`', '')}" for each in told() if each.name == field), "")
 
 
 def _as_written(value: object) -> str:
-    """Return a value as a file or a variable has it."""
-    return str(value).lower() if isinstance(value, bool) else printable(str(value))
+    """Return a value as a file or a variable has it, but for a password in a URL."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return printable(re.sub(r"(?<=://)[^/@]*:[^/@]*@", f"{HIDDEN}@", str(value)))
 
 
 def _fields(section: str | None) -> list[str]:

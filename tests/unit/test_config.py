@@ -261,6 +261,9 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"algorthm": "rabin"}}, ["did you mean chunker.algorithm?"]),
     ({"chunkers": {"algorithm": "rabin"}}, ["chunkers: no such setting; did you mean chunker? (set by argument)"]),
     ({"objectstore": {"secret_access_key": "s3same"}}, ["objectstore: no such setting; did you mean object_store?"]),
+    ({"delta": {"max_depth": 2.5}}, ['delta.max_depth "2.5": ', "; takes 1 to 63 (set by argument)"]),
+    ({"base": {"policy": True}}, ['base.policy "true": ', "; takes first-fit, locality, locality+first-fit (set by"]),
+    ({"profile": True}, ['profile "true": choose archive, default or finesse-paper (set by argument)']),
     ({"delta": {"max_depth": True}}, ['delta.max_depth "true": want 1 to 63 (set by argument)']),
     ({"delta": {"max_depth": False}}, ['delta.max_depth "false": want 1 to 63']),
     ({"block": {"raw_bytes": True}}, ['block.raw_bytes "true": want 65536 to 31457280 bytes, or a unit']),
@@ -353,6 +356,18 @@ def test_broken_json_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("NEARKIN_CHUNKER", "{broken")
     with pytest.raises(ConfigError, match=r"(?i)chunker"):
         load()
+    with pytest.raises(ConfigError, match=r"environment NEARKIN_CHUNKER: is no JSON; .*NEARKIN_CHUNKER__ALGORITHM"):
+        load()
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert load(toml(tmp_path, "\ufeff[delta]\nmax_depth = 2"))[0].delta.max_depth == 2
+
+
+def test_a_password_in_a_url_that_is_refused_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r'^server "http://\*\*\*@host/": want http') as raised:
+        load(None, {"server": "http://kim:s3same@host/"})
+    assert "s3same" not in str(raised.value)
 
 
 def test_settings_do_not_change() -> None:
