@@ -448,6 +448,14 @@ def test_two_folders_of_one_name_are_refused(capfd, corpus: Path, tmp_path: Path
 def test_wrong_usage_is_one_line(capfd, tmp_path: Path, arguments: list[str], says: str) -> None:
     out = ["--out", str(tmp_path / "out")] if len(arguments) > 1 else []
     assert says in refused(capfd, *arguments, *out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_with_nothing_in_it_is_refused_before_a_folder_is_made(capfd, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    said = refused(capfd, "store", "-c", tmp_path / "empty", "--peers", "none", "--out", tmp_path / "out")
+    assert "holds no file with anything in it" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_bench_makes_its_own_stores(capfd, tmp_path: Path, corpus: Path) -> None:

@@ -245,7 +245,7 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
     from nearkin.cli.output import notice, print_json, say
     from nearkin.cli.progress import steps_bar
     from nearkin.lab import report
-    from nearkin.lab.corpora import check_names, find_corpora
+    from nearkin.lab.corpora import check_corpora, find_corpora
     from nearkin.lab.measuring import choose_core
     from nearkin.printing import printable
 
@@ -258,7 +258,7 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
         )
     core = choose_core(asked.core)
     kinds, cannot_draw = report.chart_kinds(asked.charts)
-    check_names(asked.corpora)
+    check_corpora(asked.corpora, asked.versions, versions_at_most)
     report.check_folder(asked.out)
     if asked.work is not None:
         report.check_folder(asked.work, "--work")

@@ -97,6 +97,15 @@ def check_names(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def check_corpora(words: Sequence[str], versions: int | None, versions_at_most: int | None = None) -> None:
+    """Refuse what `find_corpora` would, before it makes or fetches anything. Raises BadInput."""
+    for name in check_names(words):
+        if name in KNOWN:
+            _count(name, versions, versions_at_most)
+        else:
+            _folder(name, versions or versions_at_most)
+
+
 def find_corpora(words: Sequence[str], versions: int | None, versions_at_most: int | None = None) -> list[Corpus]:
     """Return the corpora that `words` name: folders, known names, or several of these with commas between them.
 
@@ -133,11 +142,17 @@ def _folder(word: str, versions: int | None) -> Corpus:
     return Corpus(printable(folder.resolve().name) or "folder", paths)
 
 
-def _known(name: str, versions: int | None, versions_at_most: int | None) -> Corpus:
+def _count(name: str, versions: int | None, versions_at_most: int | None) -> int:
+    """Return how many versions of a known corpus are wanted. Raises BadInput for more than there are."""
     known = KNOWN[name]
     count = versions or min(known.versions, versions_at_most or known.versions)
     if count > known.versions_max:
         raise BadInput(f"--versions {count}: {name} has at most {known.versions_max}")
+    return count
+
+
+def _known(name: str, versions: int | None, versions_at_most: int | None) -> Corpus:
+    count = _count(name, versions, versions_at_most)
     command = [sys.executable, "-P", "-m", "nearkin.lab.corpora", name, str(count)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
