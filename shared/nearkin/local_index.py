@@ -363,6 +363,11 @@ class LocalIndex:
 
     # --- after damage ------------------------------------------------------------------------------------------------
 
+    def find_again(self, containers: Collection[int]) -> None:
+        """Name all that lies in these again: it was broken, and let go of. The lock is held."""
+        if containers:
+            self._mending.find_again(self.writable(), containers)
+
     def forget_missing(self, listed: Collection[ContainerId]) -> None:
         """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held."""
         self._mending.forget_missing(self.writable(), listed)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from nearkin.errors import Erased
+from nearkin.errors import Erased, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Record
 from nearkin.index.protocols import Marked
@@ -85,6 +85,25 @@ class Mending:
             known_marks=known,
             condemned=self._left_out(),
         )
+
+    def find_again(self, index: LmdbIndex, containers: Collection[int]) -> None:
+        """Name what lies in containers that the index has, and let go of while it was broken.
+
+        What it keeps of them as a whole stays: who healed one has told that before its older generation went.
+        """
+        from nearkin_janitor import claims_of
+
+        known, left_out, tenants = set(index.container_ids().tolist()), self._left_out(), self._tenants()
+        for container in sorted(known.intersection(containers)):
+            if container in left_out and left_out[container].whole:
+                continue
+            try:
+                directory = self._containers.of(None).directory(ContainerId(container))
+                own, named = self._containers.of(directory.domain), tenants.fingerprinter(directory.domain)
+                claims = claims_of(directory, own, named, super_features_of, known, left_out)
+            except Permanent:  # broken once more, or its tenant was erased
+                continue
+            index.publish_many([claims], summaries=False)
 
     def restate_marks(self, index: LmdbIndex) -> None:
         """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""

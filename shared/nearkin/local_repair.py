@@ -72,7 +72,9 @@ class LocalRepair:
         held = Held()
         given = Copied(others, kept, Needs(self.containers, self.manifests, kept, held))
         self.index.writable()
+        quarantined = set(self.quarantine.read())
         report = self.verify()
+        quarantined.update(self.quarantine.read())
         repairer, tenants = self._repairer()
         copies: list[Copies] = [self._stored(tenants)]
         if kept:
@@ -93,7 +95,9 @@ class LocalRepair:
         for name in report.parity_missing:
             self.objects.add_parity(name, self.objects.get(name))
             added += 1
-        left = sum(len(entry.chunks) for entry in self.quarantine.read().values())
+        kept_out = self.quarantine.read()
+        self.index.find_again(quarantined.difference(kept_out))
+        left = sum(len(entry.chunks) for entry in kept_out.values())
         return RepairReport(tuple(repaired), report.damage, left, added, time.perf_counter() - started)
 
     def heal_quarantined(self) -> list[Repaired]:

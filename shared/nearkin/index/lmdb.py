@@ -165,10 +165,13 @@ class LmdbIndex:
         """Add a durable container's entries in one transaction; an entry that is there stays."""
         self.publish_many([claims])
 
-    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
-        """Add durable containers' entries in one transaction; of one key the first stays."""
+    def publish_many(self, many: Sequence[ContainerClaims], *, summaries: bool = True) -> None:
+        """Add durable containers' entries in one transaction; of one key the first stays.
+
+        `summaries` off: what is known of each container as a whole stays too.
+        """
         chunks, segments, features = (_Entries(_SHAPES[name].key_bytes) for name in ("chunks", "segments", "features"))
-        summaries: list[Entry] = []
+        wholes: list[Entry] = []
         for claims in many:
             directory = claims.directory
             container = directory.container
@@ -181,11 +184,12 @@ class LmdbIndex:
                     keys = feature_keys(sketch, directory.domain, super_features)[rows]
                     features.add(keys, container, bases[rows % len(super_features)])
             name = container.to_bytes(8, "big")
-            summaries.append((name, _written("containers", name, asdict(summarise(claims)))))
+            wholes.append((name, _written("containers", name, asdict(summarise(claims)))))
         with self._writing(buffers=True) as txn:
             for table, entries in (("chunks", chunks), ("features", features), ("segments", segments)):
                 self._runs[table].add(txn, *entries.joined)
-            txn.cursor(self._containers).putmulti(summaries)
+            if summaries:
+                txn.cursor(self._containers).putmulti(wholes)
 
     def renew(self, summary: ContainerSummary) -> None:
         """Replace what is known of a container as a whole."""
