@@ -164,6 +164,19 @@ def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:
                 RedisIndex(RedisSettings(url=url, retries=0, **lacking), samples.DOMAIN)
 
 
+@pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
+def test_a_file_for_tls_that_is_not_there_is_told_as_the_setting(name: str, certificates: Path, tmp_path: Path) -> None:
+    """The library says `Error 2 connecting to ...`, which a worker takes for a server that is away, and waits for."""
+    cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    given = {"ca_file": cert, "cert_file": cert, "key_file": key, name: str(tmp_path / "none.pem")}
+    with pytest.raises(ConfigError, match=rf'^redis\.{name} ".*none\.pem": No such file'):
+        RedisIndex(RedisSettings(url="rediss://127.0.0.1:1/0", **given), samples.DOMAIN)
+    (tmp_path / "none.pem").write_text("no certificate")
+    if name != "key_file":
+        with pytest.raises(ConfigError, match=rf"^redis\.{name} .*: want certificates in PEM"):
+            RedisIndex(RedisSettings(url="rediss://127.0.0.1:1/0", **given), samples.DOMAIN)
+
+
 def tls_ping(port: int, cert: str, key: str) -> bytes:
     command = ["redis-cli", "-p", str(port), "--tls", "--cacert", cert, "--cert", cert, "--key", key, "PING"]
     return b"+" + subprocess.run(command, capture_output=True, timeout=5, check=False).stdout

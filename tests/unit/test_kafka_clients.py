@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaError
 
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import ConfigError
 from nearkin.runners.kafka import clients
+from nearkin.testing.certificates import self_signed
 
 REFUSED = KafkaError(KafkaError._TRANSPORT, "127.0.0.1:1: connection refused")
 
@@ -39,3 +44,31 @@ def test_what_was_said_is_remembered_within_bounds(said: pytest.LogCaptureFixtur
         clients._on_error(KafkaError(KafkaError._TRANSPORT, f"after {number} ms"))
     assert len(said.records) == 3 * clients.SAID_MAX
     assert len(clients._said) <= clients.SAID_MAX
+
+
+def kafka(**values: object) -> Settings:
+    return with_changes(Settings(), {"kafka": values})
+
+
+def test_a_file_of_certificates_that_is_none_is_told_as_the_setting(tmp_path: Path) -> None:
+    """librdkafka's own words are `error:05880020:x509 certificate routines::BIO lib`."""
+    there = tmp_path / "ca.pem"
+    with pytest.raises(ConfigError, match=rf'^kafka\.ca_file "{there}": No such file'):
+        clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
+    there.write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"^kafka\.ca_file .*: want certificates in PEM"):
+        clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
+    self_signed(tmp_path)
+    found = clients.connection(kafka(security_protocol="ssl", ca_file=str(tmp_path / "cert.pem")), "test")
+    clients.Producer(found)
+
+
+@pytest.mark.parametrize("protocol", ["sasl_plaintext", "sasl_ssl"])
+def test_a_user_without_a_password_is_told_as_the_setting(protocol: str) -> None:
+    with pytest.raises(ConfigError, match=r"^kafka\.sasl_username: not set"):
+        clients.connection(kafka(security_protocol=protocol), "test")
+    with pytest.raises(ConfigError, match=r"^kafka\.sasl_password: not set.*NEARKIN_KAFKA__SASL_PASSWORD"):
+        clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin"), "test")
+    clients.Producer(
+        clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin", sasl_password="s3same"), "test")
+    )

@@ -23,6 +23,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from nearkin.certificates import check_certificates, check_key
 from nearkin.config_services import RedisSettings
 from nearkin.errors import ConfigError, Corrupt, NearkinError, StoreUnavailable
 from nearkin.index.redis.scripts import DAMAGED, SOURCES
@@ -77,6 +78,7 @@ class Server:
         }
         given |= {name: value for name in ("username", "password") if (value := getattr(settings, name))}
         if scheme == "rediss":
+            _check_files(settings)
             files = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file}
             files["ssl_keyfile"] = settings.key_file
             given |= {name: value for name, value in files.items() if value}
@@ -187,6 +189,14 @@ class Server:
         if kind is ConfigError and self._in_use:
             kind = StoreUnavailable
         return kind(f"{self.name}: {text}: {remedy}")
+
+
+def _check_files(settings: RedisSettings) -> None:
+    """Refuse files that cannot be read: the library would say that the server cannot be reached. Raises ConfigError."""
+    for name, check in (("ca_file", check_certificates), ("cert_file", check_certificates), ("key_file", check_key)):
+        path = getattr(settings, name)
+        if path:
+            check(f"redis.{name}", path)
 
 
 def _kind(err: Exception, text: str) -> tuple[type[NearkinError], str]:

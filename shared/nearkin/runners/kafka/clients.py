@@ -14,8 +14,9 @@ from confluent_kafka import Message as KafkaMessage
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from nearkin.certificates import check_certificates
 from nearkin.config import Settings
-from nearkin.errors import NearkinError, Permanent, StoreUnavailable
+from nearkin.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
 from nearkin.runners.kafka.offsets import PartitionOffsets
 
 _log = logging.getLogger("nearkin.kafka")
@@ -51,7 +52,7 @@ def group(settings: Settings, service: str) -> str:
 
 
 def connection(settings: Settings, client_id: str) -> dict[str, Any]:
-    """Return librdkafka's settings that all clients share."""
+    """Return librdkafka's settings that all clients share. Raises ConfigError for those that it would refuse."""
     kafka = settings.kafka
     found: dict[str, Any] = {
         "bootstrap.servers": kafka.bootstrap_servers,
@@ -63,12 +64,19 @@ def connection(settings: Settings, client_id: str) -> dict[str, Any]:
         "logger": _log,
     }
     if kafka.security_protocol.startswith("sasl"):
+        for name in ("sasl_username", "sasl_password"):
+            if not getattr(kafka, name):
+                raise ConfigError(
+                    f'kafka.{name}: not set, and kafka.security_protocol "{kafka.security_protocol}" wants it '
+                    f"(NEARKIN_KAFKA__{name.upper()})"
+                )
         found |= {
             "sasl.mechanism": kafka.sasl_mechanism,
-            "sasl.username": kafka.sasl_username or "",
-            "sasl.password": kafka.sasl_password or "",
+            "sasl.username": kafka.sasl_username,
+            "sasl.password": kafka.sasl_password,
         }
-    if kafka.ca_file is not None:
+    if kafka.ca_file is not None and kafka.security_protocol.endswith("ssl"):
+        check_certificates("kafka.ca_file", kafka.ca_file)
         found["ssl.ca.location"] = kafka.ca_file
     return found
 

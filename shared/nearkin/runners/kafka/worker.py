@@ -130,7 +130,7 @@ def run_worker(
         end_background = background(context) if background is not None and context is not None else None
     except NearkinError as err:
         _log.error("%s: %s", service, err)
-        return 1
+        return REFUSED if isinstance(err, ConfigError) else 1
     if context is None:
         return 0
     failures: list[BaseException] = []
