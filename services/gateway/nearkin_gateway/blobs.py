@@ -115,8 +115,6 @@ async def put_blob(
     check_declared(request, bytes_max)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
-    if if_match is not None or if_none_match is not None:
-        check_put(request.headers, await _newest(gateway, caller.tenant, key))
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one())
         pieces = frames(chunks(request, gateway.bounds, bytes_max))
@@ -126,6 +124,8 @@ async def put_blob(
             if earlier is not None:
                 await replayed(gateway, earlier, pieces, sha256)
                 return created(gateway, caller.tenant, earlier, replay=True)
+        if if_match is not None or if_none_match is not None:  # of a repeat its own version is no other's
+            check_put(request.headers, await _newest(gateway, caller.tenant, key))
         blob, ending = await take(
             gateway,
             pieces,

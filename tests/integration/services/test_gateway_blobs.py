@@ -266,6 +266,20 @@ def test_conditions_of_puts_hold(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/once").content == b"two"
 
 
+def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(client: httpx.Client) -> None:
+    """Its answer was lost; by then the version that its condition meets is its own."""
+    only_first = {"If-None-Match": "*", "Idempotency-Key": "lost the answer"}
+    first = client.put("/v1/blobs/lost", content=b"one", headers=only_first)
+    again = client.put("/v1/blobs/lost", content=b"one", headers=only_first)
+    assert (again.status_code, again.json(), again.headers["idempotent-replayed"]) == (201, first.json(), "true")
+    over = {"If-Match": first.headers["etag"], "Idempotency-Key": "lost this one too"}
+    second = client.put("/v1/blobs/lost", content=b"two", headers=over)
+    assert (second.status_code, second.json()["version"]) == (201, 2)
+    assert client.put("/v1/blobs/lost", content=b"two", headers=over).json() == second.json()
+    assert client.put("/v1/blobs/lost", content=b"three", headers={**over, "Idempotency-Key": "new"}).status_code == 412
+    assert len(client.get("/v1/blobs/lost/versions").json()["versions"]) == 2
+
+
 # --- digests, metadata, idempotency ----------------------------------------------------------------------------------
 
 
