@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -385,3 +386,33 @@ def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while
     assert list(listing.marked_keys("default", "")) == ["c"]
     assert manifest in caplog.text
     assert mark in caplog.text
+
+
+def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path: Path) -> None:
+    """Whoever lists meanwhile has no more use for what was remembered; who began without the index still has."""
+    with open_store(tmp_path / "s") as store:
+        store.put("a", b"a")
+        objects = LocalObjects(tmp_path / "s")
+
+        class Made:
+            unfinished = True
+
+            def check(self) -> bool:
+                return self.unfinished
+
+            def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
+                return iter([("a", 1), ("b", 1)])
+
+        index = Made()
+        listing = PipelineListing(index, descriptor.read(objects), objects)  # type: ignore[arg-type]
+        assert list(listing.versions("default", "", "", None)) == [("a", 1)]
+        store.put("b", b"b")
+        read = listing._version_of
+
+        def read_late(name: str) -> tuple[str, str, int] | None:
+            index.unfinished = False
+            assert list(listing.versions("default", "", "", None)) == [("a", 1), ("b", 1)]
+            return read(name)
+
+        listing._version_of = read_late  # type: ignore[method-assign]
+        assert list(listing.versions("default", "", "", None)) == [("a", 1), ("b", 1)]

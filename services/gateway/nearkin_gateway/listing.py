@@ -37,7 +37,8 @@ class PipelineListing:
         self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
         self._manifests = ManifestStore(objects)
         self._read: dict[str, tuple[str, str, int] | None] = {}
-        """(tenant, key, version) by name; None for one that cannot be read."""
+        """(tenant, key, version) by name; None for one that cannot be read. Let go of whole, never emptied: who lists
+        without the index may be reading what it lacks."""
         self._lock = threading.Lock()
 
     @property
@@ -51,7 +52,7 @@ class PipelineListing:
         """Yield (key, version) by key and version, after what was given. Raises StoreUnavailable."""
         if not self.whole:
             return after(iter(self._unindexed(tenant, prefix)), after_key, after_version)
-        self._read.clear()
+        self._read = {}
         if not after_key:
             return self._index.manifest_names(tenant, prefix)
         return self._index.names_after(tenant, prefix, after_key, after_version)
@@ -87,10 +88,11 @@ class PipelineListing:
                     f"the index is being made anew, and {len(names)} versions are too many to list without it: "
                     "blobs can be read, listings come later"
                 )
-            fresh = [name for name in names if name not in self._read]
+            read = self._read
+            fresh = [name for name in names if name not in read]
             with ThreadPoolExecutor(READERS, "nearkin-listing") as threads:
-                self._read.update(zip(fresh, threads.map(self._version_of, fresh), strict=True))
-            found = [version for name in names if (version := self._read[name]) is not None]
+                read.update(zip(fresh, threads.map(self._version_of, fresh), strict=True))
+            found = [version for name in names if (version := read[name]) is not None]
         return sorted((key, version) for owner, key, version in found if owner == tenant and key.startswith(prefix))
 
     def _version_of(self, name: str) -> tuple[str, str, int] | None:
