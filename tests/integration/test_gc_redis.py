@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from nearkin.config_keeping import GcSettings
 from nearkin.errors import Retryable
 from nearkin.index.redis import lease as lease_module
 from nearkin.index.redis.lease import Lease, LeaseOver
+from nearkin.index.redis.rounds import ToldRounds
 from nearkin.store.objects import LocalObjects, ObjectStore
 from nearkin.store.opening import with_parity
 from nearkin.store.s3 import S3Objects
@@ -62,6 +63,24 @@ def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) 
     made = Deployed(tmp_path, s3_objects, redis, key_prefix.rstrip(":"))
     with closing(made.index):
         yield made
+
+
+def test_a_round_that_is_asked_for_while_one_is_at_work_comes_after_it(fleet: Deployed) -> None:
+    """What was deleted just before one asked, the round at work may have looked at before."""
+    told, rounds = ToldRounds(fleet.index), fleet.rounds()
+    told.ask()
+
+    def asked_again(_objects: ObjectStore, _check: Callable[[], None]) -> tuple[int, int]:
+        told.ask()
+        return 0, 0
+
+    rounds._forgetting = asked_again
+    assert rounds.run_once() is not None
+    assert told.asked is not None
+    rounds._forgetting = None
+    assert rounds.run_once() is not None
+    assert told.asked is None
+    assert rounds.run_once() is None
 
 
 def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fleet: Deployed) -> None:

@@ -150,6 +150,7 @@ class Rounds:
             if not self._is_due(settings):  # another did it meanwhile
                 return None
             self._check_clock()
+            asked = self._told.asked
             try:
                 report = self._round(settings)
             except Paused:
@@ -162,7 +163,7 @@ class Rounds:
                 raise
             metrics.count_collected(report)
             self._lease.check()
-            self._told.tell({**self._told_of(settings, report), **gc_json(report)})
+            self._told.tell({**self._told_of(settings, report), **gc_json(report)}, asked)
             failpoint("round.told")
         _log.warning(
             "gc: %d bytes freed, %d containers removed, %d written anew, %d condemned, %.1f s",
@@ -209,7 +210,7 @@ class Rounds:
             )
 
     def _is_due(self, settings: GcSettings) -> bool:
-        if self._told.asked:
+        if self._told.asked is not None:
             return True
         schedule = _schedule(self.last())
         if schedule is None:

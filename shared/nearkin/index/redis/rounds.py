@@ -1,15 +1,17 @@
 """Rounds of garbage collection, as the fleet knows them. Invariant: it only tells and asks; losing it costs one round.
 
 {prefix}:{m}:gc       what the last round came to, JSON: whoever asks, and every janitor, so that all keep one interval
-{prefix}:{m}:gc-ask   there while a round is asked for
+{prefix}:{m}:gc-ask   there while a round is asked for; each who asks writes another value
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 from nearkin.index.redis.index import RedisIndex
+from nearkin.index.redis.server import Server
 
 
 class ToldRounds:
@@ -29,9 +31,14 @@ class ToldRounds:
         """Return what is another as soon as a round has ended, or has failed: it may have written until then."""
         return self._server.one(("GET", self._told))
 
-    def tell(self, told: dict[str, Any]) -> None:
-        """Say what a round came to; whoever asked for one has it."""
-        self._server.run([("SET", self._told, json.dumps(told)), ("DEL", self._asked)])
+    def tell(self, told: dict[str, Any], asked: bytes | None) -> None:
+        """Say what a round came to; whoever had `asked` before it began has it.
+
+        Who asked since wants another one: what was deleted while this one was at work it may not have seen.
+        """
+        self._server.one(("SET", self._told, json.dumps(told)))
+        if asked is not None:
+            self._server.one(Server.call("release", [self._asked], asked))
 
     def tell_failure(self, at: float, failure: str) -> None:
         """Say that a round did not end. It stays due, and asked for if it was."""
@@ -40,9 +47,10 @@ class ToldRounds:
 
     def ask(self) -> None:
         """Ask for a round: the janitor that sees it first does one, due or not."""
-        self._server.run([("SET", self._asked, b"1")])
+        self._server.one(("SET", self._asked, secrets.token_bytes(8)))
 
     @property
-    def asked(self) -> bool:
-        """Return whether a round is asked for."""
-        return bool(self._server.one(("EXISTS", self._asked)))
+    def asked(self) -> bytes | None:
+        """Return what stands for a round that is asked for, None where none is."""
+        found: bytes | None = self._server.one(("GET", self._asked))
+        return found
