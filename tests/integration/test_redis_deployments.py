@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 import redis
 
 from nearkin.config_services import RedisSettings
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, StoreUnavailable
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.rebuild import Rebuilder
 from nearkin.testing import samples
@@ -281,3 +284,62 @@ def test_eight_processes_that_publish_the_same_containers_agree(tmp_path: Path) 
         assert max(counts.values()) == 24
         assert index.versions_of("default", "k") == list(range(1, 25))
         index.close()
+
+
+# --- a failover -----------------------------------------------------------------------------------------------------
+
+
+class Address:
+    """A port that leads to whichever server is the primary: connections that are there stay where they lead."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listening.getsockname()[1]}/0"
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for one in (self._listening, *self._open):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self.server.port))
+                self._open += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+
+def test_after_a_failover_connections_to_what_is_a_replica_now_are_let_go(tmp_path: Path) -> None:
+    """It answers reads, and refuses writes for as long as anybody keeps the connection: its address leads elsewhere."""
+    with RedisServer(tmp_path / "a") as before, RedisServer(tmp_path / "b") as after:
+        address = Address(before)
+        index = RedisIndex(RedisSettings(url=address.url, retries=0), samples.DOMAIN)
+        try:
+            index.publish(first_claims())
+            with redis.Redis.from_url(after.url) as new, redis.Redis.from_url(before.url) as old:
+                new.execute_command("REPLICAOF", "127.0.0.1", str(before.port))
+                while new.info("replication")["master_link_status"] != "up":
+                    time.sleep(0.05)
+                new.execute_command("REPLICAOF", "NO", "ONE")
+                old.execute_command("REPLICAOF", "127.0.0.1", str(after.port))
+            address.server = after
+            with pytest.raises(StoreUnavailable, match=r"read only replica.*repeated"):
+                index.publish(second_claims())
+            index.publish(second_claims())
+            assert_works(index)
+        finally:
+            index.close()
+            address.close()

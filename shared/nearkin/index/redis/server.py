@@ -19,6 +19,7 @@ from redis.exceptions import (
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
 )
 from redis.retry import Retry
@@ -47,6 +48,13 @@ _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[Nea
         ("OOM command",),
         StoreUnavailable,
         "it is full: raise maxmemory or add servers; nothing was lost",
+    ),
+    (
+        (ReadOnlyError,),
+        (),
+        StoreUnavailable,
+        "it is a replica, as after a failover: redis.url must lead to the primary. Connections are made anew, and the "
+        "same call may be repeated",
     ),
     (
         (),
@@ -184,6 +192,9 @@ class Server:
         self._client.close()
 
     def _translated(self, err: Exception) -> NearkinError:
+        if isinstance(err, ReadOnlyError) and not self.clustered:
+            # A primary until now: its address leads to another by the time of the next try, these connections do not.
+            self._client.connection_pool.disconnect(inuse_connections=False)
         text = " ".join(str(err).split()) or type(err).__name__
         kind, remedy = _kind(err, text)
         if kind is ConfigError and self._in_use:
