@@ -43,6 +43,7 @@ from nearkin.runners.kafka.clients import (
     group,
     is_final,
     on_parts,
+    topic,
     unavailable,
 )
 from nearkin.runners.kafka.dead_letters import send_dead_letter
@@ -103,6 +104,8 @@ class IngestConsumer:
         self._second_round = SecondRound(settings, settings.ingest.group or group(settings, STAGE))
         self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
         self._cluster = ""
+        self._partitions = settings.kafka.partitions
+        """Of our topics. They say themselves how many: by another number a key's blobs would pass out of order."""
         self._topic_ids: dict[str, str] = {}
         self._mine: set[_Place] = set()
         self._done: dict[_Place, int] = {}
@@ -117,7 +120,7 @@ class IngestConsumer:
         """Work until `stop`. Raises Retryable when Kafka was away."""
         self._stop = stop
         try:
-            self._cluster = self._cluster_id()
+            self._look_at_cluster()
             came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
             self._consumer.subscribe(list(self._tenants), on_assign=came, on_revoke=went, on_lost=lost)
             while not stop.is_set():
@@ -163,7 +166,7 @@ class IngestConsumer:
             intake = intake_of(record, self._tenants[record.topic], self._settings)
             if intake is not None:
                 origin = origin_of(self._cluster, self._topic_id(record.topic), record)
-                attempt = attempt_id(intake.tenant, intake.key, self._settings.kafka.partitions)
+                attempt = attempt_id(intake.tenant, intake.key, self._partitions)
                 self._send(intake, attempt, origin, place)
         except _Revoked:
             return False
@@ -327,8 +330,17 @@ class IngestConsumer:
             self._stalled.pop(place, None)
         client.incremental_unassign(parts)
 
-    def _cluster_id(self) -> str:
-        return str(self._admin.list_topics(timeout=ADMIN_SECONDS_MAX).cluster_id or "")
+    def _look_at_cluster(self) -> None:
+        found = self._admin.list_topics(timeout=ADMIN_SECONDS_MAX)
+        self._cluster = str(found.cluster_id or "")
+        frames = found.topics.get(topic(self._settings, "frames"))
+        if frames is not None and frames.partitions:
+            self._partitions = len(frames.partitions)
+        if self._partitions != self._settings.kafka.partitions:
+            _log.warning(
+                'kafka.partitions "%d": topic %s has %d; set that number',
+                self._settings.kafka.partitions, topic(self._settings, "frames"), self._partitions,
+            )  # fmt: skip
 
     def _topic_id(self, topic: str) -> str:
         """Return what tells a topic from a later one of its name; empty where the brokers know no such thing.

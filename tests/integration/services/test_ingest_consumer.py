@@ -18,7 +18,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from nearkin import metrics
 from nearkin.config import Settings
-from nearkin.config_layers import load
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.message import End, Frame, decode
 from nearkin.limits import FRAME_BYTES_MAX
@@ -196,6 +196,16 @@ def test_records_become_blobs_in_order_and_offsets_are_committed(world: World) -
     assert small.headers["traceparent"] == trace
     assert small.headers["ce_specversion"] == b"1.0"
     assert world.read("dead") == []
+
+
+def test_a_keys_blobs_meet_on_one_partition_however_many_there_are(world: World) -> None:
+    """Topics that somebody has given more partitions, or that are older than the settings."""
+    others = with_changes(world.settings, {"kafka": {"partitions": 3}})
+    world.produce([(b"key", b"%d" % number, []) for number in range(12)])
+    with world.running(settings=others):
+        until(lambda: world.committed() == 12)
+    assert len(world.whole()) == 12
+    assert len({message.partition() for message in world.read("frames")}) == 1
 
 
 def test_what_cannot_be_stored_is_a_dead_letter_and_stalls_nobody(world: World) -> None:
