@@ -26,6 +26,7 @@ from nearkin_gateway.traced import Traced
 
 THREADS_MAX = 64
 """Blocking calls side by side: restores, listings, hashing. More wait in a queue bounded by the connections."""
+ROUTERS = tuple(module.router for module in (blobs, deleting, admin, looking, uploads))
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -60,7 +61,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         from nearkin_gateway import dashboard
 
         dashboard.install(app)
-    install(app)
+    install(app, [route for router in ROUTERS for route in router.routes])
     return app
 
 
@@ -84,8 +85,8 @@ def _routed(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (blobs, deleting, admin, looking, uploads):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 
 from nearkin import metrics
 from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, FormatTooNew, NotFound, Paused, Retained, Retryable
@@ -121,8 +122,18 @@ def answer(request: Request, problem: Problem) -> Response:
     return Response(problem_body(problem, path), problem.status, headers, media_type=MEDIA_TYPE)
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error with a problem document."""
+def _allowed(request: Request, routes: Sequence[BaseRoute]) -> str:
+    """Return the methods of a resource: each is a route of its own, and the framework tells those of the first one."""
+    found: dict[str, set[str]] = {}
+    for route in routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found.setdefault(route.path, set()).update(route.methods or ())
+    nearest = max(found, key=len, default="")  # /v1/blobs/{key}/versions, before the key that ends so
+    return ", ".join(sorted(found.get(nearest, ())))
+
+
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Answer every error with a problem document. `routes` are those of the API."""
 
     def ours(request: Request, err: Exception) -> Response:
         problem = from_error(err)
@@ -140,12 +151,13 @@ def install(app: FastAPI) -> None:
     def http(request: Request, err: Exception) -> Response:
         assert isinstance(err, HTTPException)
         name = HTTPStatus(err.status_code).phrase.lower().replace(" ", "-")
-        detail = str(err.detail)
+        detail, headers = str(err.detail), dict(err.headers or {})
         if err.status_code == 404:
             detail = "no such resource; GET /openapi.json lists all"
         if err.status_code == 405:
             detail = f"{request.method} is not for this resource"
-        return answer(request, Problem(err.status_code, name, detail, headers=err.headers))
+            headers["Allow"] = _allowed(request, routes) or headers.get("Allow", "")
+        return answer(request, Problem(err.status_code, name, detail, headers=headers))
 
     def invalid(request: Request, err: Exception) -> Response:
         assert isinstance(err, RequestValidationError)

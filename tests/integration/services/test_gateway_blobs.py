@@ -280,6 +280,25 @@ def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(clien
     assert len(client.get("/v1/blobs/lost/versions").json()["versions"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/blobs/some/key", "DELETE, GET, HEAD, POST, PUT"),
+        ("/v1/blobs/some/key/versions", "GET"),
+        ("/v1/blobs", "GET"),
+        ("/v1/uploads/0", "DELETE, GET, HEAD, PATCH"),
+        ("/v1/uploads", "OPTIONS, POST"),
+        ("/v1/config", "GET, PATCH"),
+        ("/v1/gc", "GET, POST"),
+    ],
+)
+def test_a_method_that_is_not_for_a_resource_is_told_all_that_are(
+    client: httpx.Client, path: str, methods: str
+) -> None:
+    answer = client.request("TRACE", path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
 # --- digests, metadata, idempotency ----------------------------------------------------------------------------------
 
 
