@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import KafkaException
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import StoreUnavailable
-from nearkin_gateway import ingest_consumer
+from nearkin_gateway import ingest_consumer, ingest_worker
 from nearkin_gateway.ingest_consumer import IngestConsumer
 from nearkin_gateway.ingest_records import UserRecord
 
@@ -33,3 +36,24 @@ def test_a_record_waits_for_a_kafka_that_does_not_describe_its_topic(
         worker._one(UserRecord("t", 0, 7, b"k", b"value"))
     assert worker._done == {}
     assert worker._outbox.acknowledged_messages == 0
+
+
+@pytest.mark.parametrize(("told_to_stop", "code"), [(True, 0), (False, 1)])
+def test_a_worker_that_is_stopped_while_it_waits_for_kafka_ends_cleanly(
+    told_to_stop: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_settings: Settings) -> None:
+        if told_to_stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise StoreUnavailable("kafka 127.0.0.1:1: Local: Broker transport failure")
+
+    monkeypatch.setattr(ingest_worker, "create_topics", away)
+    monkeypatch.setattr(ingest_worker, "CONNECT_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(ingest_worker.logs, "start", lambda *_: None)
+    monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "blobs")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert CliRunner().invoke(ingest_worker.main, ["--worker", "w"]).exit_code == code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

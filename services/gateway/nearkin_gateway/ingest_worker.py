@@ -58,6 +58,8 @@ def main(config_file: Path | None, worker: str, verbose: bool) -> None:
         finally:
             tracing.stop()
     except NearkinError as err:
+        if stop.is_set() and isinstance(err, Retryable):
+            return  # it was told to end while it waited for a server: no failure
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)
 
