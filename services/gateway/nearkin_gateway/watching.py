@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ GROWN_SECONDS = 30.0
 RESTART_SECONDS = 1.0
 CAUGHT_UP_SECONDS = 30.0
 WORKERS_MAX = 10_000
+_ID = re.compile("[0-9a-f]{32}", re.ASCII)
 CLOSE_SECONDS = 10.0
 _log = logging.getLogger("nearkin.gateway")
 
@@ -141,6 +143,8 @@ class Watch:
             event = json.loads(value or b"")
             if not all(isinstance(event[name], str) for name in ("id", "origin", "state", "tenant", "key")):
                 raise ValueError("a field is missing")  # noqa: TRY301 - one place says where it lies
+            if not _ID.fullmatch(event["id"]) or not isinstance(event.get("ledger"), dict | None):
+                raise ValueError("a field is not what a committer tells")  # noqa: TRY301
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             _log.error("%s[%s] offset %s: %s", message.topic(), message.partition(), message.offset(), err)
             return
@@ -152,7 +156,7 @@ class Watch:
             return
         try:
             word = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(word, dict) and (name in self._words or len(self._words) < WORKERS_MAX):
             self._words = {**self._words, name: word}  # replaced whole: the loop reads it meanwhile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -357,6 +358,27 @@ def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -
         time.sleep(0.5)
     assert told["embedded"] is False
     assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= MIB
+
+
+def test_what_is_no_outcome_and_no_workers_word_is_passed_over(client: httpx.Client, pipeline: Pipeline) -> None:
+    """Whoever hears outcomes goes on hearing them: every status would be pending for ever."""
+    outbox = Outbox(load(pipeline.config_file)[0], "test")
+    event = {"id": "00" * 16, "origin": "00" * 16, "state": "committed", "tenant": "t", "key": "k"}
+    outbox.send("workers", b"a worker", b"[" * 100_000, {})
+    for wrong in (
+        b"[" * 100_000,
+        b"null",
+        *(json.dumps({**event, **more}).encode() for more in ({"ledger": [1]}, {"id": "no id"}, {"origin": 5})),
+        json.dumps({**event, "created": "0001-01-01"}).encode(),
+    ):
+        for part in range(4):
+            outbox.send("committed", b"%d" % part, wrong, {})
+    outbox.flush()
+    outbox.close()
+    answer = client.put("/v1/blobs/a/heard", params={"wait": 20}, content=b"heard")
+    assert answer.status_code == 201, answer.text
+    assert client.get("/v1/workers").json()["workers"]
+    assert client.get("/v1/pipeline").status_code == 200
 
 
 def test_a_dead_letter_is_seen_sent_back_once_and_marked(
