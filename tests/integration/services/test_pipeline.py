@@ -13,7 +13,7 @@ import redis as redis_client
 
 import nearkin
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.message import Envelope, Frame, encode
+from nearkin.formats.message import End, Envelope, Frame, encode
 from nearkin.restore import Blob
 from nearkin.runners.kafka.clients import consumer, group, topic
 from nearkin.runners.kafka.loop import IDLE_SECONDS
@@ -109,6 +109,16 @@ def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipelin
     event = uploader.wait(cut)
     assert event["state"] == "failed"
     assert "stopped" in event["failure"]
+
+
+def test_an_end_of_which_nobody_could_tell_stalls_nobody(pipeline: Pipeline, uploader: Uploader) -> None:
+    """The committer would tell when it began, as a date: it failed of that, began anew, and met it again."""
+    for name in ("frames", "placed"):
+        end = End(Envelope(b"q" * 16, "default", "late"), 1 << 62, b"o" * 16, 0, bytes(32), segments=0)
+        for partition in range(8):
+            uploader.outbox.send_to(topic(pipeline.settings, name), b"%d" % partition, encode(end), [])
+    uploader.outbox.flush()
+    assert uploader.wait(uploader.put("good", [content(6, 300_000)]))["state"] == "committed"
 
 
 def test_a_pause_longer_than_an_upload_may_rest_fails_none(pipeline: Pipeline, uploader: Uploader) -> None:
