@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.cimpl import NewTopic
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
 from nearkin.runners.kafka import clients
 from nearkin.testing.certificates import self_signed
 
@@ -72,3 +74,39 @@ def test_a_user_without_a_password_is_told_as_the_setting(protocol: str) -> None
     clients.Producer(
         clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin", sasl_password="s3same"), "test")
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (KafkaError.INVALID_REPLICATION_FACTOR, StoreUnavailable),
+        (KafkaError.NOT_CONTROLLER, StoreUnavailable),
+        (KafkaError._TIMED_OUT, StoreUnavailable),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, Permanent),
+        (KafkaError.TOPIC_ALREADY_EXISTS, None),
+    ],
+)
+def test_topics_are_waited_for_while_brokers_come_up(
+    code: int, error: type[NearkinError] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of three answers, and has nobody to replicate to: a worker gave up where it waits for the others."""
+
+    class Admin:
+        def __init__(self, _: object) -> None:
+            self.topics: dict[str, object] = {}
+
+        def list_topics(self, timeout: float) -> Admin:
+            return self
+
+        def create_topics(self, wanted: list[NewTopic]) -> dict[str, Future[None]]:
+            refused: Future[None] = Future()
+            refused.set_exception(KafkaException(KafkaError(code, "said so.")))
+            return {wanted[0].topic: refused}
+
+    monkeypatch.setattr(clients, "AdminClient", Admin)
+    if error is None:
+        assert clients.create_topics(Settings()) == []
+        return
+    with pytest.raises(error, match=r"^topic nearkin\.frames: said so\.") as told:
+        clients.create_topics(Settings())
+    assert ("kafka.replication" in str(told.value)) == (code == KafkaError.INVALID_REPLICATION_FACTOR)

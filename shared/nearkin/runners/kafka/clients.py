@@ -30,6 +30,13 @@ ADMIN_SECONDS_MAX = 30.0
 TOPIC_BYTES_MAX = 1_048_588
 """Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
 
+NOT_NOW = frozenset(
+    {
+        *(KafkaError._TIMED_OUT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN),
+        *(KafkaError.REQUEST_TIMED_OUT, KafkaError.NOT_CONTROLLER, KafkaError.NETWORK_EXCEPTION),
+    }
+)
+"""What brokers, and the client, say while a controller is away or moves."""
 REPEAT_SECONDS = 10.0
 SAID_MAX = 256
 _said: dict[str, float] = {}
@@ -138,8 +145,13 @@ def _create(settings: Settings, wanted: Sequence[NewTopic]) -> list[str]:
             admin.create_topics([new])[new.topic].result(ADMIN_SECONDS_MAX)
             made.append(new.topic)
         except KafkaException as err:
-            if err.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise Permanent(f"topic {new.topic}: {err.args[0].str()}") from err
+            code, said = err.args[0].code(), f"topic {new.topic}: {err.args[0].str()}"
+            if code == KafkaError.INVALID_REPLICATION_FACTOR:
+                raise StoreUnavailable(f"{said} Brokers may be starting yet; else lower kafka.replication") from err
+            if code in NOT_NOW:
+                raise StoreUnavailable(said) from err
+            if code != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise Permanent(said) from err
         except TimeoutError as err:
             raise StoreUnavailable(f"topic {new.topic}: kafka has not made it in {ADMIN_SECONDS_MAX:.0f} s") from err
     return made
