@@ -491,6 +491,7 @@ class Store:
                 self._descriptor_bytes,
                 condemned_bytes,
                 self._index.bytes_on_disk,
+                manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
                 parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
                 quarantine_bytes=quarantine_bytes + sum(self.pauses.listed().values()),
                 encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjects) else None,

@@ -49,21 +49,26 @@ def stats(
     condemned_bytes: int,
     index_bytes: int,
     *,
+    manifest_bytes: int,
     parity_bytes: int = 0,
     quarantine_bytes: int = 0,
     encryption_bytes: int | None = None,
 ) -> Stats:
-    """Return the sums, from the index and the object store's listing: no container or manifest is read."""
+    """Return the sums, from the index and the object store's listing: no container or manifest is read.
+
+    `manifest_bytes` of all manifests and marks. Listed, like every generation of a container: what a round that died
+    has left is not in the index, and stored.
+    """
     return sum_up(
         index.catalogs(),
         list(index.containers()),
-        sum(size_bytes for _, size_bytes in containers.ids())
+        sum(sum(generations.values()) for generations in containers.generations().values())
         + descriptor_bytes
         + condemned_bytes
         + parity_bytes
         + quarantine_bytes
         + (encryption_bytes or 0),
-        spare_marks_bytes=index.spare_marks_bytes(),
+        manifest_bytes=manifest_bytes,
         condemned_bytes=condemned_bytes,
         parity_bytes=parity_bytes,
         quarantine_bytes=quarantine_bytes,
@@ -82,7 +87,7 @@ def sum_up(
     descriptor_bytes: int,
     index_bytes: int,
     base_cache: tuple[int, int] = (0, 0),
-    spare_marks_bytes: int = 0,
+    manifest_bytes: int | None = None,
     condemned_bytes: int = 0,
     parity_bytes: int = 0,
     quarantine_bytes: int = 0,
@@ -91,22 +96,24 @@ def sum_up(
     """Return the sums over (tenant, version) and containers.
 
     `object_bytes` of all containers, known to the index or not, the descriptor, parity, records of what is condemned
-    or quarantined, and what encryption adds (None: there is none); `spare_marks_bytes` of marks that outlived their
-    versions; `base_cache` (hits, misses).
+    or quarantined, and what encryption adds (None: there is none); `manifest_bytes` of all manifests and marks, None:
+    as `entries` have them; `base_cache` (hits, misses).
     """
-    ledger, seconds, manifest_bytes, versions = Ledger(), 0.0, spare_marks_bytes, 0
+    ledger, seconds, noted_bytes, versions = Ledger(), 0.0, 0, 0
     deleted_versions = deleted_bytes = 0
     keys: set[tuple[str, str]] = set()
     for tenant, entry in entries:
         ledger += entry.ledger
         seconds += entry.seconds
-        manifest_bytes += entry.manifest_bytes + entry.marks_bytes
+        noted_bytes += entry.manifest_bytes + entry.marks_bytes
         if entry.deleted:
             deleted_versions += 1
             deleted_bytes += entry.ledger.logical_bytes
         else:
             versions += 1
             keys.add((tenant, entry.key))
+    if manifest_bytes is None:
+        manifest_bytes = noted_bytes
     stored = object_bytes + manifest_bytes
     parts = {
         "raw_blocks": sum(c.raw_block_bytes for c in found),

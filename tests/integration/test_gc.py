@@ -21,7 +21,7 @@ from nearkin.reports import Ledger
 from nearkin.store.condemned import EMPTY_BYTES
 from nearkin.store.manifests import object_name
 from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED, collected
+from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import containers, flip, manifests, objects, settings, stored_bytes
 
@@ -288,6 +288,22 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
     assert objects(store.root) == before
     store.settings = settings(COLLECTED, {"gc": {"services_ended": True}})
     assert collected(store, clock) > 300_000
+
+
+@pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.sentenced", "gc.uncatalogued", "gc.manifest"])
+def test_what_is_stored_is_told_to_the_byte_after_a_round_that_died(tmp_path, point):
+    root, chosen = tmp_path / "d", {"deletion": {"undelete_seconds": 0}}
+    with open_store(root, settings=settings(COLLECTED, chosen)) as store:
+        store.put("kept", text_like(600_000, 1))
+        store.put("gone", random_bytes(200_000, 2))
+        store.delete("gone")
+    killed_in_a_round(root, chosen, point, 1)
+    with open_store(root, settings=settings(COLLECTED, chosen)) as store:
+        for _ in range(2):
+            told = store.stats()
+            assert told.ledger.stored_bytes == sum(told.parts.values()) == stored_bytes(root)
+            assert min(told.parts.values()) >= 0
+            store.gc()
 
 
 def test_a_mark_that_cannot_be_read_keeps_its_version(opened, clock):
