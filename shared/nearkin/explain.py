@@ -32,9 +32,8 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         sketch = directory.sketch_names[directory.segments.sketches[ordinal]]
         fresh_from = _first_own(directory.segments.chunks, directory.segments.bounds, ordinal, holder)
         locations, _ = segment_chunks(location, source)
-        plan = reader.plan(locations)
-        bases = reader.plan(plan.bases.take(plan.depths > 0)).names
-        base = iter(bases)
+        plan, bases = reader.plan_with_bases(locations)
+        base = iter(bases.names)
         shares = _shares(plan, source)
         known = bool(manifest.known[sequence])
         chunks: list[ChunkExplained] = []

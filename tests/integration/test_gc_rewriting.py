@@ -93,6 +93,28 @@ def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
             assert blob.read() == kept[number]
 
 
+@pytest.mark.parametrize("codec", ["patch", "xdelta3"])
+def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec):
+    """Each reader has let go of one container, as its cache may, and is told of no base that others had before."""
+    chosen = settings(COLLECTED, {"delta": {"codec": codec}})
+    with open_store(tmp_path / "s", settings=chosen, clock=clock) as store:
+        kept = chain(store, clock, versions=14, keep=3)
+        store.gc()
+        there = [container for container, _ in store._containers.ids()]
+        readers = [open_store(store.root, settings=chosen, read_only=True, clock=clock) for _ in there]
+        for reader in readers:
+            assert [reader.get("k", number).read() == content for number, content in kept.items()] == [True] * 3
+        clock.now += DAY
+        assert store.gc().containers_rewritten > 1
+        for reader, container in zip(readers, there, strict=True):
+            for number, content in kept.items():
+                reader._containers.forget_read(container)
+                assert reader.get("k", number).read() == content
+                reader._containers.forget_read(container)
+                assert reader.explain("k", number).info.size_bytes == len(content)
+            reader.close()
+
+
 def beside(store: Store) -> tuple[dict[str, bytes], int]:
     """Put blobs that share containers, delete most of them; return what is left and the bytes stored."""
     contents = {f"k{number}": random_bytes(30_000, number) for number in range(20)}

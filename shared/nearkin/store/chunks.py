@@ -11,7 +11,7 @@ one batch, or a block and its bases. What all of them decode and hold has a boun
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile, pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,10 +58,11 @@ chains through all of a batch more is wanted at the same time than the cache hol
 LEVEL_BYTES_MAX = 64 * 1024 * 1024
 """Of distinct bases that are read together, and the deltas on them; of honest data 4 MiB lean on at most 128."""
 
-Wanted = Plan | BlockName | list[BlockName] | int
+Wanted = Plan | BlockName | list[BlockName] | int | U64
 Task = Generator[Wanted, Any, Any]
 """Returns bytes; yields what it must have before it can go on, and is sent it: of a plan its bytes, of a block what it
-decodes to, of several what some can be decoded to together. And, sent nothing, how many bytes it takes from now on."""
+decodes to, of several what some can be decoded to together. And, sent nothing, how many bytes it takes from now on, and
+the containers by whose rows it knows what it asks for next."""
 
 
 @dataclass(slots=True)
@@ -69,8 +70,10 @@ class _Started:
     """A task, what it was started for, and what it holds, bytes."""
 
     task: Task
-    wanted: Wanted | None
+    wanted: Wanted
     held_bytes: int = 0
+    through: list[U64] = field(default_factory=list)
+    """The containers that it says it goes by, besides those of `wanted`."""
 
 
 class ChunkReader:
@@ -121,6 +124,20 @@ class ChunkReader:
             raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
         return Plan(locations, rows)
 
+    def plan_with_bases(self, locations: Locations) -> tuple[Plan, Plan]:
+        """Return how the rows are kept, and how the best bases of those are that are not raw, in order. Raises as
+        `plan` does.
+        """
+        for _ in range(REWRITTEN_MAX):
+            plan = self.plan(locations)
+            try:
+                return plan, self.plan(plan.bases.take(plan.depths > 0))
+            except Corrupt:
+                if not self._moved(sorted(set(locations.containers.tolist()))):
+                    raise
+        plan = self.plan(locations)
+        return plan, self.plan(plan.bases.take(plan.depths > 0))
+
     def fetch(self, plan: Plan) -> U8:
         """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
         return self._carried_out(self._rows, plan)  # type: ignore[no-any-return]  # what the task returns
@@ -136,13 +153,30 @@ class ChunkReader:
         """Carry out a task, anew where a container was written anew since it was planned."""
         for _ in range(REWRITTEN_MAX):
             try:
-                return self._run(task(plan))
+                return self._run(task(plan), plan)
             except Rewritten:
                 plan = self.plan(plan.locations)
-        return self._run(task(plan))
+        return self._run(task(plan), plan)
 
-    def _run(self, task: Task) -> Any:
-        walk, tasks = Walk(), [_Started(task, None)]
+    def _run(self, task: Task, plan: Plan) -> Any:
+        """Return what a task for a plan returns.
+
+        Raises Corrupt; Rewritten where what leads to what is lost was read of an older generation than is there: the
+        one that is may lean on something else.
+        """
+        tasks = [_Started(task, plan)]
+        try:
+            return self._walked(tasks)
+        except Rewritten:
+            raise
+        except Corrupt as err:
+            if self._moved(_led_by(tasks)):
+                raise Rewritten(f"{err}: read again") from err
+            raise
+
+    def _walked(self, tasks: list[_Started]) -> Any:
+        """Carry out the last of `tasks`, and what it wants after it; return what the first returns."""
+        walk = Walk()
         answer: Any = None
         while True:
             started = tasks[-1]
@@ -162,6 +196,8 @@ class ChunkReader:
                 started.held_bytes = wanted
                 walk.spend(wanted)
                 walk.hold(_walked_bytes(tasks))
+            elif isinstance(wanted, np.ndarray):
+                started.through.append(wanted)
             elif isinstance(wanted, list):
                 walk.at = next(_walked_to(tasks), wanted[0])
                 answer = self._chains.decoded(wanted, walk.spend)
@@ -187,6 +223,7 @@ class ChunkReader:
                 break
             if len(levels) > DEPTH_MAX:
                 raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
+            yield levels[-1].locations.containers[deltas]
             bases = levels[-1].bases.take(deltas)
             firsts, of_delta = bases.mentions()
             below = self.plan(bases.take(firsts))
@@ -332,6 +369,19 @@ def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
     windows = np.cumsum(lengths[rows], dtype=np.int64) // WINDOW_BYTES
     cuts = np.flatnonzero(np.diff(windows)) + 1
     return [rows[first:last] for first, last in pairwise([0, *cuts.tolist(), len(rows)])]
+
+
+def _led_by(tasks: list[_Started]) -> list[int]:
+    """Return the containers of which something was read that led to what is asked for now, ascending."""
+    found = set[int]()
+    for started in tasks:
+        if isinstance(started.wanted, Plan):
+            found.update(started.wanted.locations.containers.tolist())
+        elif isinstance(started.wanted, tuple):
+            found.add(started.wanted[0])
+        for containers in started.through:
+            found.update(containers.tolist())
+    return sorted(found)
 
 
 def _walked_to(tasks: list[_Started]) -> Iterator[BlockName]:

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -215,21 +215,28 @@ class ContainerStore:
 
     def _moved(self, container: ContainerId, tried: int) -> bool:
         """Look for another generation than the one that was tried; return whether there is one."""
-        self._directories.drop([container])
-        folder = object_name(container).rpartition("/")[0]
-        there = [generation for found, generation, _ in self._listed(folder) if found == container]
-        if not there or max(there) == tried:
-            return False
-        self._is_now(container, max(there))
-        return True
+        return self._some_moved({container: tried})
+
+    def _some_moved(self, tried: Mapping[ContainerId, int]) -> bool:
+        """Look for other generations than those that were tried, each folder once; return whether there is one."""
+        self._directories.drop(tried)
+        there: dict[ContainerId, int] = {}
+        for folder in dict.fromkeys(object_name(container).rpartition("/")[0] for container in tried):
+            for found, generation, _ in self._listed(folder):
+                if found in tried:
+                    there[found] = max(generation, there.get(found, 0))
+        others = [container for container, generation in there.items() if generation != tried[container]]
+        for container in others:
+            self._is_now(container, there[container])
+        return bool(others)
 
     def moved(self, containers: Iterable[int]) -> bool:
         """Look whether any of these is there in a later generation than was read; that one is read from now on."""
-        found = False
+        tried = dict[ContainerId, int]()
         for container in map(ContainerId, containers):
             known = self._directories.get(container)
-            found |= self._moved(container, self.generation(container) if known is None else known[1])
-        return found
+            tried[container] = self.generation(container) if known is None else known[1]
+        return self._some_moved(tried)
 
     def raw(self, container: ContainerId) -> bytes:
         """Return a container's bytes, unchecked."""
