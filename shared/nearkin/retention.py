@@ -17,7 +17,7 @@ from typing import Protocol
 
 from nearkin.config_keeping import RetentionPolicy, RetentionSettings
 from nearkin.errors import BadInput, NotFound, Retained
-from nearkin.formats.mark import NO_REQUEST, Kind, Mark, encode_mark
+from nearkin.formats.mark import NO_REQUEST, Kind, Mark
 from nearkin.frozen import frozen
 from nearkin.reports import Damage, VersionInfo
 from nearkin.store.deletion import Deletions
@@ -244,7 +244,7 @@ def apply_policies(
             except BadInput as err:  # it was deleted and undeleted as often as there are marks: others go all the same
                 _log.warning("retention.policies: %s", err)
                 continue
-        count, marks_bytes = count + 1, marks_bytes + len(encode_mark(mark))
+        count, marks_bytes = count + 1, marks_bytes + manifests.takes_bytes(mark)
     return count, marks_bytes
 
 

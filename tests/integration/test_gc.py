@@ -23,7 +23,7 @@ from nearkin.store.manifests import object_name
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import containers, flip, manifests, objects, settings, stored_bytes
+from nearkin.testing.stores import ENCRYPTED, containers, flip, manifests, objects, settings, stored_bytes
 
 DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
 """Deletion sets whose reclaim is told before."""
@@ -288,6 +288,25 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
     assert objects(store.root) == before
     store.settings = settings(COLLECTED, {"gc": {"services_ended": True}})
     assert collected(store, clock) > 300_000
+
+
+@pytest.mark.parametrize("parity", ["none", "rs-4-2"])
+@pytest.mark.parametrize("sealed", [{}, ENCRYPTED], ids=["clear", "sealed"])
+def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock, parity, sealed):
+    kept = {"prefix": "few", "keep_last": 2}
+    chosen = settings(COLLECTED, sealed, {"storage": {"parity": parity}, "retention": {"policies": [kept]}})
+    with open_store(tmp_path / "s", settings=chosen, clock=clock) as store:
+        content = text_like(400_000, 1)
+        for number in range(1, 9):
+            content = mutated(content, number, edits=40)
+            store.put("few", content)
+            store.put("some", random_bytes(90_000, number))
+        for number in range(1, 7):
+            store.delete("some", number)
+        clock.now += 6 * DAY
+        assert collected(store, clock, rounds=12) > 540_000
+        assert [info.version for info in store.versions("few", all_versions=True)] == [7, 8]
+        assert store.get("few").read() == content
 
 
 @pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.sentenced", "gc.uncatalogued", "gc.manifest"])

@@ -34,9 +34,12 @@ from nearkin.limits import MIB
 from nearkin.records import U32, ContainerId
 from nearkin.reports import GcReport
 from nearkin.store.condemned import EMPTY_BYTES, CondemnedStore, record_bytes
-from nearkin.store.containers import ContainerStore
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.counted import CountedObjects
 from nearkin.store.encrypted import overlaid
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import ObjectStore
+from nearkin.store.passing import over_lowest, takes_bytes
 from nearkin_janitor.condemning import carried, note_gone, same_record
 from nearkin_janitor.endings import Endings
 from nearkin_janitor.holding import bytes_of_chunks, held_by
@@ -123,7 +126,8 @@ class Collector:
         """Do a round that keeps others out for each effect alone. Raises as `run` does, and StoreLocked."""
         self._go_on()
         with _erased_meanwhile():
-            return self._round(turns)
+            counted, objects = _counted_in(self._condemned.objects)
+            return self._over(objects, self._containers.over(objects))._round(turns, counted)
 
     def preview(self, *, deleted_too: bool = False) -> GcReport:
         """Return what `run` would report, and what holds the rest; nothing is changed.
@@ -132,24 +136,33 @@ class Collector:
         folder, sealed as it would be in the store, and needs room there. `deleted_too`: as if no deleted version could
         be brought back any more.
         """
-        with _erased_meanwhile(), overlaid(self._condemned.objects) as objects:
+        with _erased_meanwhile(), overlaid(self._condemned.objects) as overlay:
+            counted, objects = _counted_in(overlay)
             containers = self._containers.apart(objects, BLOCKS_BYTES)
-            imagined = copy.copy(self)
-            imagined._containers, imagined._rewriter = containers, self._rewriter.over(containers)
-            imagined._manifests, imagined._condemned = ManifestStore(objects), CondemnedStore(objects)
+            imagined = self._over(objects, containers)
             imagined._replacing, imagined._ledger = Replacing(containers, _UNBOUNDED), None
             imagined._go_on = lambda: None
-            told = imagined._round(OneTurn(NoIndex()), deleted_too=deleted_too, dry_run=True)
+            told = imagined._round(OneTurn(NoIndex()), counted, deleted_too=deleted_too, dry_run=True)
             imagined._grace_us = later_bytes = 0
             for _ in range(LATER_ROUNDS_MAX):
-                later = imagined._round(OneTurn(NoIndex()), deleted_too=deleted_too)
+                later = imagined._round(OneTurn(NoIndex()), counted, deleted_too=deleted_too)
                 later_bytes += later.freed_bytes
                 if not later.condemned_containers and not later.freed_bytes:
                     break
         return replace(told, freed_later_bytes=later_bytes)
 
-    def _round(self, turns: Turns, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
-        started, sums, state = time.perf_counter(), Sums(), turns.state()
+    def _over(self, objects: ObjectStore, containers: ContainerStore) -> Collector:
+        """Return what does the same through another object store."""
+        other = copy.copy(self)
+        other._containers, other._rewriter = containers, self._rewriter.over(containers)
+        other._manifests, other._condemned = ManifestStore(objects), CondemnedStore(objects)
+        other._replacing = self._replacing.over(containers)
+        return other
+
+    def _round(
+        self, turns: Turns, counted: CountedObjects, *, deleted_too: bool = False, dry_run: bool = False
+    ) -> GcReport:
+        started, sums, state = time.perf_counter(), Sums(counted), turns.state()
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
@@ -300,7 +313,6 @@ class Collector:
                 self._replacing.renew(index, container)
                 failpoint("gc.renewed")
                 for older in sorted(generations.keys() - {newest}):
-                    sums.freed_bytes += generations[older]
                     self._containers.delete(container, older)
                     failpoint("gc.replaced")
                 turns.written(container)
@@ -310,7 +322,6 @@ class Collector:
         """Free what is left of versions that are gone for good; return all others, the roots."""
         ended = Endings(self._manifests, self._now_us).end(roots, turns)
         sums.versions += ended.versions
-        sums.freed_bytes += ended.freed_bytes
         return ended.kept
 
     # --- 7: what is unreached from now on ----------------------------------------------------------------------------
@@ -339,7 +350,6 @@ class Collector:
                     found[container] = carried(record[container], found[container])
             found = fitting(found)
             if not same_record(found, before) or not self._condemned.settled():  # the latter after a crash, or damage
-                sums.freed_bytes += sum(self._condemned.listed().values()) - record_bytes(found)
                 self._condemned.replace(found)
         sums.later_bytes = self._later_bytes(found, ids)
         return found
@@ -348,11 +358,24 @@ class Collector:
         """Return what a record and what it names take, beyond an empty record."""
         later_bytes = record_bytes(record) - EMPTY_BYTES
         for container, entry in record.items():
-            later_bytes += ids[container]
+            stored_bytes = ids[container]
             if not entry.whole:
                 shares = bytes_of_chunks(self._containers.directory(ContainerId(container)))
-                later_bytes -= ids[container] - int(shares[entry.chunks].sum())
+                stored_bytes = int(shares[entry.chunks].sum())
+            later_bytes += takes_bytes(self._condemned.objects, object_name(ContainerId(container)), stored_bytes)
         return later_bytes
+
+
+def _counted_in(objects: ObjectStore) -> tuple[CountedObjects, ObjectStore]:
+    """Return the same store, and what counts in it all that is written and removed."""
+    counted: list[CountedObjects] = []
+
+    def wrap(lowest: ObjectStore) -> ObjectStore:
+        counted.append(CountedObjects(lowest))
+        return counted[0]
+
+    through = over_lowest(objects, wrap)
+    return counted[0], through
 
 
 @contextmanager

@@ -31,7 +31,6 @@ class Ended:
 
     kept: tuple[Version, ...]
     versions: int
-    freed_bytes: int
 
 
 class Endings:
@@ -43,7 +42,7 @@ class Endings:
 
     def end(self, roots: Roots, turns: Turns) -> Ended:
         """Free manifests and marks of the versions that are gone for good. Raises Corrupt, StoreUnavailable."""
-        kept, versions, freed_bytes = list(roots.kept), 0, 0
+        kept, versions = list(roots.kept), 0
         for start in range(0, len(roots.ended), COLLECTED_AT_ONCE):
             some = roots.ended[start : start + COLLECTED_AT_ONCE]
             manifests = [self._manifest(version) for version in some]
@@ -56,11 +55,10 @@ class Endings:
                         kept.append(version)  # brought back meanwhile
                 index.collect_many([_told(*one) for one in going])
                 failpoint("gc.uncatalogued")
-                for version, _, marks_bytes in going:
+                for version, _, _ in going:
                     versions += bool(version.committed)
-                    freed_bytes += version.manifest_bytes + version.marks_bytes - marks_bytes
                     self._remove(version, roots)
-        return Ended(tuple(kept), versions, freed_bytes)
+        return Ended(tuple(kept), versions)
 
     def _sentenced(self, version: Version) -> bool:
         """Make the mark by which a version never comes back; return False where an undeletion has come first."""

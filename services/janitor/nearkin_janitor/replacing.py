@@ -32,6 +32,10 @@ class Replacing:
         self._containers = containers
         self._bytes_per_second = bytes_per_second
 
+    def over(self, containers: ContainerStore) -> Replacing:
+        """Return what does the same, at the same speed, for the containers of another store."""
+        return Replacing(containers, self._bytes_per_second)
+
     def renew(self, index: SupportsCollection, container: ContainerId) -> None:
         """Tell the index what is left of a container, before what was goes."""
         index.renew(summarise_directory(self._containers.directory(container)))

@@ -18,17 +18,11 @@ class Version:
     """What lies in the folder of a key of one version: its manifest, if that is there, and marks, the highest last."""
 
     manifest: str
-    manifest_bytes: int = 0
     committed: bool = False
     marks: list[tuple[int, str, int]] = field(default_factory=list)
     """(sequence, object name, bytes), ascending."""
     ended: Mark | None = None
     """The mark that says that it is gone for good."""
-
-    @property
-    def marks_bytes(self) -> int:
-        """Return the bytes of all its marks."""
-        return sum(size_bytes for _, _, size_bytes in self.marks)
 
 
 @frozen
@@ -49,8 +43,8 @@ def find_roots(manifests: ManifestStore, now_us: int) -> Roots:
     """List all manifests and marks. Raises Corrupt for a name that is no version's, StoreUnavailable."""
     versions: dict[str, Version] = {}
     listed, marks = manifests.names_and_marks()
-    for name, size_bytes in listed:
-        versions[name] = Version(name, size_bytes, committed=True)
+    for name, _ in listed:
+        versions[name] = Version(name, committed=True)
     for name, size_bytes in marks:
         of, sequence = marked_version(name)
         versions.setdefault(of, Version(of)).marks.append((sequence, name, size_bytes))

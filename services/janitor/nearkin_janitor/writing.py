@@ -22,6 +22,7 @@ from nearkin.formats.condemned import Condemned
 from nearkin.frozen import frozen
 from nearkin.records import U32, ContainerId
 from nearkin.store.containers import ContainerStore
+from nearkin.store.counted import CountedObjects
 from nearkin_janitor.families import families_of
 from nearkin_janitor.heirs import Heirs
 from nearkin_janitor.order import leaning_last
@@ -42,14 +43,23 @@ Item = TypeVar("Item")
 class Sums:
     """What a round did so far."""
 
+    counted: CountedObjects
     versions: int = 0
     deleted: int = 0
     rewritten: int = 0
-    freed_bytes: int = 0
     later_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
     no_room: NoRoom | None = None
     """Why some container was not written anew: the next round does it, with the room that this one makes."""
+    freed_before_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.freed_before_bytes = self.counted.freed_bytes
+
+    @property
+    def freed_bytes(self) -> int:
+        """Return what was removed so far, less what was put."""
+        return self.counted.freed_bytes - self.freed_before_bytes
 
 
 class Counted(Protocol):
@@ -163,7 +173,7 @@ class Writing:
                 self.replacing.renew(index, container)  # it was no longer counted
                 return False
             self.sums.deleted += 1
-            self.sums.freed_bytes += self.ids.pop(container)
+            del self.ids[container]
             self.containers.delete(container, self.containers.generation(container))
             self.since.written(container, None)
             failpoint("gc.container")
@@ -188,7 +198,6 @@ class Writing:
             return False
         self.ids[container] = replaced.now_bytes
         self.sums.rewritten += 1
-        self.sums.freed_bytes += replaced.before_bytes - replaced.now_bytes
         return True
 
     def _leans_on(self, container: int) -> list[int]:

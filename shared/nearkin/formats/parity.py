@@ -84,16 +84,24 @@ class Head:
 
 def encode_parity(name: str, data: bytes | memoryview, scheme: Scheme) -> bytes:
     """Return the parity object of an object. Raises BadInput for one above a container's bound."""
-    size_bytes = len(data)
-    if size_bytes > CONTAINER_BYTES_MAX:
-        raise BadInput(f"{name}: {size_bytes} bytes; parity is made of {CONTAINER_BYTES_MAX} at most")
-    shards = max(1, min(scheme.data, size_bytes // SHARD_BYTES_MIN))
-    shard_bytes = max(1, -(-size_bytes // shards))
-    head = Head(size_bytes, shards, scheme.parity, shard_bytes, blake3(data).digest(), _digest_of(name))
+    if len(data) > CONTAINER_BYTES_MAX:
+        raise BadInput(f"{name}: {len(data)} bytes; parity is made of {CONTAINER_BYTES_MAX} at most")
+    head = _head_for(len(data), scheme, blake3(data).digest(), _digest_of(name))
     rows = _shards(data, head)
-    rows[shards:] = parity_of(rows[:shards], scheme.parity)
+    rows[head.data :] = parity_of(rows[: head.data], scheme.parity)
     packed = head.packed()
-    return b"".join([packed, *_checks(rows, head), rows[shards:].tobytes(), packed])
+    return b"".join([packed, *_checks(rows, head), rows[head.data :].tobytes(), packed])
+
+
+def bytes_of_parity(object_bytes: int, scheme: Scheme) -> int:
+    """Return the bytes of the parity object of an object of so many."""
+    return _head_for(object_bytes, scheme, b"", b"").parity_bytes
+
+
+def _head_for(object_bytes: int, scheme: Scheme, digest: bytes, name_digest: bytes) -> Head:
+    shards = max(1, min(scheme.data, object_bytes // SHARD_BYTES_MIN))
+    shard_bytes = max(1, -(-object_bytes // shards))
+    return Head(object_bytes, shards, scheme.parity, shard_bytes, digest, name_digest)
 
 
 def head_of(parity: bytes, name: str) -> Head:

@@ -137,6 +137,12 @@ class ContainerStore:
         other._generations = dict(self._generations)
         return other
 
+    def over(self, objects: ObjectStore) -> Self:
+        """Return the same store, and the same caches, whose containers are read and written through `objects`."""
+        other = copy.copy(self)
+        other._objects = objects
+        return other
+
     def counting(self) -> Self:
         """Return the same store, and the same caches, with costs of its own."""
         other = copy.copy(self)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Self
 
 from nearkin.errors import Corrupt, NearkinError, Permanent
 from nearkin.formats.parity import Scheme
+from nearkin.formats.sealed import sealed_bytes
 from nearkin.store.keyring import Keyring
 from nearkin.store.objects import ObjectStore, Payload
 from nearkin.store.overlay import Overlay
-from nearkin.store.parity import ParityObjects
-from nearkin.store.sealing import SealedObjects, Sealing
+from nearkin.store.parity import FOLDER, ParityObjects, parity_name
+from nearkin.store.passing import over_lowest
+from nearkin.store.sealing import SealedObjects, Sealing, is_sealed
 
 _log = logging.getLogger("nearkin")
 
@@ -38,10 +41,13 @@ class EncryptedObjects(ParityObjects):
         """Return the objects in clear as they lie there, whatever parity would make of them."""
         return self._bare
 
-    @property
-    def stored(self) -> ParityObjects:
-        """Return the objects sealed, as parity knows them."""
-        return self._stored
+    def over(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
+        """Return what does the same over what `wrap` makes of the store below all wrappers."""
+        return type(self)(over_lowest(self.inner, wrap), self._scheme, self.keyring)
+
+    def takes_bytes(self, name: str, object_bytes: int) -> int:
+        """Return what an object of so many bytes takes that is written now, sealed, its parity included."""
+        return super().takes_bytes(name, sealed_bytes(object_bytes) if is_sealed(name) else object_bytes)
 
     def check_tenant(self, tenant: str) -> None:
         """Raise Erased where a tenant was."""
@@ -134,8 +140,12 @@ class EncryptedObjects(ParityObjects):
         return added
 
     def erased(self) -> list[tuple[str, int]]:
-        """Return (name, bytes) of the objects of erased tenants that are left: manifests and marks first."""
-        return self._sealed.erased()
+        """Return (name, bytes with those of its parity) of the objects of erased tenants that are left: manifests and
+        marks first.
+        """
+        found = self._sealed.erased()
+        parity = dict(self.inner.names(FOLDER)) if found else {}
+        return [(name, size_bytes + parity.get(parity_name(name), 0)) for name, size_bytes in found]
 
     def salvaged(self, name: str) -> bytes | None:
         """Return an object as far as it can be read, zeros where it cannot; None where its head is broken."""
@@ -147,17 +157,13 @@ class EncryptedObjects(ParityObjects):
         `check` is asked before each, and raises where nothing may be removed any more.
         """
         owners = self.keyring.unswept()
-        found = self._sealed.erased()
+        found = self.erased()
         for name, _ in found:
             check()
             self._stored.delete(name)
         for owner in sorted(owners):
             self.keyring.swept(owner)
         return found
-
-    def above(self, below: ObjectStore) -> SealedObjects:
-        """Return the objects in clear of a store with the same keys, such as an overlay over `inner`."""
-        return SealedObjects(below, self._sealed.sealing)
 
 
 def key_names(objects: ObjectStore) -> list[str]:
@@ -173,10 +179,6 @@ def check_keys(objects: ObjectStore, tenant: str, catalog: Callable[[str], Itera
 
 @contextmanager
 def overlaid(objects: ObjectStore) -> Iterator[ObjectStore]:
-    """Return a store as it would be: what is written stays apart, and sealed where the store is encrypted."""
-    if isinstance(objects, EncryptedObjects):
-        with Overlay(objects.stored) as below:
-            yield objects.above(below)
-    else:
-        with Overlay(objects) as overlay:
-            yield overlay
+    """Return a store as it would be: what is written stays apart, sealed and with parity as it would be there."""
+    with ExitStack() as overlays:
+        yield over_lowest(objects, lambda lowest: overlays.enter_context(Overlay(lowest)))

@@ -20,6 +20,7 @@ from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.frozen import frozen
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
+from nearkin.store.passing import takes_bytes
 
 MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.nkt)")
@@ -198,6 +199,11 @@ class ManifestStore:
         data = encode_mark(mark)
         self._objects.put_new(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), data)
         return len(data)
+
+    def takes_bytes(self, mark: Mark) -> int:
+        """Return what a mark takes, with all that the store adds."""
+        name = mark_name(mark.tenant, mark.key, mark.version, mark.sequence)
+        return takes_bytes(self._objects, name, len(encode_mark(mark)))
 
     def mark(self, tenant: str, key: str, version: int, sequence: int) -> Mark:
         """Return a mark. Raises NotFound, Corrupt, StoreUnavailable."""

@@ -59,6 +59,12 @@ class ParityObjects(PassingObjects):
         """Return the objects as they lie there, whatever parity would make of them."""
         return self.inner
 
+    def takes_bytes(self, name: str, object_bytes: int) -> int:
+        """Return what an object of so many bytes takes that is written now, its parity included."""
+        if self._scheme is None or not is_covered(name):
+            return object_bytes
+        return object_bytes + fmt.bytes_of_parity(object_bytes, self._scheme)
+
     def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object, then its parity. Raises AlreadyExists, StoreUnavailable: of the object alone."""
         self.inner.put_new(name, *parts)

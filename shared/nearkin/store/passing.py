@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 from nearkin.store.objects import ObjectStore, Payload
 
@@ -12,6 +14,16 @@ class PassingObjects:
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
+
+    def over(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
+        """Return what does the same over what `wrap` makes of the store below all wrappers."""
+        other = copy.copy(self)
+        other.inner = over_lowest(self.inner, wrap)
+        return other
+
+    def takes_bytes(self, name: str, object_bytes: int) -> int:
+        """Return what an object of so many bytes takes that is written now, with all that is added to it."""
+        return takes_bytes(self.inner, name, object_bytes)
 
     @property
     def far(self) -> bool:
@@ -41,3 +53,13 @@ class PassingObjects:
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is fine. Raises StoreUnavailable."""
         self.inner.delete(name)
+
+
+def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
+    """Return what an object of so many bytes takes that is written now, with all that wrappers add."""
+    return objects.takes_bytes(name, object_bytes) if isinstance(objects, PassingObjects) else object_bytes
+
+
+def over_lowest(objects: ObjectStore, wrap: Callable[[ObjectStore], ObjectStore]) -> ObjectStore:
+    """Return the same store over what `wrap` makes of what lies below all wrappers."""
+    return objects.over(wrap) if isinstance(objects, PassingObjects) else wrap(objects)

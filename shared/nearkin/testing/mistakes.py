@@ -234,7 +234,7 @@ def older_generation_first() -> None:
     """Compaction removes a container before its next generation is there."""
 
     def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
-        data, before_bytes = make(), self.ids[container]
+        data = make()
         generation = self.containers.generation(container)
         with self.since.turn() as index:
             self.containers.delete(container, generation)
@@ -243,7 +243,6 @@ def older_generation_first() -> None:
             self.since.written(container, generation + 1)
         self.ids[container] = len(data)
         self.sums.rewritten += 1
-        self.sums.freed_bytes += before_bytes - len(data)
         return True
 
     _patch(nearkin_janitor.writing.Writing, "_anew", anew)
