@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +22,11 @@ from nearkin.records import ContainerId
 from nearkin.store.containers import ContainerStore
 from nearkin.store.lock import ROUND, WriterLock
 from nearkin.testing import beside, victim
-from nearkin.testing.generated import random_bytes, text_like
+from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.oracle import DAY
 from nearkin.testing.races import Scene, scene
 from nearkin.testing.stores import containers, flip, settings
+from nearkin_janitor import soundness
 
 EVERY = 1 if "SOAK" in os.environ else 11
 SECONDS = 8.0 if "SOAK" in os.environ else 3.0
@@ -334,6 +337,49 @@ def test_who_verifies_while_rounds_end_versions_and_remove_containers_is_told_of
             assert not (made.root / "quarantine").is_dir()
         step, steps = step + 1, passed[0]
     assert steps > 6
+
+
+def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes by between two containers, and while one is looked at; it gathers, and gives up bases."""
+    small = {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "container": {"target_bytes": "256KiB"}}
+    gathering = {"max_depth": 3}, {"gather_bytes": "256KiB", "gather_versions": 2, "grace_seconds": 0}
+    chosen = settings(CHOSEN, small, {"delta": gathering[0], "gc": gathering[1]})
+    content, kept = text_like(300_000, 1), {}
+    with open_store(place / "s", settings=settings(chosen, {"gc": {"gather_bytes": 0}})) as store:
+        for number in range(1, 13):
+            content = kept[number] = mutated(content, number, edits=60)
+            store.put("k", content)
+            store.put("alone", random_bytes(20_000, number))
+        for number in range(1, 6):
+            store.delete("k", number)
+            store.delete("alone", 2 * number)
+        store.gc()
+    real, step, steps, anew = soundness._read, 0, 1, 0
+    while step < steps:
+        shutil.copytree(place / "s", place / str(step))
+        passed = [0]
+
+        def passes(at: int = step, passed: list[int] = passed) -> None:
+            nonlocal anew
+            if passed[0] == at:
+                with open_store(place / str(at), settings=chosen) as elsewhere:
+                    anew += elsewhere.gc().containers_rewritten
+            passed[0] += 1
+
+        def read(*arguments: Any, passes: Callable[[], None] = passes) -> Any:
+            passes()
+            return real(*arguments)
+
+        monkeypatch.setattr(soundness, "_read", read)
+        with open_store(place / str(step), settings=chosen) as store:
+            assert store.verify(progress=lambda *_, passes=passes: passes()).damage == ()
+            assert store.get("k").read() == content
+        assert not (place / str(step) / "quarantine").is_dir()
+        step, steps = step + 1, passed[0]
+    assert steps > 20
+    assert anew > steps
 
 
 def test_a_preview_looks_again_where_a_round_removed_what_it_was_about_to_read(place: Path) -> None:

@@ -25,6 +25,8 @@ from nearkin_janitor.tenants import Tenants
 
 READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and named so many bytes at a time."""
+ANEW_MAX = 8
+"""So often a container is looked at that rounds write anew meanwhile: each means a round."""
 
 
 @frozen
@@ -64,6 +66,8 @@ class Soundness:
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._checked: dict[int, Checked | None] = {}
+        self._looked_at: dict[int, tuple[int, bool]] = {}
+        """Of each container which generation was, and whether all of it was read."""
         self.problems: dict[str, str] = {}
         self.chunks = 0
         self.bytes_read = 0
@@ -77,8 +81,25 @@ class Soundness:
             return []
 
     def check(self, container: ContainerId, *, deep: bool) -> None:
-        """Look at one container, after those that it leans on: `deep` reads and decodes all of it."""
+        """Look at one container, after those that it leans on: `deep` reads and decodes all of it.
+
+        One that a round writes anew meanwhile is looked at again before it is called broken.
+        """
         name = object_name(container)
+        for _ in range(ANEW_MAX):
+            self._check(container, name, deep=deep)
+            if name not in self.problems or not self._is_anew(container):
+                return
+            del self.problems[name]
+        self._check(container, name, deep=deep)
+
+    def _is_anew(self, container: ContainerId) -> bool:
+        """Return whether a container is there in a later generation than was looked at."""
+        self._everyones.moved([container])
+        return self._everyones.generation(container) > self._looked_at[container][0]
+
+    def _check(self, container: ContainerId, name: str, *, deep: bool) -> None:
+        self._looked_at[container] = self._everyones.generation(container), deep
         try:
             if deep:
                 data = self._raw(container, name)
@@ -88,6 +109,7 @@ class Soundness:
                     raise Corrupt(f"{name}: holds container {directory.container:016x}")
             else:
                 data, directory = b"", self._everyones.directory(container)
+            self._looked_at[container] = self._everyones.generation(container), deep
         except Permanent as err:
             self._checked[container] = None
             if not (isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)):
@@ -147,6 +169,13 @@ class Soundness:
                 blamed[rows] = container
                 continue
             beyond = ordinals >= checked.chunks
+            if beyond.any() and self._is_anew(ContainerId(container)):  # what came since may lean on what it took in
+                self.check(ContainerId(container), deep=self._looked_at[container][1])
+                checked = self._of(container, domain)
+                if checked is None:
+                    blamed[rows] = container
+                    continue
+                beyond = ordinals >= checked.chunks
             if beyond.any():
                 name = object_name(ContainerId(container))
                 self.problems.setdefault(
