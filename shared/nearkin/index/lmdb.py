@@ -11,7 +11,6 @@ meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,20 +24,31 @@ from weakref import WeakSet
 
 import lmdb
 import numpy as np
-from blake3 import blake3
-from numpy.typing import NDArray
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
-from nearkin.formats.columns import CHECK_BYTES, check_bytes
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
+from nearkin.index.entries import (
+    KEY_HEAD_BYTES,
+    MARK_HEAD,
+    KeyedPlaces,
+    decode_fields,
+    drop_under,
+    encode_fields,
+    fields_of,
+    held_segments,
+    marks_under,
+    rows_of,
+    tenant_head,
+    version_key,
+)
 from nearkin.index.environments import DAMAGE, Environment, acquire, damaged, forked, release
 from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
-from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
+from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 from nearkin.reports import Ledger
 
 VERSION = 5
@@ -48,7 +58,6 @@ Entry = tuple[bytes, bytes]
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
 _MARKED = Struct("<IQ")
-_MARK_HEAD = b"mark"
 _NO_MARKS = _MARKED.pack(0, 0)
 _SHAPES = {
     "chunks": KeyShape(NAME_BYTES),
@@ -56,8 +65,6 @@ _SHAPES = {
     "features": FeatureShape(FEATURE_KEY_BYTES),
 }
 """Tables of entries that come by the thousand."""
-_KEY_HEAD_BYTES = 400
-"""LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
 
 _ALL: WeakSet[LmdbIndex] = WeakSet()
 """All of this process."""
@@ -170,7 +177,8 @@ class LmdbIndex:
 
         `summaries` off: what is known of each container as a whole stays too.
         """
-        chunks, segments, features = (_Entries(_SHAPES[name].key_bytes) for name in ("chunks", "segments", "features"))
+        tables = ("chunks", "features", "segments")
+        chunks, features, segments = found = [KeyedPlaces(_SHAPES[table].key_bytes) for table in tables]
         wholes: list[Entry] = []
         for claims in many:
             directory = claims.directory
@@ -184,9 +192,9 @@ class LmdbIndex:
                     keys = feature_keys(sketch, directory.domain, super_features)[rows]
                     features.add(keys, container, bases[rows % len(super_features)])
             name = container.to_bytes(8, "big")
-            wholes.append((name, _written("containers", name, asdict(summarise(claims)))))
+            wholes.append((name, encode_fields("containers", name, asdict(summarise(claims)))))
         with self._writing(buffers=True) as txn:
-            for table, entries in (("chunks", chunks), ("features", features), ("segments", segments)):
+            for table, entries in zip(tables, found, strict=True):
                 self._runs[table].add(txn, *entries.joined)
             if summaries:
                 txn.cursor(self._containers).putmulti(wholes)
@@ -195,7 +203,7 @@ class LmdbIndex:
         """Replace what is known of a container as a whole."""
         with self._writing() as txn:
             name = summary.container.to_bytes(8, "big")
-            txn.put(name, _written("containers", name, asdict(summary)), db=self._containers)
+            txn.put(name, encode_fields("containers", name, asdict(summary)), db=self._containers)
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
         """Add a version to the catalog and count its segments, once, in one transaction."""
@@ -205,12 +213,12 @@ class LmdbIndex:
         """Add versions, each with its manifest's bytes, in one transaction."""
         with self._writing() as txn:
             for manifest, manifest_bytes in versions:
-                key = _version_key(manifest.tenant, manifest.key, manifest.version)
+                key = version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-                said = _written("versions", key, {"tenant": manifest.tenant, **_kept(entry)})
+                said = encode_fields("versions", key, {"tenant": manifest.tenant, **fields_of(entry)})
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
-                held = _held_segments(manifest)
+                held = held_segments(manifest)
                 cursor = txn.cursor(self._counts)
                 before = dict(cursor.getmulti(held))
                 cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])
@@ -219,15 +227,15 @@ class LmdbIndex:
         """Take versions out of the catalog and count their segments no more, in one transaction."""
         with self._writing() as txn:
             for version in versions:
-                key = _version_key(version.tenant, version.key, version.version)
-                name = _MARK_HEAD + key
+                key = version_key(version.tenant, version.key, version.version)
+                name = MARK_HEAD + key
                 if version.marks_bytes:
                     txn.put(name, _MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
                 else:
                     txn.delete(name, db=self._meta)
                 if not txn.delete(key, db=self._versions) or version.manifest is None:
                     continue
-                held = _held_segments(version.manifest)
+                held = held_segments(version.manifest)
                 cursor = txn.cursor(self._counts)
                 before = {key: _COUNT.unpack(count)[0] for key, count in cursor.getmulti(held)}
                 cursor.putmulti([(key, _COUNT.pack(count - 1)) for key, count in before.items() if count > 1])
@@ -238,15 +246,15 @@ class LmdbIndex:
     def forget_tenants(self, tenants: Collection[str]) -> None:
         """Let go of tenants' versions, and of all that is known of marks, in one transaction."""
         with self._writing() as txn:
-            for head in map(_tenant_head, tenants):
-                _drop_under(txn, self._versions, head)
-                _drop_under(txn, self._meta, _MARK_HEAD + head)
+            for head in map(tenant_head, tenants):
+                drop_under(txn, self._versions, head)
+                drop_under(txn, self._meta, MARK_HEAD + head)
 
     def mark_many(self, marks: Sequence[Marked]) -> None:
         """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
         with self._writing() as txn:
             for mark in marks:
-                name = _MARK_HEAD + _version_key(mark.tenant, mark.key, mark.version)
+                name = MARK_HEAD + version_key(mark.tenant, mark.key, mark.version)
                 held, _ = _MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
                 if mark.sequence > held:
                     txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
@@ -255,7 +263,7 @@ class LmdbIndex:
         """Put what is known of marks in place of what was noted, lower or not; sequence 0: there are none."""
         with self._writing() as txn:
             for mark in marks:
-                name = _MARK_HEAD + _version_key(mark.tenant, mark.key, mark.version)
+                name = MARK_HEAD + version_key(mark.tenant, mark.key, mark.version)
                 if mark.sequence:
                     txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
                 else:
@@ -263,7 +271,7 @@ class LmdbIndex:
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""
-        start = _version_key(tenant, key, 0)
+        start = version_key(tenant, key, 0)
         found = []
         with self._reading() as txn:
             cursor = txn.cursor(self._versions)
@@ -276,7 +284,7 @@ class LmdbIndex:
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version."""
-        found = [entry for _, entry in self._said(_tenant_head(tenant) + prefix.encode()[:_KEY_HEAD_BYTES])]
+        found = [entry for _, entry in self._said(tenant_head(tenant) + prefix.encode()[:KEY_HEAD_BYTES])]
         wanted = [entry for entry in found if entry.key.startswith(prefix)]
         wanted.sort(key=lambda entry: (entry.key.encode(), entry.version))
         return iter(wanted)
@@ -288,13 +296,13 @@ class LmdbIndex:
     def _said(self, head: bytes) -> list[tuple[str, CatalogEntry]]:
         found = []
         with self._reading() as txn:
-            marks = dict(_marks(txn, self._meta, head))
+            marks = dict(marks_under(txn, self._meta, head))
             cursor = txn.cursor(self._versions)
             if cursor.set_range(head) if head else cursor.first():
                 for key, value in cursor:
                     if not key.startswith(head):
                         break
-                    fields = _read("versions", key, value)
+                    fields = decode_fields("versions", key, value)
                     tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
                     sequence, marks_bytes = _MARKED.unpack(marks.get(key, _NO_MARKS))
                     entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
@@ -305,7 +313,7 @@ class LmdbIndex:
         """Return the bytes of marks whose versions are collected: they keep the numbers of these taken."""
         with self._reading() as txn:
             versions = txn.cursor(self._versions)
-            spare = (value for key, value in _marks(txn, self._meta, b"") if not versions.set_key(key))
+            spare = (value for key, value in marks_under(txn, self._meta, b"") if not versions.set_key(key))
             return sum(_MARKED.unpack(value)[1] for value in spare)
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
@@ -349,12 +357,12 @@ class LmdbIndex:
                     self._runs[table].drop(txn, partial(named, unwanted=rows), keys)
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
-                _drop_under(txn, self._counts, container.to_bytes(8, "little"))
+                drop_under(txn, self._counts, container.to_bytes(8, "little"))
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each published container, in stream order."""
         with self._reading() as txn:
-            summaries = [_read("containers", name, value) for name, value in txn.cursor(self._containers)]
+            summaries = [decode_fields("containers", name, value) for name, value in txn.cursor(self._containers)]
         return (ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in summaries)
 
     def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
@@ -382,12 +390,12 @@ class LmdbIndex:
             for keys, locations in self.rows(name):
                 places = places_of(locations.containers, locations.ordinals)
                 tables[name].update(
-                    zip(_rows(keys, shape.key_bytes), _rows(places.view(np.uint8), PLACE.itemsize), strict=True)
+                    zip(rows_of(keys, shape.key_bytes), rows_of(places.view(np.uint8), PLACE.itemsize), strict=True)
                 )
         with self._reading() as txn:
             for name in ("counts", "containers", "versions"):
                 tables[name] = {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
-            return {**tables, "marks": dict(_marks(txn, self._meta, b""))}
+            return {**tables, "marks": dict(marks_under(txn, self._meta, b""))}
 
     @property
     def complete(self) -> bool:
@@ -461,83 +469,3 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
     return StoreUnavailable(f"index: {err}; all before is as it was: make room and run the same again")
-
-
-def _written(table: str, key: bytes, fields: Mapping[str, Any]) -> bytes:
-    said = json.dumps(fields).encode()
-    return check_bytes(table.encode(), key, said) + said
-
-
-def _read(table: str, key: bytes, value: bytes) -> dict[str, Any]:
-    """Return the fields that were written under a key of a table. Raises IndexDamaged where these are others by now."""
-    check, said = value[:CHECK_BYTES], value[CHECK_BYTES:]
-    if check_bytes(table.encode(), key, said) != check:
-        raise damaged(f"{table} at {key.hex()} are not what was written there")
-    fields: dict[str, Any] = json.loads(said)
-    return fields
-
-
-def _kept(entry: CatalogEntry) -> dict[str, Any]:
-    fields = asdict(entry)
-    del fields["sequence"], fields["marks_bytes"]  # kept apart: a mark may be noted before its version is
-    return fields
-
-
-def _marks(txn: Any, meta: Any, head: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key in `versions`, packed marks) of all keys that start with `head`."""
-    cursor = txn.cursor(meta)
-    if cursor.set_range(_MARK_HEAD + head):
-        for key, value in cursor:
-            if not key.startswith(_MARK_HEAD + head):
-                return
-            yield key[len(_MARK_HEAD) :], value
-
-
-def _drop_under(txn: Any, db: Any, head: bytes) -> None:
-    """Delete all keys that start with `head`."""
-    cursor = txn.cursor(db)
-    there = cursor.set_range(head)
-    while there and bytes(cursor.key()).startswith(head):
-        there = cursor.delete()
-
-
-def _held_segments(manifest: Manifest) -> list[bytes]:
-    """Return the keys in `counts` of the segments that a version holds, each once."""
-    rows = places_of(manifest.segments.containers, manifest.segments.ordinals)
-    # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
-    distinct, _ = np.unique(rows, return_index=True)
-    return _rows(distinct.view(np.uint8), PLACE.itemsize)
-
-
-class _Entries:
-    """Keys of one width and the locations that they name, in the order in which they come."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._keys = [np.zeros((0, width), np.uint8)]
-        self._locations = [np.zeros(0, PLACE)]
-
-    def add(self, keys: U8, container: ContainerId, ordinals: Any) -> None:
-        """Take uint8[n, width] keys and the ordinals that they name."""
-        self._keys.append(keys)
-        self._locations.append(places_of(container, ordinals))
-
-    @property
-    def joined(self) -> tuple[U8, NDArray[np.void]]:
-        """Return (keys, locations)."""
-        return np.concatenate(self._keys), np.concatenate(self._locations)
-
-
-def _rows(array: U8, width: int) -> list[bytes]:
-    rows: list[bytes] = np.ascontiguousarray(array).reshape(-1, width).view(f"V{width}").ravel().tolist()
-    return rows
-
-
-def _tenant_head(tenant: str) -> bytes:
-    return blake3(tenant.encode()).digest(length=8)
-
-
-def _version_key(tenant: str, key: str, version: int) -> bytes:
-    encoded = key.encode()
-    digest = blake3(encoded).digest(length=16)
-    return _tenant_head(tenant) + encoded[:_KEY_HEAD_BYTES] + b"\0" + digest + version.to_bytes(8, "big")
