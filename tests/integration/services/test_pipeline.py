@@ -250,6 +250,6 @@ def test_a_janitor_that_cannot_collect_as_it_is_told_says_so_and_ends(pipeline: 
     log = pipeline.folder / "janitor.log"
     log.unlink()
     pipeline.start("janitor")
-    assert pipeline.processes.pop("janitor").wait(60) == 1
+    assert pipeline.processes.pop("janitor").wait(60) == 2
     assert "set gc.mode to 'mark-sweep'" in log.read_text()
     assert "Traceback" not in log.read_text()
