@@ -364,9 +364,14 @@ class LocalIndex:
     # --- after damage ------------------------------------------------------------------------------------------------
 
     def find_again(self, containers: Collection[int]) -> None:
-        """Name all that lies in these again: it was broken, and let go of. The lock is held."""
-        if containers:
-            self._mending.find_again(self.writable(), containers)
+        """Name all that lies in these again: it was broken or missing, and let go of. The lock is held."""
+        if not containers:
+            return
+        index, there = self.writable(), {container for container, _ in self._containers.ids()}
+        if there.intersection(containers).issubset(index.container_ids().tolist()):
+            self._mending.find_again(index, containers)
+        else:  # one was missing: what it holds is not counted any more, nor who holds its segments
+            self.rebuild()
 
     def forget_missing(self, listed: Collection[ContainerId]) -> None:
         """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held."""

@@ -192,15 +192,19 @@ def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root, tmp_path, h
     assert objects(root) == before
 
 
+@pytest.mark.parametrize("harm", ["flip", "delete"])
 @pytest.mark.parametrize("back", ["a copy that repair is given", "a copy put in its place by hand"])
-def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, back: str) -> None:
+def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, back: str, harm: str) -> None:
     content, changed = random_bytes(300_000, 1), mutated(random_bytes(300_000, 1), 1, edits=5)
     with open_store(tmp_path / "s", settings=CHOSEN) as store:
         store.put("k", content)
         store.put("k", changed)
     for number, path in enumerate(containers(tmp_path / "s")):
         copy = Path(shutil.copy(path, tmp_path / path.name))
-        flip(path, blocks_of(path)[0] + 3)
+        if harm == "flip":
+            flip(path, blocks_of(path)[0] + 3)
+        else:
+            path.unlink()
         with open_store(tmp_path / "s", settings=CHOSEN) as store:
             assert store.verify().damage
             if back == "a copy that repair is given":
@@ -213,6 +217,7 @@ def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, bac
                 ledger = store.put(f"again {number}", again).ledger
                 assert ledger.duplicate_chunks == ledger.chunks
             assert not store.verify().damage
+            check_index_is_the_one_a_rebuild_makes(store)
 
 
 def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(root, tmp_path):
