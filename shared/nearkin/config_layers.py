@@ -208,9 +208,11 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     if cause is not None:  # a section or the whole: the text names fields and values itself
         return ConfigError(f"{field}: {cause}" if field else str(cause))
     if first["type"] == "unexpected_keyword_argument":
-        named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'  # whose values may be secrets
         section, dot, name = field.rpartition(".")
         near = [f"{section}{dot}{one}" for one in _near(name, _fields(section) if dot else _fields(None))]
+        for one in near:  # what was meant to be a secret is one
+            given = _as_written(shown(one, given))
+        named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'  # whose values may be secrets
         return ConfigError(f"{named}: no such setting; {_or_listed(near)}{source}")
     if first["type"] == "dataclass_type" and field in SECTIONS:
         remedy = f"is a section, not one value; `nearkin config {field}` lists what it holds"
@@ -229,7 +231,7 @@ def _as_written(value: object) -> str:
     """Return a value as a file or a variable has it, but for a password in a URL."""
     if isinstance(value, bool):
         return str(value).lower()
-    return printable(re.sub(r"(?<=://)[^/@]*:[^/@]*@", f"{HIDDEN}@", str(value)))
+    return printable(re.sub(r"(?<=://)[^/@]*:[^/]*@", f"{HIDDEN}@", str(value)))  # up to the last @, as who connects
 
 
 def _fields(section: str | None) -> list[str]:

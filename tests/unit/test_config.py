@@ -293,6 +293,22 @@ def test_a_section_that_is_misspelled_shows_no_secret_of_it() -> None:
     assert "s3same" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"redis": {"pasword": "s3same"}},
+        {"tokn": "s3same"},
+        {"object_store": {"secret_acess_key": "s3same"}},
+        {"redis": {"urll": "redis://:pass@s3same@h:6379/0"}},
+        {"redis": "redis://u:pass@s3same@h:6379/0"},
+    ],
+)
+def test_a_secret_that_is_misspelled_is_not_shown(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"\*\*\*") as raised:
+        load(None, given)
+    assert "s3same" not in str(raised.value)
+
+
 def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = toml(tmp_path, "[delta]\nmax_depth = 64")
     with pytest.raises(ConfigError, match=rf"delta.max_depth .64.*set by file {file}"):
