@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -309,18 +310,20 @@ class Store:
         self._index.forget_missing(listed)
         failpoint("put.begun")
         last = max(listed, default=0)
-        writer = EmbeddedWriter(
-            self.settings,
-            self._fingerprinter,
-            self._containers,
-            self._manifests,
-            index,
-            last,
-            self._clock,
-            self._spares,
-        )
-        self._writer = writer
-        with writer:
+        with ExitStack() as steps:
+            with interrupts_wait():  # one in the midst of it would leave the threads that it has begun for ever
+                writer = self._writer = steps.enter_context(
+                    EmbeddedWriter(
+                        self.settings,
+                        self._fingerprinter,
+                        self._containers,
+                        self._manifests,
+                        index,
+                        last,
+                        self._clock,
+                        self._spares,
+                    )
+                )
             waiting = []
             for key, source, metadata, sha256 in items:
                 check_key(key)

@@ -80,6 +80,25 @@ def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path,
         assert store.verify().damage == ()
 
 
+def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monkeypatch):
+    cutter, pressed = embedded.Cutter, []
+
+    def interrupted(*given):
+        if not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return cutter(*given)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(embedded, "Cutter", interrupted)
+    with open_store(tmp_path / "store") as store:
+        with pytest.raises(KeyboardInterrupt):
+            store.put("k", text_like(100_000, 1))
+        assert pressed
+        assert {one for one in threading.enumerate() if one.name.startswith("nearkin-")} <= before
+        assert store.put("k", text_like(200_000, 2)).info.version == 1
+
+
 @pytest.mark.parametrize("module", ["nearkin.runners.embedded", "nearkin_delta.stage", "nearkin.index.lmdb"])
 def test_ctrl_c_in_an_import_that_a_put_waits_for_ends_the_put_after_it(module, tmp_path):
     first = tmp_path / "first"
