@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
@@ -31,13 +32,15 @@ from nearkin_gateway.intake import (
 )
 from nearkin_gateway.keys import BlobKey, Key, blob_url
 from nearkin_gateway.listing import damaged_json
-from nearkin_gateway.problems import responses
+from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.ranges import check_put, etag, last_modified, not_modified, wanted_range
 from nearkin_gateway.responses import BlobResponse
 from nearkin_gateway.state import Gateway, gateway_of
 
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 router = APIRouter(tags=["blobs"])
+TOLD_SECONDS = 1.0
+"""So long a repeat whose condition does not hold waits to hear that the version in its way is its own."""
 
 VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version instead of the newest.")]
 Wait = Annotated[
@@ -118,14 +121,20 @@ async def put_blob(
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one())
         pieces = frames(chunks(request, gateway.bounds, bytes_max))
+        earlier = None
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin))
             earlier = gateway.outcomes.of_origin(origin)
-            if earlier is not None:
-                await replayed(gateway, earlier, pieces, sha256)
-                return created(gateway, caller.tenant, earlier, replay=True)
-        if if_match is not None or if_none_match is not None:  # of a repeat its own version is no other's
-            check_put(request.headers, await _newest(gateway, caller.tenant, key))
+        if earlier is None and (if_match is not None or if_none_match is not None):
+            try:
+                check_put(request.headers, await _newest(gateway, caller.tenant, key))
+            except Problem:  # what is in its way may be its own version
+                earlier = None if origin is None else await _told_soon(gateway, origin)
+                if earlier is None:
+                    raise
+        if earlier is not None:
+            await replayed(gateway, earlier, pieces, sha256)
+            return created(gateway, caller.tenant, earlier, replay=True)
         blob, ending = await take(
             gateway,
             pieces,
@@ -290,6 +299,14 @@ async def _newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo | None
         return (await asyncio.to_thread(gateway.catalogue.manifest, tenant, key)).info
     except NotFound:
         return None
+
+
+async def _told_soon(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:
+    """Return the event that committed an origin, None where none comes: a version is there before that is told."""
+    until = time.monotonic() + TOLD_SECONDS
+    while (found := gateway.outcomes.of_origin(origin)) is None and time.monotonic() < until:
+        await asyncio.sleep(TOLD_SECONDS / 20)
+    return found
 
 
 def outcome_json(gateway: Gateway, tenant: str, blob: bytes, outcome: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -297,6 +298,25 @@ def test_a_method_that_is_not_for_a_resource_is_told_all_that_are(
 ) -> None:
     answer = client.request("TRACE", path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+def test_a_conditional_put_that_is_sent_again_before_its_outcome_is_told_is_no_stranger(
+    gateway: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is there first, and then whoever waits hears of it."""
+    only_first = {"If-None-Match": "*", "Idempotency-Key": "sent again at once"}
+    first = client.put("/v1/blobs/at once", content=b"one", headers=only_first)
+    told, asked = gateway.gateway.outcomes.of_origin, list[bytes]()
+
+    def late(origin: bytes) -> dict[str, Any] | None:
+        asked.append(origin)
+        return told(origin) if len(asked) > 2 else None
+
+    monkeypatch.setattr(gateway.gateway.outcomes, "of_origin", late)
+    again = client.put("/v1/blobs/at once", content=b"one", headers=only_first)
+    assert (again.status_code, again.json(), again.headers["idempotent-replayed"]) == (201, first.json(), "true")
+    stranger = {"If-None-Match": "*", "Idempotency-Key": "a stranger"}
+    assert client.put("/v1/blobs/at once", content=b"one", headers=stranger).status_code == 412
 
 
 # --- digests, metadata, idempotency ----------------------------------------------------------------------------------
