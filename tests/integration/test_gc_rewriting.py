@@ -7,6 +7,8 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import BadInput, Corrupt
+from nearkin.store.chunks import REWRITTEN_MAX, ChunkReader
+from nearkin.store.containers import Rewritten
 from nearkin.testing.clock import DAY, Clock
 from nearkin.testing.collecting import COLLECTED, collected
 from nearkin.testing.generated import mutated, random_bytes, text_like
@@ -113,6 +115,27 @@ def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec
                 reader._containers.forget_read(container)
                 assert reader.explain("k", number).info.size_bytes == len(content)
             reader.close()
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_who_is_overtaken_by_a_round_at_work_reads_on_and_what_is_gone_without_one_ends(opened, monkeypatch, moved):
+    store, content, plain, overtaken = opened(), random_bytes(300_000, 1), ChunkReader._run, []
+    store.put("k", content)
+
+    def run(reader, task, plan):
+        if len(overtaken) == 21:
+            return plain(reader, task, plan)
+        overtaken.append(err := Rewritten("gone: read again"))
+        err.moved = moved
+        raise err
+
+    monkeypatch.setattr(ChunkReader, "_run", run)
+    if moved:
+        assert store.get("k").read() == content
+    else:
+        with pytest.raises(Corrupt, match="read again"):
+            store.get("k").read()
+        assert len(overtaken) == REWRITTEN_MAX + 1
 
 
 def beside(store: Store) -> tuple[dict[str, bytes], int]:

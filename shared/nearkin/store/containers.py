@@ -78,6 +78,9 @@ class ReadCosts:
 class Rewritten(Corrupt):
     """A block went while it was to be read: its container was written anew, and says where its chunks lie now."""
 
+    moved = False
+    """Whether a later generation was found for it, which nobody but a round, or a repair, can have put meanwhile."""
+
 
 GENERATIONS_MAX = 1 << 16
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.([0-9a-f]{4}))?\.nkc")
