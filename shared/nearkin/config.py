@@ -138,6 +138,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
         "base": {"try_all": True, "cache_bytes": 72 * MIB},
         "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
+        "delta": {"max_depth": 6},
         "container": {"target_bytes": 24 * MIB},
         "restore": {"cache_bytes": 160 * MIB},
         "runner": {"batch_bytes": 8 * MIB},
