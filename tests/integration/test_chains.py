@@ -120,6 +120,33 @@ def test_no_more_is_decoded_together_than_the_bound_says(
     assert store.verify().damage == ()
 
 
+def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store._containers
+    names = sorted(blocks_of(source))
+    wanted = chains_of(source).decoded(names)
+    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", sum(len(content) for content in wanted if content is not None))
+    taken = list[int]()
+
+    def decoded() -> None:
+        source.forget_read()
+        found = chains_of(source).decoded(names)
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=False))
+        taken.append(len(found))
+
+    plain = chains.decode_frames
+
+    def beside(frames: Any, *others: Any) -> Any:
+        monkeypatch.setattr(chains, "decode_frames", plain)
+        decoded()  # while what is around it has not ended
+        return plain(frames, *others)
+
+    monkeypatch.setattr(chains, "decode_frames", beside)
+    decoded()
+    decoded()
+    assert taken[1:] == [len(names), len(names)], "alone, beside another and after it"
+    assert 0 < taken[0] < len(names)
+
+
 def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:
     source = store._containers
     every = blocks_of(source)

@@ -9,6 +9,7 @@ Directories alone tell what some few MiB of chunks need. Read and decoded group 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -28,6 +29,8 @@ from nearkin.store.plans import BlockName, Plan, by_block
 
 DECODED_BYTES_MAX = 96 * MIB
 """Of blocks that are decoded together: they stay in memory for so long, whatever their cache lets go of."""
+BESIDE_SHARE = 2
+"""Who decodes beside another thread of the process has this part of it: a gateway restores many versions at a time."""
 ROWS_MAX = 1 << 17
 """Of bases that are planned together: 100 bytes each."""
 ON_DELTAS_MAX = 1 << 16
@@ -65,7 +68,8 @@ class _TooMuch(Exception):
 class _Closure:
     """Blocks and what they lean on. Each has a slot, in which its bytes lie once they are at hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
         self.slots: dict[BlockName, int] = {}
         self.contents: list[U8 | None] = []
         self.wanted: list[_Wanted] = []
@@ -78,7 +82,7 @@ class _Closure:
         first, patch = self.rows, row.kind == layout.PATCH
         self.rows += row.last_base - row.first_base if patch else 0
         self.raw_bytes += max(row.raw_bytes, row.stop - row.start)
-        if self.raw_bytes > DECODED_BYTES_MAX or self.rows > ROWS_MAX:
+        if self.raw_bytes > self._bytes_max or self.rows > ROWS_MAX:
             raise _TooMuch
         self.wanted.append(_Wanted(name, self.slots[name], row.raw_bytes, row.kind, row.depth, first, self.rows))
         return slice(row.first_base, row.last_base) if self.rows > first else None
@@ -113,9 +117,19 @@ class Chains:
         That is one which is damaged or was written anew, leans on such a one or on deltas, or on too much. `spend` is
         told how many bytes are decoded, and rows planned. Raises StoreUnavailable, and what `spend` raises.
         """
+        alone = _alone.acquire(blocking=False)
+        try:
+            return self._decoded(names, spend, DECODED_BYTES_MAX // (1 if alone else BESIDE_SHARE))
+        finally:
+            if alone:
+                _alone.release()
+
+    def _decoded(
+        self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int
+    ) -> list[U8 | None]:
         count = len(names)
         while True:
-            closure = _Closure()
+            closure = _Closure(bytes_max)
             try:
                 self._close(closure, names[:count])
             except _TooMuch:
@@ -283,4 +297,6 @@ class Chains:
         self._source.keep([block.name for block, _ in decoded], [content for _, content in decoded])
 
 
+_alone = threading.Lock()
+"""Whoever has it was the first to decode; nobody waits for it."""
 _NOTHING: U8 = np.zeros(0, np.uint8)
