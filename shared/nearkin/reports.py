@@ -46,8 +46,13 @@ class Ledger:
 
     @property
     def delta_saved_bytes(self) -> int:
-        """Return what delta encoding took off the fresh chunks."""
-        return self.delta_chunk_bytes - self.delta_bytes
+        """Return what delta encoding took off the fresh chunks.
+
+        A patch block is compressed with its bases, all at once: what its chunks became before is an estimate in the
+        ledger of a put, and where more is stored, compression saved nothing and deltas the rest.
+        """
+        saved_bytes = self.delta_chunk_bytes - self.delta_bytes
+        return min(saved_bytes, max(0, self.unique_bytes - self.block_bytes))
 
     @property
     def compression_saved_bytes(self) -> int:
