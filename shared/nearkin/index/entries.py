@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from nearkin.index.sorted_runs import PLACE, places_of
 from nearkin.records import U8, ContainerId
 
 MARK_HEAD = b"mark"
+MARKED = Struct("<IQ")
+"""What is noted of a version's marks: the highest, and the bytes of all."""
 KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
 

@@ -33,6 +33,7 @@ from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.entries import (
     KEY_HEAD_BYTES,
     MARK_HEAD,
+    MARKED,
     KeyedPlaces,
     decode_fields,
     drop_under,
@@ -57,8 +58,7 @@ TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", 
 Entry = tuple[bytes, bytes]
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
-_MARKED = Struct("<IQ")
-_NO_MARKS = _MARKED.pack(0, 0)
+_NO_MARKS = MARKED.pack(0, 0)
 _SHAPES = {
     "chunks": KeyShape(NAME_BYTES),
     "segments": KeyShape(SEGMENT_ID_BYTES),
@@ -230,7 +230,7 @@ class LmdbIndex:
                 key = version_key(version.tenant, version.key, version.version)
                 name = MARK_HEAD + key
                 if version.marks_bytes:
-                    txn.put(name, _MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
+                    txn.put(name, MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
                 else:
                     txn.delete(name, db=self._meta)
                 if not txn.delete(key, db=self._versions) or version.manifest is None:
@@ -255,9 +255,9 @@ class LmdbIndex:
         with self._writing() as txn:
             for mark in marks:
                 name = MARK_HEAD + version_key(mark.tenant, mark.key, mark.version)
-                held, _ = _MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
+                held, _ = MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
                 if mark.sequence > held:
-                    txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
+                    txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
 
     def restate_marks(self, marks: Sequence[Marked]) -> None:
         """Put what is known of marks in place of what was noted, lower or not; sequence 0: there are none."""
@@ -265,7 +265,7 @@ class LmdbIndex:
             for mark in marks:
                 name = MARK_HEAD + version_key(mark.tenant, mark.key, mark.version)
                 if mark.sequence:
-                    txn.put(name, _MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
+                    txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
                 else:
                     txn.delete(name, db=self._meta)
 
@@ -304,17 +304,10 @@ class LmdbIndex:
                         break
                     fields = decode_fields("versions", key, value)
                     tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
-                    sequence, marks_bytes = _MARKED.unpack(marks.get(key, _NO_MARKS))
+                    sequence, marks_bytes = MARKED.unpack(marks.get(key, _NO_MARKS))
                     entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
                     found.append((tenant, entry))
         return found
-
-    def spare_marks_bytes(self) -> int:
-        """Return the bytes of marks whose versions are collected: they keep the numbers of these taken."""
-        with self._reading() as txn:
-            versions = txn.cursor(self._versions)
-            spare = (value for key, value in marks_under(txn, self._meta, b"") if not versions.set_key(key))
-            return sum(_MARKED.unpack(value)[1] for value in spare)
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
