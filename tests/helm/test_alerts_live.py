@@ -21,6 +21,7 @@ from nearkin.runners.kafka.clients import Outbox, create_named
 from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
 from nearkin.testing.samples import noise
 from nearkin.testing.server import free_port
+from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
 
 FAULTS = {
@@ -39,14 +40,6 @@ PROCESSES = (*SERVICES, "gateway", "gateway.ingest_worker")
 PHASE_MINUTES = 30
 AFTER_MINUTES = 120
 GIVEN = 'namespace="backups",job="store",component="{0}",pod="{0}-1"'
-
-
-def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 90.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, told()
-        time.sleep(0.1)
-    return found
 
 
 @pytest.fixture
@@ -179,7 +172,7 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
 
     # After: delta is back and takes what waited.
     pipeline.start("delta")
-    until(lambda: total(shown(pipeline), "nearkin_lag_records") == 0, pipeline.logs, 120)
+    until(lambda: total(shown(pipeline), "nearkin_lag_records") == 0, pipeline.logs, seconds=120)
     good = shown(pipeline)
     assert set(good) == set(PROCESSES)
 

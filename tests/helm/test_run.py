@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,20 +17,12 @@ import pytest
 
 from nearkin.testing.server import free_port, log_end
 from nearkin.testing.servers import S3, Redis
+from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
 
 LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
-READY_SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 60.0
 Render = Callable[..., list[dict[str, Any]]]
-
-
-def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = READY_SECONDS_MAX) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, told()
-        time.sleep(0.1)
-    return found
 
 
 @dataclass

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from nearkin.testing import samples
 from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, of_rank, rows
 from nearkin.testing.redis_server import RedisServer
 from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.waiting import until
 from nearkin_janitor import Tenants, claims_of, rebuild_index
 
 
@@ -91,13 +92,6 @@ def _segments(names, index):
 
 def _rank(sketch, rank, found, index):
     return of_rank(index, sketch, rank, found)
-
-
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_rebuild_answers_as_the_lmdb_index_does(store: Store, server: RedisServer, tmp_path: Path) -> None:
@@ -210,7 +204,7 @@ def test_a_dead_rebuilder_is_succeeded(store: Store, server: RedisServer) -> Non
         time.sleep(1.5)  # longer than a lease: it is renewed
         assert not rebuilder.run_once()
         dying.send_signal(signal.SIGKILL)
-    until(rebuilder.run_once, 10)
+    until(rebuilder.run_once, seconds=10)
     assert not index.needs_rebuild
     index.close()
 
@@ -222,7 +216,7 @@ def test_a_rebuild_whose_lease_passed_on_neither_writes_nor_says_whole(store: St
         with redis.Redis.from_url(server.url) as client:
             client.delete("nearkin:{m}:lease")
         with pytest.raises(RebuildOver):
-            until(lambda: bool(target.publish(first_claims())), 10)
+            until(lambda: bool(target.publish(first_claims())), seconds=10)
         assert Rebuilder(other, lambda _: None).run_once()
         client.close()
 

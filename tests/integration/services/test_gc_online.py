@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from nearkin.store.opening import open_store_of
 from nearkin.store.pauses import Pauses
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.pipeline import Pipeline, Uploader, uploading
+from nearkin.testing.waiting import until
 
 KEEP = 2
 GRACE_SECONDS = 4
@@ -148,22 +149,22 @@ def test_the_janitor_forgets_by_policy_and_what_is_deleted_comes_back(pipeline: 
             for key in ("kept/a", "other/a"):
                 uploader.wait(uploader.put(key, [content]))
     deletions.delete("default", "other/a", 4, undelete_seconds=3600)
-    wait_until(lambda: shown(reader, "kept/a") == [3, 4], pipeline)
+    until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)
     rounds = ToldRounds(index)
     before, state = rounds.last(), rounds.state()
     rounds.ask()
-    wait_until(lambda: rounds.last() != before and not rounds.asked, pipeline)
+    until(lambda: rounds.last() != before and not rounds.asked, pipeline.logs)
     assert rounds.state() != state
     assert shown(reader, "other/a") == [1, 2, 3]
     assert deletions.undelete("default", "other/a", 4) == 1
     assert reader.read("other/a", 4) == contents[3]
     Pauses(reader.objects).pause("the test")
-    wait_until(lambda: not rounds.asked, pipeline)
+    until(lambda: not rounds.asked, pipeline.logs)
     time.sleep(2)  # a round that had begun is over
     assert deletions.undelete("default", "kept/a", 2) == 1  # the next round would forget it again
     assert reader.read("kept/a", 2) == contents[1]
     Pauses(reader.objects).resume()
-    wait_until(lambda: shown(reader, "kept/a") == [3, 4], pipeline)
+    until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)
     index.close()
 
 
@@ -171,10 +172,3 @@ def shown(reader: Reader, key: str) -> list[int]:
     """Return the versions of a key that are to be seen."""
     histories = reader.manifests.histories("default", key)
     return sorted(v for v, history in histories.items() if reader.manifests.shows("default", key, history))
-
-
-def wait_until(true: Callable[[], bool], pipeline: Pipeline) -> None:
-    deadline = time.monotonic() + QUIET_SECONDS_MAX
-    while not true():
-        assert time.monotonic() < deadline, pipeline.logs()
-        time.sleep(0.1)

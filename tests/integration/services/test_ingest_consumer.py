@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from nearkin.runners.kafka.loop import run_forever
 from nearkin.store.objects import LocalObjects, ObjectStore
 from nearkin.testing.kafka_server import users_producer
 from nearkin.testing.samples import noise
+from nearkin.testing.waiting import until
 from nearkin_gateway import ingest_consumer
 from nearkin_gateway.ingest_consumer import IngestConsumer
 
@@ -143,13 +144,6 @@ class World:
             thread.join(60)
             assert not thread.is_alive()
             assert failures == []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)
 
 
 @pytest.fixture

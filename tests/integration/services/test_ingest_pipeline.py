@@ -27,6 +27,7 @@ from nearkin.testing.gateways import Running, running
 from nearkin.testing.kafka_server import users_producer
 from nearkin.testing.pipeline import Pipeline
 from nearkin.testing.samples import noise
+from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
 
 USERS = f"users-{os.urandom(6).hex()}"
@@ -97,13 +98,6 @@ def allowed(store: RemoteStore) -> bool:
     return True
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)
-
-
 def produce(
     pipeline: Pipeline, records: Sequence[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]]
 ) -> None:
@@ -155,7 +149,7 @@ def test_an_ingest_worker_that_is_killed_commits_each_record_once(
         process.kill()
         process.wait()
         process = ingest()
-    until(lambda: len(store.versions("kill/")) == 120, 90)
+    until(lambda: len(store.versions("kill/")) == 120, seconds=90)
     time.sleep(3)  # for a second commit of any of them
     found = store.versions("kill/", all_versions=True)
     assert [(info.key, info.version) for info in found] == [(key, 1) for key in sorted(values)]

@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,12 @@ from nearkin.runners.kafka.topics import prepare_topics
 from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
 from nearkin.testing.samples import noise
 from nearkin.testing.servers import Redis
+from nearkin.testing.waiting import until
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.problems import Problem
 
 FRESH = 'nearkin_dedup_chunks_total{level="fresh"}'
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
-
-
-def until(what: Callable[[], Any], seconds: float = 30.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture
@@ -193,7 +186,7 @@ def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, A
         for name, algorithm in (("..2026_01_02", "ntransform"), ("..2026_01_03", "odess"), ("..2026_01_04", "finesse")):
             time.sleep(0.2)
             swap(name, algorithm)
-            until(lambda: hot.settings.features.algorithm == algorithm, 10.0)  # noqa: B023
+            until(lambda: hot.settings.features.algorithm == algorithm, seconds=10.0)  # noqa: B023
         assert hot.revision == first
     finally:
         hot.stop()
@@ -213,7 +206,7 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
     hot = HotSettings(settings, file)
     hot.start()
     try:
-        until(lambda: hot.settings.service.paused, 10.0)
+        until(lambda: hot.settings.service.paused, seconds=10.0)
     finally:
         hot.stop()
 
@@ -293,7 +286,7 @@ def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, di
         time.sleep(1.0)
         file.parent.mkdir()
         file.write_text(f"[kafka]\n{kafka}\n[service]\npaused = true\n")
-        until(lambda: hot.settings.service.paused, 10.0)
+        until(lambda: hot.settings.service.paused, seconds=10.0)
     finally:
         hot.stop()
 
@@ -342,7 +335,7 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
     async def patched() -> None:
         gateways = [HotChanges(settings, hot, publish) for hot in both]
         await asyncio.gather(*(gateways[turn % 2].patch(patch, "x") for turn, patch in enumerate(patches)))
-        until(lambda: both[0].known == both[1].known, 10.0)
+        until(lambda: both[0].known == both[1].known, seconds=10.0)
 
     try:
         for hot in both:
@@ -367,7 +360,7 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
         assert both[0].changes["features"] == {"algorithm": "odess", "count": 9}
         assert both[0].settled
         asyncio.run(publish(b'{"changes": {"block": {"level": 5}}, "by": "by hand", "at": ""}'))
-        until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}}, 10.0)
+        until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}}, seconds=10.0)
     finally:
         for hot in both:
             hot.stop()

@@ -22,6 +22,7 @@ from nearkin.runners.kafka.clients import consumer, create_topics, group, topic
 from nearkin.runners.kafka.loop import Loop, Record, run_forever
 from nearkin.runners.monitor import Monitor
 from nearkin.testing.kafka_server import users_producer
+from nearkin.testing.waiting import until
 
 PARTITIONS = 4
 SECONDS_MAX = 60.0
@@ -112,13 +113,6 @@ def working(settings: Settings, name: str, watcher: Watcher) -> Iterator[None]:
     assert not failures
 
 
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS_MAX
-    while not reached():
-        assert time.monotonic() < deadline, "it was not reached in time"
-        time.sleep(0.05)
-
-
 def with_topics(kafka: object, topic_prefix: str) -> Settings:
     """Return settings whose topics are there."""
     settings = with_changes(
@@ -163,7 +157,7 @@ def test_a_worker_starts_over_where_kafka_fails_while_partitions_come(kafka: obj
         return loop
 
     with streaming(settings), beside(lambda: run_forever(make, stop, lambda: False, "chunker"), stop):
-        wait_until(lambda: upset.loops == 2 and upset.handled > 0)
+        until(lambda: upset.loops == 2 and upset.handled > 0)
     assert not upset.foreign
 
 
@@ -199,12 +193,12 @@ def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_ow
     settings = with_topics(kafka, topic_prefix)
     first, second = Watcher(), Watcher()
     with streaming(settings), working(settings, "first", first):
-        wait_until(lambda: len(first.mine) == PARTITIONS and first.handled > 0)
+        until(lambda: len(first.mine) == PARTITIONS and first.handled > 0)
         with working(settings, "second", second):
-            wait_until(lambda: len(second.mine) == PARTITIONS // 2 and second.handled > 0)
+            until(lambda: len(second.mine) == PARTITIONS // 2 and second.handled > 0)
             assert first.given_away
         handled = first.handled
-        wait_until(lambda: first.handled > handled + PARTITIONS)
+        until(lambda: first.handled > handled + PARTITIONS)
     assert not first.foreign
     assert not second.foreign
 
@@ -272,13 +266,13 @@ def test_a_worker_killed_as_it_gives_partitions_away_leaves_none_without_an_owne
 
     try:
         start("one")
-        wait_until(lambda: owned("one") == list(range(PARTITIONS)))
+        until(lambda: owned("one") == list(range(PARTITIONS)))
         time.sleep(2.0)  # what a start makes of the group is over
         start("two")
-        wait_until((tmp_path / "one.gives").exists)
+        until((tmp_path / "one.gives").exists)
         kill("one")  # and back before its session is over: nobody hears that it was away
         start("one")
-        wait_until(lambda: owned("one", "two") == list(range(PARTITIONS)))
+        until(lambda: owned("one", "two") == list(range(PARTITIONS)))
     finally:
         for member in members.values():
             member.kill()

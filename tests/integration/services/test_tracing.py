@@ -27,6 +27,7 @@ from nearkin.runners.tracing import STOP_SECONDS, Tracing
 from nearkin.testing.pipeline import SERVICES, Pipeline
 from nearkin.testing.samples import noise
 from nearkin.testing.server import free_port
+from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
 
 STAGES = ("chunker", "dedup", "resemblance", "delta", "committer")
@@ -106,14 +107,6 @@ def collector() -> Iterator[Collector]:
         yield made
         server.shutdown()
         thread.join()
-
-
-def until(what: Callable[[], Any], told: Callable[[], Any] = lambda: "", seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, told()
-        time.sleep(0.05)
-    return found
 
 
 def below(spans: list[Span], parent: str) -> list[Span]:
