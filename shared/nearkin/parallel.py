@@ -7,6 +7,7 @@ For kernels without the GIL: how the parts are shared out follows from who is fr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -26,11 +27,16 @@ PART_BYTES = MIB
 """So much a part has: half a millisecond of work and more, for 30 us that it takes to hand it over."""
 
 
+def cores() -> int:
+    """Return on how many cores this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Helpers:
     """Threads that take parts beside the caller's, whichever of them are free. Safe between threads."""
 
     def __init__(self, threads: Executor | None = None, count: int = 1) -> None:
-        """Of `threads` `count` are asked; without any the caller does all."""
+        """Of `threads` `count` are asked; without any the caller does all. On `count` cores they are not too many."""
         self._threads = threads
         self._count = count
 
@@ -41,6 +47,13 @@ class Helpers:
         for 1,280, a sketch 8, 9 and 14.
         """
         return [slice(0, len(lengths))] if self._threads is None else parts_of(lengths)
+
+    def share(self, work: Callable[[], None]) -> None:
+        """Call `work` here and on threads that are free, a call a core: each takes what others have left of one task.
+
+        Raises what one of these calls raised.
+        """
+        self.answers(lambda _hand: work(), range(self._count))
 
     def answers(self, work: Callable[[Part], Answer], parts: Sequence[Part]) -> list[Answer]:
         """Return work(part) for each part. Raises what one of them raised; no further part is begun then."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
+from nearkin.parallel import ALONE, Helpers, cores
 from nearkin.records import U8, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
 from nearkin.reports import VersionInfo
 from nearkin.sources import write_pieces
@@ -34,6 +35,8 @@ GROUP_CHUNKS_MAX = 1 << 18
 PLANS_AHEAD = 4
 """Batches whose blocks are asked for before they are wanted, where a read takes long."""
 DIRECTORIES_AHEAD_MAX = 64
+DECODERS_MAX = 4
+"""Of threads that decode for one restore: each has a context, and room for what a block leans on."""
 
 
 class Blob:
@@ -70,7 +73,9 @@ class Blob:
             yield from self._pieces(None)
             return
         ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
-        pieces = self._pieces(ahead)
+        count = min(cores(), DECODERS_MAX)
+        decoding = ThreadPoolExecutor(count, "nearkin-decode") if count > 1 else None
+        pieces = self._pieces(ahead, Helpers(decoding, count))
         thread = ThreadPoolExecutor(1, "nearkin-restore")
         try:
             following = thread.submit(next, pieces, None)
@@ -79,12 +84,14 @@ class Blob:
                 yield piece
         finally:
             thread.shutdown(cancel_futures=True)
+            if decoding is not None:
+                decoding.shutdown()
             if ahead is not None:
                 ahead.close()
 
-    def _pieces(self, ahead: ReadAhead | None) -> Iterator[memoryview]:
+    def _pieces(self, ahead: ReadAhead | None, helpers: Helpers = ALONE) -> Iterator[memoryview]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
-        reader = ChunkReader(self._source if ahead is None else ahead)
+        reader = ChunkReader(self._source if ahead is None else ahead, helpers)
         hasher, position = blake3(), 0
         for plan in self._planned(ahead):
             if position >= self._stop:

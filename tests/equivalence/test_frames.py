@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -283,6 +285,42 @@ def test_a_frame_refers_to_what_frames_before_it_have_filled_and_to_nothing_else
     mine = one, np.zeros(1, np.uint64), np.full(1, 30_000, np.uint32), np.array([0, 1], np.uint32)
     lost = kernel.decode_frames([frames[1]], 0 * one, outs, np.zeros(2, np.bool_), *mine)
     assert not lost.any(), "of a buffer that is not there nothing is known, how long it is neither"
+
+
+@pytest.mark.parametrize("broken", [None, 0, 40, 150])
+def test_frames_shared_out_among_threads_are_those_of_one(broken: int | None) -> None:
+    """Invariant: who decodes what follows from who is free, what comes out from the frames alone."""
+    rng, count = np.random.default_rng(3), 300
+    leans = [sorted(rng.integers(0, number, min(number, int(rng.integers(0, 4)))).tolist()) for number in range(count)]
+    leans[5] = [9]  # on one behind it, which nobody waits for
+    raws = [text_like(int(size), seed) for seed, size in enumerate(rng.integers(100, 20_000, count))]
+    encoder = _frames.FrameEncoder(OPTIONS)
+    frames = [
+        encoder.unchecked(raw, b"".join(raws[base] for base in mine)) for raw, mine in zip(raws, leans, strict=True)
+    ]
+    if broken is not None:
+        frames[broken] = frames[broken][:-1]
+    which = np.array([base for mine in leans for base in mine], np.int32)
+    bounds = np.append(0, np.cumsum([len(mine) for mine in leans])).astype(np.uint32)
+    slices = which, np.zeros(len(which), np.uint64), np.array([len(raws[base]) for base in which], np.uint32), bounds
+    good = list[bool]()
+    for number, mine in enumerate(leans):
+        good.append(number not in (5, broken) and all(good[base] for base in mine))
+    assert sum(good) < count - 20, "what leans on the fifth goes with it"
+
+    with ThreadPoolExecutor(4) as threads:
+
+        def share(work: Callable[[], None]) -> None:
+            for done in [threads.submit(work) for _ in range(4)]:
+                done.result()
+
+        for kernel, times in ((_frames, 20), (_frames_reference, 1)):
+            for _ in range(times):
+                outs = [np.full(len(raw), 0xA5, np.uint8) for raw in raws]
+                slots, there = placed(count, 0)
+                done = kernel.decode_frames(frames, slots, outs, there, *slices, share)
+                assert done.tolist() == good
+                assert all(out.tobytes() == raw for out, raw, fine in zip(outs, raws, done, strict=True) if fine)
 
 
 def test_two_frames_do_not_fill_one_buffer(kernel: Any) -> None:

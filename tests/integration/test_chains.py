@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from nearkin import Store, open_store
 from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.formats import layout
+from nearkin.parallel import Helpers
 from nearkin.records import U8
 from nearkin.store import chains
 from nearkin.store.chains import Chains
@@ -145,6 +147,29 @@ def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypa
     decoded()
     assert taken[1:] == [len(names), len(names)], "alone, beside another and after it"
     assert 0 < taken[0] < len(names)
+
+
+def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, asked = store._containers, list[str]()
+    names = sorted(blocks_of(source))
+    wanted = chains_of(source).decoded(names)
+
+    class Noted(Helpers):
+        def share(self, work: Callable[[], None]) -> None:
+            asked.append("share")
+            super().share(work)
+
+    with ThreadPoolExecutor(2) as threads:
+        reader = chains.Chains(source, ChunkReader(source).plan, Noted(threads, 3))
+        source.forget_read()
+        found = reader.decoded(names)
+        assert asked, "they are there to be asked"
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+        asked.clear()
+        source.forget_read()
+        with chains._alone:  # another thread decodes
+            reader.decoded(names)
+        assert not asked, "one thread for each restore of a gateway that has many"
 
 
 def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:

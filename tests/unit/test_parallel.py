@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin.parallel import ALONE, PART_BYTES, Helpers, parts_of
+from nearkin.parallel import ALONE, PART_BYTES, Helpers, cores, parts_of
 
 WAIT_SECONDS = 20
 
@@ -36,6 +37,20 @@ def test_a_free_thread_takes_part(threads: ThreadPoolExecutor) -> None:
     both = threading.Barrier(2)
     names = Helpers(threads).answers(lambda _: both.wait(WAIT_SECONDS), [0, 1])
     assert sorted(names) == [0, 1]
+
+
+def test_a_task_is_shared_by_as_many_threads_as_there_are_cores(threads: ThreadPoolExecutor) -> None:
+    both, calls = threading.Barrier(2), list[int]()
+
+    def work() -> None:
+        calls.append(both.wait(WAIT_SECONDS))
+
+    Helpers(threads, 2).share(work)
+    assert sorted(calls) == [0, 1], "here, and on the one that is free"
+    for alone in (ALONE, Helpers(None, 4), Helpers(threads, 1)):
+        called = list[int]()
+        alone.share(lambda called=called: called.append(threading.get_ident()))  # type: ignore[misc]
+        assert set(called) == {threading.get_ident()}, "each call finds nothing left but the first"
 
 
 def test_nobody_waits_for_a_thread_that_is_busy(threads: ThreadPoolExecutor) -> None:
@@ -103,3 +118,14 @@ def test_rows_are_parted_only_where_somebody_helps(threads: ThreadPoolExecutor) 
     assert ALONE.parts(lengths[:0]) == [slice(0, 0)]
     assert Helpers(threads).parts(lengths) == parts_of(lengths)
     assert len(parts_of(lengths)) == 10
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not given to a process here")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    assert cores() == len(allowed)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

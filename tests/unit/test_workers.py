@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import threading
@@ -15,7 +14,7 @@ from contextlib import suppress
 import pytest
 
 from nearkin.errors import StoreUnavailable
-from nearkin.runners.workers import QUEUED, Direct, Worker, cores
+from nearkin.runners.workers import QUEUED, Direct, Worker
 
 PATIENCE = 10
 
@@ -353,14 +352,3 @@ def test_what_was_ended_before_it_was_done_says_so() -> None:
     direct.cancel()
     with pytest.raises(StoreUnavailable, match="put it again"):
         direct.put(1)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not given to a process here")
-def test_cores_are_those_that_the_process_may_use() -> None:
-    allowed = os.sched_getaffinity(0)
-    assert cores() == len(allowed)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert cores() == 1
-    finally:
-        os.sched_setaffinity(0, allowed)

@@ -23,6 +23,7 @@ def decode_frames(
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     bounds: NDArray[np.uint32],
+    share: Callable[[Callable[[], None]], None] | None = None,
 ) -> NDArray[np.bool_]:
     """Return bool[f]: which of f frames were decoded, frame i into buffers[slots[i]], which it fills exactly.
 
@@ -34,6 +35,9 @@ def decode_frames(
     The others refer to what is not there, or are refused for what `decode_frame` raises Corrupt for; their buffers hold
     anything. Raises BadInput for slices that leave their buffer, if that is there or filled, and for arrays that do not
     agree. The GIL is released once for all of them.
+
+    `share` calls what it is given, from as many threads as it likes, and returns once all calls have: each call
+    decodes frames that no other has begun, until none is left. None: the caller's thread decodes them.
     """
 
 class FrameEncoder:

@@ -5,7 +5,7 @@ The functions are those of the libzstd that `backports.zstd` brings, found by na
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy
 
@@ -14,7 +14,7 @@ from backports.zstd import _zstd as _library
 
 from nearkin.errors import Corrupt
 from nearkin.kernels import _frames_reference as reference
-from nearkin.kernels._gather cimport Sources
+from nearkin.kernels._gather cimport Sources, source
 
 cdef extern from "dlfcn.h" nogil:
     void *dlopen(const char *path, int mode)
@@ -216,56 +216,120 @@ cdef size_t _most_bytes(const uint32_t[::1] bounds, const uint32_t[::1] lengths)
     return most
 
 
-cdef bint _all_there(const uint8_t[::1] there, const int32_t[::1] of, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
-    cdef Py_ssize_t row
-    for row in range(first, last):
-        if not there[of[row]]:
+cdef extern from * nogil:
+    """
+    #include <sched.h>
+
+    static int64_t next_of(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+    static uint8_t state_of(const uint8_t *state) { return __atomic_load_n(state, __ATOMIC_ACQUIRE); }
+    static void become(uint8_t *state, uint8_t now) { __atomic_store_n(state, now, __ATOMIC_RELEASE); }
+    """
+    int64_t next_of(int64_t *counter)
+    uint8_t state_of(const uint8_t *state)
+    void become(uint8_t *state, uint8_t now)
+    int sched_yield()
+
+# What is known of a buffer. Another thread waits while it is COMING: whoever fills it is at it.
+cdef uint8_t COMING = 0, THERE = 1, MISSING = 2
+# Looks at a buffer that comes before the core is offered to others: a frame takes some 50 us.
+cdef int LOOKS = 1000
+
+
+cdef class _Decoding:
+    """Frames that any number of threads decode together: each takes the first that nobody has.
+
+    What a frame refers to is filled by frames before it, so that somebody is at these, or was: nobody waits in a circle.
+    """
+
+    cdef _Jobs jobs
+    cdef Sources sources
+    cdef const int32_t[::1] of
+    cdef const uint64_t[::1] at
+    cdef const uint32_t[::1] size, bound
+    cdef uint8_t[::1] state, decoded
+    cdef int32_t[::1] filler
+    cdef int64_t begun
+    cdef readonly object found
+
+    def __init__(self, frames, slots, buffers, there, which, offsets, lengths, bounds):
+        reference.check_slices(which, offsets, lengths, bounds, len(frames))
+        reference.check_slots(slots, there, len(frames), len(buffers))
+        looked_into = reference.slices_looked_into(slots, there, which)
+        self.jobs = _Jobs(frames, np.ascontiguousarray(slots), buffers)
+        self.sources = Sources(buffers)
+        self.of, self.at = np.ascontiguousarray(which), np.ascontiguousarray(offsets)
+        self.size, self.bound = np.ascontiguousarray(lengths), np.ascontiguousarray(bounds)
+        self.sources.check(which[looked_into], offsets[looked_into], lengths[looked_into])
+        state = np.where(there, THERE, MISSING).astype(np.uint8)
+        state[slots] = COMING
+        self.state = state
+        filler = np.full(len(buffers), -1, np.int32)
+        filler[slots] = np.arange(self.jobs.count, dtype=np.int32)
+        self.filler = filler
+        self.found = np.zeros(self.jobs.count, np.bool_)
+        self.decoded = self.found.view(np.uint8)
+
+    def work(self):
+        """Decode frames until all have been taken."""
+        cdef _Decoder decoder = _decoder()
+        cdef uint8_t *room = <uint8_t *>malloc(_most_bytes(self.bound, self.size) + 1)
+        if room is NULL:
+            raise MemoryError("no memory for a prefix")
+        cdef int64_t i
+        with nogil:
+            while True:
+                i = next_of(&self.begun)
+                if i >= self.jobs.count:
+                    break
+                self.decoded[i] = self.decode(decoder, <Py_ssize_t>i, room)
+                become(&self.state[self.jobs.table[i].slot], THERE if self.decoded[i] else MISSING)
+        free(room)
+        _give_back(decoder)
+
+    cdef bint decode(self, _Decoder decoder, Py_ssize_t i, uint8_t *room) noexcept nogil:
+        cdef frame_job *job = &self.jobs.table[i]
+        cdef source *target = &self.sources.table[job.slot]
+        cdef size_t out_bytes = <size_t>target.length, prefix_bytes
+        cdef const uint8_t *prefix
+        if not self.all_there(i):
             return False
-    return True
+        if content_bytes(job.frame, job.frame_bytes) != out_bytes:
+            return False
+        if frame_bytes(job.frame, job.frame_bytes) != job.frame_bytes:
+            return False
+        prefix = _prefix_of(
+            self.sources, self.of, self.at, self.size, self.bound[i], self.bound[i + 1], room, &prefix_bytes
+        )
+        return out_bytes == decoder.decode(
+            job.frame, job.frame_bytes, prefix, prefix_bytes, <uint8_t *>target.at, out_bytes
+        )
+
+    cdef bint all_there(self, Py_ssize_t i) noexcept nogil:
+        """Return whether all that frame `i` refers to is there, once that is known."""
+        cdef Py_ssize_t row
+        cdef int32_t slot
+        cdef int looks
+        for row in range(self.bound[i], self.bound[i + 1]):
+            slot, looks = self.of[row], 0
+            while state_of(&self.state[slot]) == COMING:
+                if self.filler[slot] >= i:
+                    return False
+                looks += 1
+                if looks >= LOOKS:
+                    sched_yield()
+            if state_of(&self.state[slot]) != THERE:
+                return False
+        return True
 
 
-def decode_frames(frames, slots, buffers, there, which, offsets, lengths, bounds):
-    reference.check_slices(which, offsets, lengths, bounds, len(frames))
-    reference.check_slots(slots, there, len(frames), len(buffers))
-    looked_into = reference.slices_looked_into(slots, there, which)
-    cdef _Jobs jobs = _Jobs(frames, np.ascontiguousarray(slots), buffers)
-    cdef Sources sources = Sources(buffers)
-    cdef const int32_t[::1] of = np.ascontiguousarray(which)
-    cdef const uint64_t[::1] at = np.ascontiguousarray(offsets)
-    cdef const uint32_t[::1] size = np.ascontiguousarray(lengths), bound = np.ascontiguousarray(bounds)
-    sources.check(which[looked_into], offsets[looked_into], lengths[looked_into])
-    found = np.zeros(jobs.count, np.bool_)
-    if not jobs.count:
-        return found
-    cdef uint8_t[::1] decoded = found.view(np.uint8)
-    cdef uint8_t[::1] at_hand = there.view(np.uint8).copy()
-    cdef _Decoder decoder = _decoder()
-    cdef uint8_t *room = <uint8_t *>malloc(_most_bytes(bound, size) + 1)
-    if room is NULL:
-        raise MemoryError("no memory for a prefix")
-    cdef const uint8_t *prefix
-    cdef uint8_t *out
-    cdef frame_job *job
-    cdef size_t prefix_bytes, out_bytes
-    cdef Py_ssize_t i
-    with nogil:
-        for i in range(jobs.count):
-            job = &jobs.table[i]
-            out, out_bytes = <uint8_t *>sources.table[job.slot].at, <size_t>sources.table[job.slot].length
-            if not _all_there(at_hand, of, bound[i], bound[i + 1]):
-                continue
-            if content_bytes(job.frame, job.frame_bytes) != out_bytes:
-                continue
-            if frame_bytes(job.frame, job.frame_bytes) != job.frame_bytes:
-                continue
-            prefix = _prefix_of(sources, of, at, size, bound[i], bound[i + 1], room, &prefix_bytes)
-            decoded[i] = out_bytes == decoder.decode(
-                job.frame, job.frame_bytes, prefix, prefix_bytes, out, out_bytes
-            )
-            at_hand[job.slot] = decoded[i]
-    free(room)
-    _give_back(decoder)
-    return found
+def decode_frames(frames, slots, buffers, there, which, offsets, lengths, bounds, share=None):
+    cdef _Decoding decoding = _Decoding(frames, slots, buffers, there, which, offsets, lengths, bounds)
+    if decoding.jobs.count:
+        if share is None:
+            decoding.work()
+        else:
+            share(decoding.work)
+    return decoding.found
 
 
 cdef const uint8_t *_prefix_of(

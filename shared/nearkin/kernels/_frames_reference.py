@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -43,21 +44,28 @@ def decode_frames(
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
     bounds: NDArray[np.uint32],
+    share: Callable[[Callable[[], None]], None] | None = None,
 ) -> NDArray[np.bool_]:
     """Decode frames, each with a prefix of slices: see `_frames.pyi`."""
     check_slices(which, offsets, lengths, bounds, len(frames))
     check_slots(slots, there, len(frames), len(buffers))
     looked_into = slices_looked_into(slots, there, which)
     pieces_of(buffers, which[looked_into], offsets[looked_into], lengths[looked_into])
-    found, at_hand = np.zeros(len(frames), np.bool_), there.copy()
-    for i, (frame, slot) in enumerate(zip(frames, slots.tolist(), strict=True)):
-        mine = slice(int(bounds[i]), int(bounds[i + 1]))
-        if not at_hand[which[mine]].all():
-            continue
-        prefix = b"".join(pieces_of(buffers, which[mine], offsets[mine], lengths[mine]))
-        with suppress(Corrupt):
-            decode_frame(frame, buffers[slot], "a frame", prefix)
-            found[i] = at_hand[slot] = True
+    found, at_hand, left = np.zeros(len(frames), np.bool_), there.copy(), iter(range(len(frames)))
+    one = threading.Lock()
+
+    def work() -> None:
+        with one:
+            for i in left:
+                mine = slice(int(bounds[i]), int(bounds[i + 1]))
+                if not at_hand[which[mine]].all():
+                    continue
+                prefix = b"".join(pieces_of(buffers, which[mine], offsets[mine], lengths[mine]))
+                with suppress(Corrupt):
+                    decode_frame(frames[i], buffers[slots[i]], "a frame", prefix)
+                    found[i] = at_hand[slots[i]] = True
+
+    work() if share is None else share(work)
     return found
 
 

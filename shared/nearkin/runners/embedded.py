@@ -36,13 +36,13 @@ from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system
-from nearkin.parallel import Helpers
+from nearkin.parallel import Helpers, cores
 from nearkin.records import Bools, FreshBatch, Locations, SegmentBatch
 from nearkin.reports import Ledger, PutResult
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight, SameTurn
-from nearkin.runners.workers import Direct, Worker, cores
+from nearkin.runners.workers import Direct, Worker
 from nearkin.stage import run_stage
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
@@ -124,14 +124,14 @@ class EmbeddedWriter:
         self._index = index
         self._pending = PendingIndex(index, fingerprinter.domain)
         self._in_flight = InFlight(containers)
-        self._facts = EmbeddedFacts(self._pending, self._in_flight)
-        self._same_turn = SameTurn(self._facts)
         self._dedup = DedupStage()
         count = cores()
         alone = count == 1
         encoders = min(count, encoders_max(settings.block))
         self._encoding = None if alone else ThreadPoolExecutor(encoders, "nearkin-encode")
         helpers = Helpers(self._encoding, encoders)
+        self._facts = EmbeddedFacts(self._pending, self._in_flight, helpers=helpers)
+        self._same_turn = SameTurn(self._facts)
         self._resemblance = ResemblanceStage(settings, looks_up=False, helpers=helpers)
         self._delta = DeltaStage(
             settings,

@@ -13,6 +13,7 @@ from nearkin import tally
 from nearkin.formats.directory import Directory
 from nearkin.index.pending import PendingIndex
 from nearkin.limits import MIB
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U8, U32, ContainerId, Locations
 from nearkin.stage import Contents, Facts, Found, FoundBases, Reads
 from nearkin.store.bases import BaseReader
@@ -71,11 +72,8 @@ class InFlight:
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory."""
-        if container in self._open:
-            return self._open[container].directory(container)
-        with self._lock:
-            finished = self._finished.get(container)
-        return self._store.directory(container) if finished is None else finished.directory(container)
+        taken = self._open.get(container) or self._finished.get(container)  # each in one step: no lock
+        return self._store.directory(container) if taken is None else taken.directory(container)
 
     def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return blocks' bytes: cached, or still open. Closed blocks in flight share the store's cache."""
@@ -127,11 +125,20 @@ class InFlight:
 class EmbeddedFacts:
     """Answers stages from the pending index and the containers in reach."""
 
-    def __init__(self, index: PendingIndex, source: ContainerSource, collected: Collected | None = None) -> None:
-        """`collected`: what a janitor may be about to remove, where it works beside; none of it is a base."""
+    def __init__(
+        self,
+        index: PendingIndex,
+        source: ContainerSource,
+        collected: Collected | None = None,
+        helpers: Helpers = ALONE,
+    ) -> None:
+        """`collected`: what a janitor may be about to remove, where it works beside; none of it is a base.
+
+        `helpers` decode beside the caller.
+        """
         self._index = index
         self._collected = collected
-        self._bases = BaseReader(source)
+        self._bases = BaseReader(source, helpers)
         self._neighbourhood = Neighbourhood(source)
 
     def answer(self, reads: Reads, facts: Facts) -> Facts:

@@ -10,7 +10,6 @@ thread for ended that goes on, and the next put would have begun beside it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,11 +24,6 @@ Item = TypeVar("Item")
 
 LOOK_SECONDS = 1.0
 """So often who waits for a worker looks whether it is over."""
-
-
-def cores() -> int:
-    """Return on how many cores this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Direct(Generic[Item]):

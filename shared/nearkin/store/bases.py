@@ -15,6 +15,7 @@ from nearkin.formats.directory import CHUNK_ROW
 from nearkin.kernels.beside import rows_beside
 from nearkin.kernels.rows import take_rows
 from nearkin.limits import DEPTH_MAX
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U32, ZERO, Bools, ContainerId, Locations, Pieces, bounds_of, grouped
 from nearkin.stage import Contents
 from nearkin.store.chunks import ChunkReader
@@ -33,9 +34,10 @@ _NO_LENGTHS: U32 = np.zeros(0, np.uint32)
 class BaseReader:
     """Bytes of what may be a base, by location."""
 
-    def __init__(self, source: ContainerSource) -> None:
+    def __init__(self, source: ContainerSource, helpers: Helpers = ALONE) -> None:
+        """`helpers` decode beside the caller."""
         self._source = source
-        self._reader = ChunkReader(source)
+        self._reader = ChunkReader(source, helpers)
         self._missing: set[int] = set()
         """Containers that were collected, and that older recipes still name."""
 

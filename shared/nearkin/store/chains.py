@@ -20,9 +20,10 @@ import numpy as np
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats import layout
 from nearkin.formats.block import CheckedBlock, checked_block
-from nearkin.formats.directory import BlockRow
+from nearkin.formats.directory import BlockRow, Directory
 from nearkin.kernels.frames import decode_frames
 from nearkin.limits import MIB
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import I32, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
 from nearkin.store.containers import ContainerSource
 from nearkin.store.plans import BlockName, Plan, by_block
@@ -76,6 +77,16 @@ class _Closure:
         self.rows = 0
         self.raw_bytes = 0
         self._parts: list[tuple[I32, U64, U32]] = []
+        self._directories: dict[ContainerId, Directory | None] = {}
+
+    def directory(self, container: ContainerId, source: ContainerSource) -> Directory | None:
+        """Return a container's directory, None where it cannot be had; each is asked for once."""
+        if container not in self._directories:
+            try:
+                self._directories[container] = source.directory(container)
+            except (Corrupt, NotFound):
+                self._directories[container] = None
+        return self._directories[container]
 
     def want(self, name: BlockName, row: BlockRow) -> slice | None:
         """Add a block that is to be decoded; return what it leans on, None where that is nothing. Raises _TooMuch."""
@@ -101,8 +112,9 @@ class _Closure:
 class Chains:
     """Decodes blocks of one source, many in one call."""
 
-    def __init__(self, source: ContainerSource, plan: Callable[[Locations], Plan]) -> None:
-        """`plan` returns how rows are kept, and raises Corrupt."""
+    def __init__(self, source: ContainerSource, plan: Callable[[Locations], Plan], helpers: Helpers = ALONE) -> None:
+        """`plan` returns how rows are kept, and raises Corrupt. `helpers` decode beside the caller."""
+        self._helpers = helpers
         self._source = source
         self._plan = plan
         self._many = source if isinstance(source, SupportsRecords) else None
@@ -119,13 +131,15 @@ class Chains:
         """
         alone = _alone.acquire(blocking=False)
         try:
-            return self._decoded(names, spend, DECODED_BYTES_MAX // (1 if alone else BESIDE_SHARE))
+            if alone:
+                return self._decoded(names, spend, DECODED_BYTES_MAX, self._helpers)
+            return self._decoded(names, spend, DECODED_BYTES_MAX // BESIDE_SHARE, ALONE)
         finally:
             if alone:
                 _alone.release()
 
     def _decoded(
-        self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int
+        self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int, helpers: Helpers
     ) -> list[U8 | None]:
         count = len(names)
         while True:
@@ -139,7 +153,7 @@ class Chains:
                 count //= 2
                 continue
             spend(closure.raw_bytes, closure.rows)
-            self._decode(closure)
+            self._decode(closure, helpers)
             return [closure.contents[closure.slots[name]] for name in names[:count]]
 
     def _close(self, closure: _Closure, names: Sequence[BlockName]) -> None:
@@ -162,9 +176,8 @@ class Chains:
         """Want these blocks; return those that they lean on, and that are new and not at hand."""
         bases, counts, depths = list[Locations](), list[int](), list[int]()
         for container, run in groupby(names, itemgetter(0)):
-            try:
-                directory = self._source.directory(container)
-            except (Corrupt, NotFound):
+            directory = closure.directory(container, self._source)
+            if directory is None:
                 continue
             rows_of, table = directory.block_rows, directory.prefixes.bases
             for name in run:
@@ -195,7 +208,7 @@ class Chains:
         closure.lean(slots, plan.positions.astype(np.uint64), plan.encoded)
         return missing
 
-    def _decode(self, closure: _Closure) -> None:
+    def _decode(self, closure: _Closure, helpers: Helpers) -> None:
         """Decode what is wanted: shallow blocks first, deeper ones lean on them."""
         if not closure.wanted:
             return
@@ -228,6 +241,7 @@ class Chains:
             offsets[rows],
             lengths[rows],
             bounds,
+            helpers.share,
         )
         self._keep(
             closure, [(block, out) for (block, _), out, good in zip(frames, outs, done.tolist(), strict=True) if good]

@@ -26,6 +26,7 @@ from nearkin.kernels.gather import gather
 from nearkin.kernels.rows import numbered, take_rows
 from nearkin.kernels.xdelta3 import decode_many
 from nearkin.limits import DEPTH_MAX
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import I32, U8, U32, U64, ZERO, ContainerId, Locations, Pieces, offsets_of
 from nearkin.store.chains import Chains
 from nearkin.store.containers import ContainerSource, Rewritten, object_name
@@ -82,9 +83,10 @@ class _Started:
 class ChunkReader:
     """Bytes of chunks by location."""
 
-    def __init__(self, source: ContainerSource) -> None:
+    def __init__(self, source: ContainerSource, helpers: Helpers = ALONE) -> None:
+        """`helpers` decode beside the caller."""
         self._source = source
-        self._chains = Chains(source, self.plan)
+        self._chains = Chains(source, self.plan, helpers)
 
     def tables(self, locations: Locations) -> tuple[I32, U64, list[NDArray[np.void] | None]]:
         """Return (which table each row is of, int32[n]; the container of each table; the tables, CHUNK_ROW).
