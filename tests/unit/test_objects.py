@@ -18,7 +18,7 @@ from nearkin.errors import Corrupt, NotFound, Retryable, StoreUnavailable
 from nearkin.store import clients
 from nearkin.store import objects as module
 from nearkin.store.clients import memory_objects
-from nearkin.store.objects import LocalObjects
+from nearkin.store.objects import TOGETHER_BYTES_MAX, LocalObjects
 from nearkin.testing.faulty import FaultyObjects
 from nearkin.testing.generated import random_bytes
 
@@ -160,6 +160,24 @@ def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> 
     again = [store.get_ranges("a/large", [5], [(1 << 20) + 5])[0] for _ in range(3)]
     assert b"".join(found) == data
     assert [bytes(piece) for piece in again] == [data[5 : (1 << 20) + 5]] * 3
+
+
+def test_ranges_that_join_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, data = LocalObjects(tmp_path), random_bytes(2 * TOGETHER_BYTES_MAX, 1)
+    objects.put_new("a/b", data)
+    half, reads = TOGETHER_BYTES_MAX // 2, list[tuple[int, int]]()
+    plain = LocalObjects._read_range
+
+    def read(self: LocalObjects, descriptor: int, start: int, end: int) -> object:
+        reads.append((start, end))
+        return plain(self, descriptor, start, end)
+
+    monkeypatch.setattr(LocalObjects, "_read_range", read)
+    ends = [10, 500, half, half + 1, 3 * half]
+    starts = [0, 10, 500, half, half + 1]
+    found = objects.get_ranges("a/b", [*starts, 7], [*ends, 9])
+    assert found == [data[start:end] for start, end in zip([*starts, 7], [*ends, 9], strict=True)]
+    assert reads == [(0, half + 1), (half + 1, 3 * half), (7, 9)], "no more than is held for one of them"
 
 
 def test_objects_are_readable_by_their_owner_alone(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Chains:
 
     def _below(self, closure: _Closure, names: list[BlockName]) -> list[BlockName]:
         """Want these blocks; return those that they lean on, and that are new and not at hand."""
-        bases, counts, depths = list[Locations](), list[int](), list[int]()
+        bases, counts, depths = list[tuple[Locations, int, int]](), list[int](), list[int]()
         for container, run in groupby(names, itemgetter(0)):
             directory = closure.directory(container, self._source)
             if directory is None:
@@ -185,14 +185,17 @@ class Chains:
                     continue
                 mine = closure.want(name, rows_of[name[1]])
                 if mine is not None:
-                    bases.append(table.take(mine))
+                    first, stop = mine.start, mine.stop
+                    if bases and bases[-1][0] is table and bases[-1][2] == first:  # blocks that follow one another
+                        first = bases.pop()[1]
+                    bases.append((table, first, stop))
                     counts.append(mine.stop - mine.start)
                     depths.append(rows_of[name[1]].depth)
         if not bases:
             return []
         slots = np.full(sum(counts), LOST, np.int32)
         try:
-            plan = self._plan(Locations.join(bases))
+            plan = self._plan(Locations.join([table.take(slice(first, stop)) for table, first, stop in bases]))
         except Corrupt:
             closure.lean(slots, np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint32))
             return []
@@ -218,8 +221,10 @@ class Chains:
         stored = [(block, checked) for block, checked in found if checked.codec == layout.STORED]
         self._keep(closure, [(block, np.frombuffer(checked.payload, np.uint8)) for block, checked in stored])
         frames = [(block, checked) for block, checked in found if checked.codec != layout.STORED]
-        firsts, lasts = (np.array([getattr(block, end) for block, _ in frames], np.intp) for end in ("first", "last"))
-        lasts = np.where([checked.kind == layout.PATCH for _, checked in frames], lasts, firsts)
+        firsts = np.array([block.first for block, _ in frames], np.intp)
+        lasts = np.array(
+            [block.last if checked.kind == layout.PATCH else block.first for block, checked in frames], np.intp
+        )
         reached = np.append(0, np.cumsum(lengths, dtype=np.int64))
         too_long = reached[lasts] - reached[firsts] > layout.PREFIX_BYTES_MAX
         if too_long.any():

@@ -107,6 +107,8 @@ def check_tenant(objects: ObjectStore, tenant: str) -> None:
 
 
 FOLDER_LOCKS = 64
+TOGETHER_BYTES_MAX = 256 * KIB
+"""Of ranges that are read together: all of them stay in memory for as long as one does."""
 SPARE_BYTES_MAX = 8 * MIB
 """Memory that ranges were read into, kept for the next ones."""
 SWEPT_TRIES_MAX = 8
@@ -216,9 +218,18 @@ class LocalObjects:
             return _read_bytes(descriptor, 0, size_bytes)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end)."""
+        """Return the byte ranges [start, end); those that join are read together, and share memory."""
+        found = list[Payload]()
         with self._reading(name) as (descriptor, _):
-            return [self._read_range(descriptor, start, end) for start, end in zip(starts, ends, strict=True)]
+            for run in _runs(starts, ends):
+                first = starts[run.start]
+                read = self._read_range(descriptor, first, ends[run.stop - 1])
+                if len(run) > 1:
+                    view = memoryview(read)
+                    found += [view[starts[one] - first : ends[one] - first] for one in run]
+                else:
+                    found.append(read)
+        return found
 
     def _read_range(self, descriptor: int, start: int, end: int) -> Payload:
         """Return what there is of a range: a large one in memory that is used again."""
@@ -342,6 +353,17 @@ def _make(folder: Path) -> None:
 def _remove(path: Path) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def _runs(starts: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
+    """Yield runs of ranges, each of which begins where the one before it ends, TOGETHER_BYTES_MAX long at most."""
+    first, count = 0, len(starts)
+    while first < count:
+        after, end_max = first + 1, starts[first] + TOGETHER_BYTES_MAX
+        while after < count and starts[after] == ends[after - 1] and ends[after] <= end_max:
+            after += 1
+        yield range(first, after)
+        first = after
 
 
 def _read_bytes(descriptor: int, start: int, end: int) -> bytes:

@@ -70,6 +70,8 @@ class ObjectStoreContract:
             b"",
         ]
         assert objects.get_ranges("a/r", [], []) == []
+        joining = [b"01", b"234", b"", b"5678", b"9", b""]
+        assert objects.get_ranges("a/r", [0, 2, 5, 5, 9, 10], [2, 5, 5, 9, 13, 15]) == joining
 
     def test_nothing_is_overwritten(self, objects: ObjectStore) -> None:
         """A second put of a name is refused, and says so."""
