@@ -7,6 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LOOK_SECONDS = 0.5
+"""So often a main thread that waits lets the handlers of signals run."""
+
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
@@ -31,3 +34,14 @@ def interrupts_wait() -> Iterator[None]:
             signal.signal(number, handler)
         for received in sent:
             signal.raise_signal(received)
+
+
+def wait_for(event: threading.Event) -> None:
+    """Wait in the main thread until an event is set, if need be by the handler of a signal.
+
+    Python runs handlers in the main thread, between two of its steps. The system may give a signal to any thread of the
+    process, and a main thread that waits for a lock is not woken by one that another was given: a worker had not ended
+    30 s after SIGTERM. So it takes a step now and then.
+    """
+    while not event.wait(LOOK_SECONDS):
+        pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import BinaryIO
 
@@ -72,22 +73,21 @@ class Blob:
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
             yield from self._pieces(None)
             return
-        ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
         count = min(cores(), DECODERS_MAX)
+        ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
         decoding = ThreadPoolExecutor(count, "nearkin-decode") if count > 1 else None
         pieces = self._pieces(ahead, Helpers(decoding, count))
         thread = ThreadPoolExecutor(1, "nearkin-restore")
-        try:
+        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
+            if ahead is not None:
+                steps.callback(ahead.close)
+            if decoding is not None:
+                steps.callback(decoding.shutdown)
+            steps.callback(thread.shutdown, cancel_futures=True)
             following = thread.submit(next, pieces, None)
             while (piece := following.result()) is not None:
                 following = thread.submit(next, pieces, None)
                 yield piece
-        finally:
-            thread.shutdown(cancel_futures=True)
-            if decoding is not None:
-                decoding.shutdown()
-            if ahead is not None:
-                ahead.close()
 
     def _pieces(self, ahead: ReadAhead | None, helpers: Helpers = ALONE) -> Iterator[memoryview]:
         whole = self._start == 0 and self._stop == self.info.size_bytes

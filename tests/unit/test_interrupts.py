@@ -49,6 +49,32 @@ def test_a_signal_waits_for_the_end_of_the_block_and_is_handled_as_before():
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+GIVEN_TO_ANOTHER = """
+import signal, threading, time
+from nearkin.interrupts import wait_for
+
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+def take_it():
+    time.sleep(0.5)  # the main thread waits by now
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    time.sleep(60)
+
+threading.Thread(target=take_it, daemon=True).start()
+wait_for(stop)
+print("ended")
+"""
+
+
+def test_a_signal_that_another_thread_was_given_ends_the_wait_of_the_main_one():
+    with process(GIVEN_TO_ANOTHER) as waiting:
+        try:
+            assert waiting.communicate(timeout=30) == ("ended\n", "")
+        finally:
+            waiting.kill()
+
+
 @pytest.mark.parametrize("in_the_source", [False, True])
 def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path, monkeypatch, *, in_the_source):
     """At the end of a put; or a second one, where the first one fell into reading the source."""

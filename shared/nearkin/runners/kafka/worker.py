@@ -22,6 +22,7 @@ from nearkin.errors import ConfigError, NearkinError, Retryable
 from nearkin.frozen import frozen
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.rounds import ToldRounds
+from nearkin.interrupts import wait_for
 from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
@@ -140,7 +141,7 @@ def run_worker(
     reporter.start()
     monitor.connected(checks_of(settings))
     _log.warning("%s %s: ready, revision %s", service, worker, context.hot.revision)
-    stop.wait()
+    wait_for(stop)
     monitor.stopping()
     for thread in threads:
         thread.join(STOP_SECONDS)
