@@ -323,6 +323,26 @@ def test_frames_shared_out_among_threads_are_those_of_one(broken: int | None) ->
                 assert all(out.tobytes() == raw for out, raw, fine in zip(outs, raws, done, strict=True) if fine)
 
 
+def test_a_frame_that_leans_on_one_behind_it_is_left_also_where_that_one_is_done_first() -> None:
+    """The second waits for the first, which takes long; meanwhile another thread decodes the third."""
+    raws = [text_like(3_000_000, 1), text_like(5000, 2), text_like(5000, 3)]
+    encoder = _frames.FrameEncoder(OPTIONS)
+    frames = [encoder.unchecked(raws[0]), encoder.unchecked(raws[1], raws[0] + raws[2]), encoder.unchecked(raws[2])]
+    which, bounds = np.array([0, 2], np.int32), np.array([0, 0, 2, 2], np.uint32)
+    slices = which, np.zeros(2, np.uint64), np.array([len(raws[0]), len(raws[2])], np.uint32), bounds
+    with ThreadPoolExecutor(3) as threads:
+
+        def share(work: Callable[[], None]) -> None:
+            for done in [threads.submit(work) for _ in range(3)]:
+                done.result()
+
+        for _ in range(60):
+            outs = [np.empty(len(raw), np.uint8) for raw in raws]
+            slots, there = placed(3, 0)
+            done = _frames.decode_frames(frames, slots, outs, there, *slices, share)
+            assert done.tolist() == [True, False, True], "as one thread would have it"
+
+
 def test_two_frames_do_not_fill_one_buffer(kernel: Any) -> None:
     none = np.zeros(0, np.int32), np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(3, np.uint32)
     with pytest.raises(BadInput, match="filled twice"):

@@ -311,9 +311,9 @@ cdef class _Decoding:
         cdef int looks
         for row in range(self.bound[i], self.bound[i + 1]):
             slot, looks = self.of[row], 0
+            if self.filler[slot] >= i:  # also where another thread has filled it by now: who is faster decides nothing
+                return False
             while state_of(&self.state[slot]) == COMING:
-                if self.filler[slot] >= i:
-                    return False
                 looks += 1
                 if looks >= LOOKS:
                     sched_yield()
