@@ -72,17 +72,36 @@ class Helpers:
                 raise
 
         helping: list[Future[None]] = []
+        task = [take]
         try:
             with suppress(RuntimeError):  # no thread is to be had: those that are there do it all
                 for _ in range(min(self._count, len(parts) - 1)):
-                    helping.append(self._threads.submit(take))
+                    helping.append(Future())
+                    self._threads.submit(_help, task, helping[-1])
             take()
         finally:
             failures = [one.exception() for one in helping if not one.cancel()]
+            task.clear()
         for failure in failures:
             if failure is not None:
                 raise failure
         return [found[number] for number in range(len(parts))]
+
+
+def _help(task: list[Callable[[], None]], told: Future[None]) -> None:
+    """Do a task, unless what comes of it was cancelled.
+
+    An executor that can start no thread says so, and keeps what it was given nevertheless: a thread that it has already
+    may begin it at any time, so that the executor's own word is not enough; or none ever does, and it stays for good.
+    """
+    if not told.set_running_or_notify_cancel():
+        return
+    try:
+        task[0]()
+    except BaseException as err:
+        told.set_exception(err)
+    else:
+        told.set_result(None)
 
 
 ALONE = Helpers()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -75,6 +77,54 @@ def test_where_no_thread_is_to_be_had_those_that_are_there_do_it_all() -> None:
     with Crowded(4) as threads:
         for _ in range(3):
             assert Helpers(threads, 4).answers(str, list(range(50))) == [str(part) for part in range(50)]
+
+
+@pytest.fixture
+def no_thread_starts(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can be started but the one of `threads`."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert threads.submit(int).result() == 0
+    monkeypatch.setattr(threads, "_max_workers", 2)
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.usefixtures("no_thread_starts")
+def test_what_was_refused_for_want_of_a_thread_and_begun_nevertheless_is_waited_for(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """The executor keeps it: its one thread, done with something else, begins it while the caller is at the rest."""
+    gate, both = threading.Event(), threading.Barrier(2)
+    threads.submit(gate.wait, WAIT_SECONDS)
+    ended = list[int]()
+
+    def work(part: int) -> int:
+        gate.set()
+        mine = both.wait(WAIT_SECONDS)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+        ended.append(part)
+        return mine
+
+    assert sorted(Helpers(threads, 2).answers(work, [0, 1])) == [0, 1]
+    assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.usefixtures("no_thread_starts")
+def test_what_no_thread_ever_begins_is_not_kept_for_it() -> None:
+    class Task:
+        def __call__(self) -> None:
+            pass
+
+    none = ThreadPoolExecutor(2)  # which no thread of its own will serve
+    task = Task()
+    gone = weakref.ref(task)
+    Helpers(none, 2).share(task)
+    del task
+    assert gone() is None, "a batch's buffers, 96 MiB of them"
+    assert none._work_queue.qsize() == 1
 
 
 @pytest.mark.parametrize("fails_at_helper", [False, True])
