@@ -19,8 +19,9 @@ from nearkin.store import chains
 from nearkin.store.chains import Chains
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.objects import TOGETHER_BYTES_MAX
 from nearkin.store.plans import BlockName
-from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL
 from nearkin.testing.stores import settings as chosen
 
@@ -170,6 +171,23 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
         with chains._alone:  # another thread decodes
             reader.decoded(names)
         assert not asked, "one thread for each restore of a gateway that has many"
+
+
+def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path) -> None:
+    """Records that lie one behind the other are read together: of such a read the cache may drop all blocks but one."""
+    content = random_bytes(6 * TOGETHER_BYTES_MAX, 1)
+    with open_store(tmp_path / "s", settings=chosen(SMALL)) as store:
+        store.put("k", content)
+        source = store._containers
+        source.forget_read()
+        assert store.get("k").read() == content
+        kept = [block for _, block in source.blocks.items()]
+        assert len(kept) >= 20
+        for block in kept:
+            memory, below = None, block
+            while below is not None:
+                memory, below = below, below.obj if isinstance(below, memoryview) else getattr(below, "base", None)
+            assert memoryview(memory).nbytes <= block.nbytes + block.nbytes // 8, "which the cache counts"
 
 
 def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:

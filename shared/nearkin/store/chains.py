@@ -26,6 +26,7 @@ from nearkin.limits import MIB
 from nearkin.parallel import ALONE, Helpers
 from nearkin.records import I32, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
 from nearkin.store.containers import ContainerSource
+from nearkin.store.objects import TOGETHER_BYTES_MAX
 from nearkin.store.plans import BlockName, Plan, by_block
 
 DECODED_BYTES_MAX = 96 * MIB
@@ -219,7 +220,7 @@ class Chains:
         self._leave_out(closure, slots)
         found = sorted(self._checked(closure.wanted), key=lambda one: one[0].depth)
         stored = [(block, checked) for block, checked in found if checked.codec == layout.STORED]
-        self._keep(closure, [(block, np.frombuffer(checked.payload, np.uint8)) for block, checked in stored])
+        self._keep(closure, [(block, self._own(checked.payload)) for block, checked in stored])
         frames = [(block, checked) for block, checked in found if checked.codec != layout.STORED]
         firsts = np.array([block.first for block, _ in frames], np.intp)
         lasts = np.array(
@@ -309,6 +310,15 @@ class Chains:
                 records.append(None)
                 many = None
         return records
+
+    def _own(self, payload: memoryview) -> U8:
+        """Return a block's bytes for the cache: not in memory that others share, which were read with it."""
+        read = np.frombuffer(payload, np.uint8)
+        if len(read) >= TOGETHER_BYTES_MAX:
+            return read
+        own = self._source.buffers.take(len(read))
+        own[:] = read
+        return own
 
     def _keep(self, closure: _Closure, decoded: Sequence[tuple[_Wanted, U8]]) -> None:
         for block, content in decoded:

@@ -53,7 +53,10 @@ class ObjectStore(Protocol):
         """Return a whole object. Raises NotFound or StoreUnavailable."""
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end) in order, each its own memory. Raises NotFound or StoreUnavailable."""
+        """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable.
+
+        Short ones that join may share memory, TOGETHER_BYTES_MAX of it: who keeps one for long copies it.
+        """
 
     def size_bytes(self, name: str) -> int:
         """Return an object's size. Raises NotFound or StoreUnavailable."""
