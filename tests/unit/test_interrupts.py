@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nearkin import open_store
+from nearkin import open_store, restore
 from nearkin.interrupts import interrupts_wait
 from nearkin.runners import embedded
 from nearkin.runners.workers import Worker
-from nearkin.testing.generated import text_like
+from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import process
 
 IN_AN_IMPORT = """
@@ -123,6 +124,32 @@ def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monk
         assert pressed
         assert {one for one in threading.enumerate() if one.name.startswith("nearkin-")} <= before
         assert store.put("k", text_like(200_000, 2)).info.version == 1
+
+
+def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path, monkeypatch):
+    shutdown, pressed = ThreadPoolExecutor.shutdown, []
+
+    def interrupted(threads, *given, **named):
+        shutdown(threads, *given, **named)
+        if threads._thread_name_prefix == "nearkin-restore":
+            pressed.append(True)
+            raise KeyboardInterrupt
+
+    content = text_like(6_000_000, 1)
+    monkeypatch.setattr(restore, "cores", lambda: 3)
+    with open_store(tmp_path / "store") as store:
+        store.put("k", content)
+        store.put("k", mutated(content, 1))
+        store._containers.forget_read()
+        monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+        pieces = iter(store.get("k"))
+        next(pieces)
+        decoders = {one for one in threading.enumerate() if one.name.startswith("nearkin-decode")}
+        assert decoders
+        with pytest.raises(KeyboardInterrupt):
+            pieces.close()
+        assert pressed
+        assert not decoders & set(threading.enumerate())
 
 
 @pytest.mark.parametrize("module", ["nearkin.runners.embedded", "nearkin_delta.stage", "nearkin.index.lmdb"])
