@@ -50,6 +50,18 @@ def test_both_write_the_same_frame_and_read_it(raw: bytes, prefix: bytes | None,
         assert decoded(kernel, frames[0], len(raw), prefix) == raw
 
 
+@pytest.mark.parametrize("prefix_bytes", [0, 1, 7, 8])
+def test_a_prefix_that_zstd_knows_none_so_short_is_none(kernel: Any, prefix_bytes: int) -> None:
+    """Whoever makes up a container may have a block lean on so little."""
+    raw = text_like(3000, 1)
+    frame = bytes(_frames.FrameEncoder(OPTIONS).unchecked(raw, raw[:prefix_bytes]))
+    assert kernel.FrameEncoder(OPTIONS).unchecked(raw, raw[:prefix_bytes]) == frame
+    assert decoded(kernel, frame, len(raw), raw[:prefix_bytes]) == raw
+    slices = [np.array([number], kind) for number, kind in ((0, np.int32), (0, np.uint64), (prefix_bytes, np.uint32))]
+    buffers, (slots, there) = [raw, np.empty(len(raw), np.uint8)], placed(1, 1)
+    assert kernel.decode_frames([frame], slots, buffers, there, *slices, np.array([0, 1], np.uint32)).all()
+
+
 def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
     base, used = text_like(200_000, 1), kernel.FrameEncoder(OPTIONS)
     raw = mutated(base, 2)

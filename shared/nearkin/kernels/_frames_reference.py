@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+PREFIX_BYTES_MIN = 8
+
+
 def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = None) -> None:
     """Decode one zstd frame into `out`: see `_frames.pyi`."""
     data, target = memoryview(frame), memoryview(out).cast("B")
-    decoder = ZstdDecompressor(zstd_dict=None if not prefix_bytes(prefix) else dictionary(prefix).as_prefix)
+    decoder = ZstdDecompressor(zstd_dict=dictionary(prefix).as_prefix if is_known(prefix) else None)
     try:
         # The announced size bounds what libzstd writes.
         announced = get_frame_info(data).decompressed_size
@@ -155,16 +158,16 @@ class FrameEncoder:
         chosen = self._options if options is None else dict(options)
         try:
             compressor = ZstdCompressor(
-                options=chosen, zstd_dict=dictionary(prefix).as_prefix if prefix_bytes(prefix) else None
+                options=chosen, zstd_dict=dictionary(prefix).as_prefix if is_known(prefix) else None
             )
         except ZstdError as err:
             raise ValueError(f"zstd parameters {chosen}: {err}") from err
         return compressor.compress(memoryview(raw).cast("B"), ZstdCompressor.FLUSH_FRAME)
 
 
-def prefix_bytes(prefix: Buffer | None) -> int:
-    """Return how many bytes there are to refer to."""
-    return 0 if prefix is None else memoryview(prefix).nbytes
+def is_known(prefix: Buffer | None) -> bool:
+    """Return whether a frame can refer to a prefix: libzstd takes one that is too short for none."""
+    return prefix is not None and memoryview(prefix).nbytes >= PREFIX_BYTES_MIN
 
 
 def dictionary(prefix: Buffer | None) -> ZstdDict:
