@@ -168,9 +168,13 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         asked.clear()
         source.forget_read()
-        with chains._alone:  # another thread decodes
-            reader.decoded(names)
+        turn = chains._turns.take()  # another thread decodes
+        reader.decoded(names)
         assert not asked, "one thread for each restore of a gateway that has many"
+        del turn
+        source.forget_read()
+        assert reader.decoded(names)
+        assert asked
 
 
 def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path) -> None:
@@ -188,6 +192,23 @@ def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path)
             while below is not None:
                 memory, below = below, below.obj if isinstance(below, memoryview) else getattr(below, "base", None)
             assert memoryview(memory).nbytes <= block.nbytes + block.nbytes // 8, "which the cache counts"
+
+
+def test_whose_turn_it_is_ends_with_what_ends_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store._containers
+    bounds = list[int]()
+
+    def interrupted(_self: Chains, _names: Any, _spend: Any, bytes_max: int, _helpers: Helpers) -> list[U8 | None]:
+        bounds.append(bytes_max)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chains, "_decoded", interrupted)
+    kept = list[BaseException]()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt) as raised:
+            chains_of(source).decoded(sorted(blocks_of(source)))
+        kept.append(raised.value)  # with all that its traceback holds
+    assert bounds == [chains.DECODED_BYTES_MAX] * 2, "the second is alone, too"
 
 
 def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Directories alone tell what some few MiB of chunks need. Read and decoded group 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -110,6 +111,27 @@ class _Closure:
         return np.concatenate(slots), np.concatenate(offsets), np.concatenate(lengths)
 
 
+class _Turn:
+    """It is over once nobody holds it: wherever a Ctrl-C falls, who had it has it no more."""
+
+
+class _Turns:
+    """Whoever has the turn was the first to decode; nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: weakref.ref[_Turn] | None = None
+
+    def take(self) -> _Turn | None:
+        """Return the turn, None while somebody has it."""
+        with self._lock:
+            if self._taken is not None and self._taken() is not None:
+                return None
+            turn = _Turn()
+            self._taken = weakref.ref(turn)
+            return turn
+
+
 class Chains:
     """Decodes blocks of one source, many in one call."""
 
@@ -130,14 +152,13 @@ class Chains:
         That is one which is damaged or was written anew, leans on such a one or on deltas, or on too much. `spend` is
         told how many bytes are decoded, and rows planned. Raises StoreUnavailable, and what `spend` raises.
         """
-        alone = _alone.acquire(blocking=False)
+        turn = _turns.take()
         try:
-            if alone:
+            if turn is not None:
                 return self._decoded(names, spend, DECODED_BYTES_MAX, self._helpers)
             return self._decoded(names, spend, DECODED_BYTES_MAX // BESIDE_SHARE, ALONE)
         finally:
-            if alone:
-                _alone.release()
+            del turn  # not kept by the traceback of what was raised
 
     def _decoded(
         self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int, helpers: Helpers
@@ -326,6 +347,5 @@ class Chains:
         self._source.keep([block.name for block, _ in decoded], [content for _, content in decoded])
 
 
-_alone = threading.Lock()
-"""Whoever has it was the first to decode; nobody waits for it."""
+_turns = _Turns()
 _NOTHING: U8 = np.zeros(0, np.uint8)
