@@ -249,4 +249,4 @@ def test_blocks_that_are_walked_to_are_not_held_together(tmp_path: Path, monkeyp
     reader._chains._on_deltas.update((samples.CONTAINER, block) for block in range(12, 24))
     assert bytes(reader.fetch(reader.plan(rows_from(12, 12)))) == bytes(content) * 12
     assert store.costs.blocks_decoded == 12 * 13, "each by itself"
-    assert max(held) <= min(held) + 256 * KIB
+    assert max(held) <= max(held[:3]) + 64 * KIB, "for the last of them as for the first"
