@@ -20,6 +20,7 @@ from nearkin.store.s3 import S3Objects
 from nearkin.testing.faulty_http import FaultyHttp
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.servers import S3
+from nearkin.testing.waiting import until
 
 DATA = random_bytes(300_000, 1)
 OTHER = random_bytes(300_000, 2)
@@ -38,7 +39,7 @@ def direct(versitygw: S3, bucket: str) -> S3Objects:
 
 
 def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3Objects:
-    quick = {"request_timeout_seconds": 1, "retries": RETRIES, "retry_seconds": 10}
+    quick = {"request_timeout_seconds": 4, "retries": RETRIES, "retry_seconds": 60}
     return S3Objects(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
 
 
@@ -54,14 +55,14 @@ def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3
         ("L", 1),  # done, the reply lost: looking is enough, nothing is sent twice
         ("F", 1),  # done, and denied
         ("D", 1),  # done, the client had given up
-        ("W", 2),  # done after the client had given up and sent it again
+        ("W", 2),  # comes after the client had given up and sent it again
         ("EEE", 4),
         ("5EL", 3),
         ("EFE", 2),
     ],
 )
 def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3Objects, script: str, puts: int) -> None:
-    with FaultyHttp(versitygw.port, script) as proxy:
+    with FaultyHttp(versitygw.port, script, held=lambda: until(lambda: list(direct.names("")))) as proxy:
         through(proxy, versitygw, bucket).put_new("a/b", DATA)
         assert len(proxy.met) == puts
     assert direct.get("a/b") == DATA
@@ -110,13 +111,19 @@ def test_looking_again_settles_what_could_not_be_looked_at(versitygw: S3, bucket
 
 def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucket: str, direct: S3Objects) -> None:
     """The first try hangs past its timeout, others take the name, then the first one reaches the server."""
-    with FaultyHttp(versitygw.port, "W" + "E" * 20, delay_seconds=2.0) as proxy:
-        thread = threading.Timer(1.2, direct.put_new, ("a", OTHER))
+    taken = threading.Event()
+
+    def take() -> None:
+        until(lambda: len(proxy.met) > 1)  # the first try was given up
+        direct.put_new("a", OTHER)
+        taken.set()
+
+    with FaultyHttp(versitygw.port, "W" + "E" * 20, held=lambda: taken.wait(60)) as proxy:
+        thread = threading.Thread(target=take)
         thread.start()
         with pytest.raises(AlreadyExists):
             through(proxy, versitygw, bucket, retries=12).put_new("a", DATA)
         thread.join()
-        time.sleep(1.5)  # the late one has landed by now
     assert direct.get("a") == OTHER
 
 
@@ -186,7 +193,7 @@ def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) 
         own.kill()
         time.sleep(1.5)
         own.start()
-    writer.join(60)
+    writer.join(300)
     assert not writer.is_alive()
     assert failed == []
     assert {name: objects.get(name) for name, _ in objects.names("")} == contents

@@ -6,8 +6,8 @@
     5   answer 503: the server never sees the request
     F   pass it on, then answer 503 all the same
     C   answer 409 ConditionalRequestConflict, as S3 does while another request for the name is under way
-    D   pass it on, answer only after `delay_seconds`: done, but the client has given up
-    W   wait `delay_seconds`, then pass it on: it is done after the client has given up
+    D   pass it on, answer only once the client has given up: done, and nobody hears of it
+    W   wait until the client has given up, and for `held`, then pass it on
     H   pass it on, answer with half of the body, then cut the connection
 
 Requests of other methods, and those after the script, pass. Bodies have a Content-Length, as S3's clients send them.
@@ -18,7 +18,8 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -33,11 +34,11 @@ _CONFLICT = b"<Error><Code>ConditionalRequestConflict</Code><Message>Try again.<
 class FaultyHttp:
     """A proxy on loopback before the server at `port`; `url` is what clients are given instead."""
 
-    def __init__(self, port: int, script: str = "", *, method: str = "PUT", delay_seconds: float = 2.0) -> None:
+    def __init__(self, port: int, script: str = "", *, method: str = "PUT", held: Callable[[], object] = bool) -> None:
         """Listen. Raises ValueError for letters that are none."""
         if unknown := set(script) - set(LETTERS):
             raise ValueError(f"script {script!r}: {''.join(sorted(unknown))!r} unknown; want letters of {LETTERS!r}")
-        self.delay_seconds = delay_seconds
+        self._held = held
         self.met: list[str] = []
         """Letters met so far, in order."""
         self._server_port = port
@@ -117,10 +118,11 @@ class FaultyHttp:
                 client.sendall(_reply(b"503 Service Unavailable"))
             case "D":
                 reply = self._pass_on(request)
-                time.sleep(self.delay_seconds)
+                _until_given_up(client)
                 client.sendall(reply)
             case "W":
-                time.sleep(self.delay_seconds)
+                _until_given_up(client)
+                self._held()
                 client.sendall(self._pass_on(request))
             case "H":
                 reply = self._pass_on(request)
@@ -162,6 +164,13 @@ def _read(client: socket.socket) -> bytes:
         missing -= len(part)
     kept = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:"))
     return kept + end + b"".join(parts)
+
+
+def _until_given_up(client: socket.socket) -> None:
+    """Wait until the client has hung up. Raises TimeoutError."""
+    with suppress(ConnectionResetError):
+        while client.recv(1 << 16):
+            pass
 
 
 def _reply(status: bytes, body: bytes = b"") -> bytes:
