@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.oracle import DAY
 from nearkin.testing.races import Scene, scene
 from nearkin.testing.stores import containers, flip, settings
+from nearkin.testing.waiting import until
 from nearkin_janitor import soundness
 
 EVERY = 1 if "SOAK" in os.environ else 11
@@ -50,7 +50,7 @@ with open_store(root, settings=CHOSEN) as store:
 READER = """
 done = 0
 with open_store(root, settings=CHOSEN, read_only=True) as store:
-    while time.monotonic() < until:
+    while time.monotonic() < until or done < 4:
         for key in range(3):
             try:
                 blob = store.get(f"k{key}")
@@ -78,7 +78,7 @@ print(done)
 """
 ROUNDS = """
 freed = done = 0
-while time.monotonic() < until or (not freed and time.monotonic() < until + 60):
+while time.monotonic() < until or ((not freed or done < 4) and time.monotonic() < until + 120):
     try:
         with open_store(root, settings=CHOSEN) as store:
             report = store.gc(wait_seconds=30)
@@ -119,7 +119,7 @@ def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Pa
     with child(FIRST, root, 0) as first:
         assert first.wait(60) == 0, first.stderr and first.stderr.read()
     children = [child(script, root, SECONDS) for script in (READER, WRITER, ROUNDS)]
-    done = [one.communicate(timeout=120) for one in children]
+    done = [one.communicate(timeout=300) for one in children]
     assert [one.returncode for one in children] == [0, 0, 0], done
     assert all(int(said) > 3 for said, _ in done), done
     with open_store(root, settings=CHOSEN) as store:
@@ -173,10 +173,7 @@ def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
     thread = threading.Thread(target=put)
     thread.start()
     waiting = WriterLock(place / "s")
-    deadline = time.monotonic() + 30
-    while not waiting.wanted and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert waiting.wanted
+    until(lambda: waiting.wanted)
     assert not done
     step.release()
     thread.join(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from nearkin.testing.clock import DAY
 from nearkin.testing.gateways import embedded, running
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
+from nearkin.testing.waiting import until
 
 CHOSEN = settings(SMALL)
 COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}})
@@ -179,9 +181,13 @@ def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root):
     whole = path.read_bytes()
     flip(path, 60)
     with running(chosen) as gateway, gateway.client() as client:
-        deadline = time.monotonic() + 60
-        while (told := client.get("/v1/scrub").json())["last"] is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        told: dict[str, Any] = {}
+
+        def ended() -> bool:
+            told.update(client.get("/v1/scrub").json())
+            return told["last"] is not None
+
+        until(ended, lambda: told)
         assert told["last"]["damaged"] == 1
         assert told["last"]["objects"] >= len(containers(root))
         assert told["running"] is None

@@ -25,6 +25,7 @@ from nearkin.store.scrubbed import ScrubStates
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.servers import S3
 from nearkin.testing.stores import SMALL, objects, settings
+from nearkin.testing.waiting import until
 from nearkin_janitor import scrubbing as scrubbing_module
 from nearkin_janitor.scrubbing import BackgroundScrub
 
@@ -59,11 +60,8 @@ def damage(store: ParityObjects, name: str, at: int) -> bytes:
 
 def wait_for_a_pass(scrub: BackgroundScrub, store: ParityObjects) -> None:
     scrub.start()
-    deadline = time.monotonic() + 60
     states = ScrubStates(store)
-    while states.read().running or not states.read().ended_us:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not states.read().running and states.read().ended_us)
     scrub.stop()
 
 
