@@ -29,6 +29,7 @@ from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.janitors import CHOSEN, Fleet, bring
 from nearkin.testing.servers import Redis
 from nearkin.testing.stores import objects, settings
+from nearkin.testing.waiting import until
 
 YEAR = 31_536_000.0
 
@@ -207,7 +208,7 @@ class Slow:
         self._objects.delete(name)
         if name.startswith("containers") and not self._then.is_set():
             self._then.set()
-            assert self._go_on.wait(20)
+            assert self._go_on.wait(60)
 
 
 def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Deployed) -> None:
@@ -225,7 +226,7 @@ def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert asleep.wait(20)
+    assert asleep.wait(60)
     fleet.index.server.one(("DEL", f"{fleet.index.prefix}:{{m}}:lease"))  # as if it had run out
     sleepy._lease.give_up()  # what its own clock says when it wakes
     assert fleet.rounds().run_once() is not None
@@ -237,7 +238,7 @@ def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_
     fleet.check()
 
 
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 4.0  # what a busy machine may let the process wait before it stops itself
 
 
 @pytest.mark.parametrize("effect", [1, 3])
@@ -257,10 +258,8 @@ def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_sto
         try:
             _, status = os.waitpid(asleep.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status), f"the round has fewer than {effect} effects: {status}"
-            deadline = time.monotonic() + 60
-            while (done := fleet.rounds().run_once()) is None:  # refused for as long as the lease is the other's
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            done = until(fleet.rounds().run_once)  # refused for as long as the lease is the other's
+            assert done is not None
             assert done.freed_bytes > 0
             fleet.check()
             left = objects(root)

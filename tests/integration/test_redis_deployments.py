@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,6 +37,7 @@ from nearkin.testing.conformance.index import (
     second_claims,
 )
 from nearkin.testing.redis_server import RedisServer
+from nearkin.testing.waiting import until
 
 RIGHTS = (
     "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire +time "
@@ -75,10 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServ
         command = ["redis-cli", "--cluster", "create", *(f"127.0.0.1:{server.port}" for server in servers)]
         made = subprocess.run([*command, "--cluster-yes"], capture_output=True, text=True, timeout=60, check=False)
         assert made.returncode == 0, made.stdout[-500:]
-        deadline = time.monotonic() + 30
-        while not all(settled(server) for server in servers):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: all(settled(server) for server in servers))
         yield servers
     finally:
         for server in started:
@@ -331,8 +328,7 @@ def test_after_a_failover_connections_to_what_is_a_replica_now_are_let_go(tmp_pa
             index.publish(first_claims())
             with redis.Redis.from_url(after.url) as new, redis.Redis.from_url(before.url) as old:
                 new.execute_command("REPLICAOF", "127.0.0.1", str(before.port))
-                while new.info("replication")["master_link_status"] != "up":
-                    time.sleep(0.05)
+                until(lambda: new.info("replication")["master_link_status"] == "up")
                 new.execute_command("REPLICAOF", "NO", "ONE")
                 old.execute_command("REPLICAOF", "127.0.0.1", str(after.port))
             address.server = after

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -191,20 +192,27 @@ from nearkin.index.redis.rebuild import Rebuilder
 def hang(target):
     print("began", flush=True)
     time.sleep(600)
-Rebuilder(RedisIndex(RedisSettings(url=sys.argv[1]), bytes(16)), hang, lease_seconds=1.0).run_once()
+Rebuilder(RedisIndex(RedisSettings(url=sys.argv[1]), bytes(16)), hang, lease_seconds=float(sys.argv[2])).run_once()
 """
 
 
 def test_a_dead_rebuilder_is_succeeded(store: Store, server: RedisServer) -> None:
     index = connect(server, store)
     rebuilder = Rebuilder(index, partial(fill, store), lease_seconds=1.0)
-    with subprocess.Popen([sys.executable, "-c", REBUILD_AND_HANG, server.url], stdout=subprocess.PIPE) as dying:
+    words = [sys.executable, "-c", REBUILD_AND_HANG, server.url, "3.0"]  # seconds: of a busy machine a process may wait
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as dying, redis.Redis.from_url(server.url) as client:
         assert dying.stdout is not None
         assert dying.stdout.readline() == b"began\n"
-        time.sleep(1.5)  # longer than a lease: it is renewed
+        left_ms = [int(client.pttl("nearkin:{m}:lease"))]
+
+        def renewed() -> bool:
+            left_ms.append(int(client.pttl("nearkin:{m}:lease")))
+            return sum(after > before for before, after in pairwise(left_ms)) >= 2
+
+        until(renewed, lambda: left_ms)
         assert not rebuilder.run_once()
         dying.send_signal(signal.SIGKILL)
-    until(rebuilder.run_once, seconds=10)
+    until(rebuilder.run_once)
     assert not index.needs_rebuild
     index.close()
 
@@ -216,7 +224,7 @@ def test_a_rebuild_whose_lease_passed_on_neither_writes_nor_says_whole(store: St
         with redis.Redis.from_url(server.url) as client:
             client.delete("nearkin:{m}:lease")
         with pytest.raises(RebuildOver):
-            until(lambda: bool(target.publish(first_claims())), seconds=10)
+            until(lambda: bool(target.publish(first_claims())))
         assert Rebuilder(other, lambda _: None).run_once()
         client.close()
 
