@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +14,7 @@ from nearkin.runners import embedded
 from nearkin.runners.workers import Worker
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import process
+from nearkin.testing.waiting import until
 
 IN_AN_IMPORT = """
 import os, signal, sys
@@ -99,10 +99,11 @@ def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path,
         with pytest.raises(KeyboardInterrupt):
             store.put("k", Source() if in_the_source else text_like(100_000, 1))
         assert pressed
-        deadline = time.monotonic() + 20
-        while left := {one for one in threading.enumerate() if one.name.startswith("nearkin-")} - before:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.01)
+
+        def left() -> set[threading.Thread]:
+            return {one for one in threading.enumerate() if one.name.startswith("nearkin-")} - before
+
+        until(lambda: not left(), left)
         assert store.put("k", text_like(200_000, 2)).info.size_bytes == 200_000
         assert store.verify().damage == ()
 
