@@ -47,7 +47,7 @@ class TestVersitygw(ObjectStoreContract):
                 barrier: threading.Barrier = barrier,
                 name: str = f"race/{race}",
             ) -> bool:
-                barrier.wait(10)
+                barrier.wait(60)
                 try:
                     objects.put_new(name, contents[number])
                 except AlreadyExists:
@@ -63,7 +63,7 @@ class TestVersitygw(ObjectStoreContract):
         barrier = threading.Barrier(WRITERS)
 
         def put(_: int) -> bool:
-            barrier.wait(10)
+            barrier.wait(60)
             try:
                 objects.put_new("same", b"content")
             except AlreadyExists:

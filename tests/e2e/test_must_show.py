@@ -167,6 +167,6 @@ else:
 
 def test_gigabytes_of_zeros_take_bounded_memory_and_almost_no_room(tmp_path):
     process_of_its_own = process(ZEROS, tmp_path / "store")
-    said, complained = process_of_its_own.communicate(timeout=120)
+    said, complained = process_of_its_own.communicate(timeout=600)
     assert (process_of_its_own.returncode, complained) == (0, "")
     assert int(said) < 400 * MIB

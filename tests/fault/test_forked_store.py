@@ -35,16 +35,16 @@ if many is not None:
     next(many)
 child = fork.Process(target=tries, args=(store, go, said))
 child.start()
-print(said.get(timeout=20))
-print(said.get(timeout=20))
+print(said.get(timeout=60))
+print(said.get(timeout=60))
 store.put("later", b"of the parent") if many is None else list(many)
 store.close()
 with nearkin.open_store(sys.argv[1]) as again:  # the child, which lives, does not keep it locked
     again.put("again", b"of the parent")
 go.put(None)
-print(said.get(timeout=20))
-print(said.get(timeout=20))
-child.join(20)
+print(said.get(timeout=60))
+print(said.get(timeout=60))
+child.join(60)
 print(child.exitcode)
 with nearkin.open_store(sys.argv[1]) as again:
     print(again.verify().damage)
@@ -54,7 +54,7 @@ with nearkin.open_store(sys.argv[1]) as again:
 @pytest.mark.parametrize(("at", "there"), [("idle", ["later"]), ("putting", ["first", "second"])])
 def test_a_forked_store_leaves_lock_and_index_to_its_parent(tmp_path: Path, at: str, there: list[str]) -> None:
     run = [sys.executable, "-c", CHILD_TRIES, str(tmp_path / "store"), at]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert not done.stderr
     locked, listed, *rest = done.stdout.splitlines()
     assert "is being written by process" in locked

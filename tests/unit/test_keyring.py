@@ -59,7 +59,7 @@ def test_writers_that_make_the_first_key_at_once_can_read_what_the_others_sealed
     barrier = threading.Barrier(len(rings))
 
     def make(ring: Keyring) -> DataKey:
-        barrier.wait(10)
+        barrier.wait(60)
         return ring.newest(DB)
 
     with ThreadPoolExecutor(len(rings)) as threads:

@@ -44,7 +44,7 @@ def test_a_dead_holder_frees_the_lock(tmp_path: Path) -> None:
             WriterLock(tmp_path).acquire()
     finally:
         holder.kill()
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=60)
     lock = WriterLock(tmp_path)
     lock.acquire()
     lock.release()

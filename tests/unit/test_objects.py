@@ -99,7 +99,7 @@ def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> No
         root = tmp_path / str(step)
         root.mkdir()
         found = subprocess.run(
-            [sys.executable, "-c", DYING, str(root), str(step)], capture_output=True, timeout=20, check=False
+            [sys.executable, "-c", DYING, str(root), str(step)], capture_output=True, timeout=60, check=False
         )
         store = LocalObjects(root)
         names = list(store.names("a"))

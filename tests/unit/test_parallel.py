@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nearkin.parallel import ALONE, PART_BYTES, Helpers, cores, parts_of
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 
 
 @pytest.fixture

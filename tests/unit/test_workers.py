@@ -16,7 +16,7 @@ import pytest
 from nearkin.errors import StoreUnavailable
 from nearkin.runners.workers import QUEUED, Direct, Worker
 
-PATIENCE = 10
+PATIENCE = 60
 
 
 def test_items_are_done_in_order_and_drain_waits_for_them() -> None:

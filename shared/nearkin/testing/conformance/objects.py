@@ -167,7 +167,7 @@ class ObjectStoreContract:
             barrier = threading.Barrier(WRITERS)
 
             def put(number: int, barrier: threading.Barrier = barrier, name: str = f"race/{race // 5}/{race}") -> bool:
-                barrier.wait(10)
+                barrier.wait(60)
                 try:
                     objects.put_new(name, contents[number])
                 except AlreadyExists:
