@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from uvicorn import Server
 
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
+from nearkin.testing.waiting import until
 from nearkin_gateway.server import make_gateway, make_server
 from nearkin_gateway.state import Gateway
 
-START_SECONDS = 30.0
+ANSWER_SECONDS_MAX = 60.0
 
 
 @dataclass
@@ -31,6 +32,12 @@ class Running:
     port: int
     gateway: Gateway
     store: Path
+    server: Server
+
+    @property
+    def connections(self) -> int:
+        """Return how many connections are open."""
+        return len(self.server.server_state.connections)
 
     @property
     def url(self) -> str:
@@ -43,10 +50,18 @@ class Running:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
 
     def raw(self, data: bytes, *, timeout: float = 10.0) -> bytes:
-        """Return what the server says to bytes on a socket, until it closes or says nothing for `timeout`."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
+        """Return what the server says to bytes on a socket, until it closes.
+
+        Once it has begun to answer, until it says nothing for `timeout`. Raises TimeoutError where it never does.
+        """
+        with socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_SECONDS_MAX) as connection:
             connection.sendall(data)
-            return drained(connection)
+            try:
+                first = connection.recv(65536)
+            except ConnectionResetError:
+                return b""
+            connection.settimeout(timeout)
+            return first + drained(connection) if first else b""
 
 
 def drained(connection: socket.socket) -> bytes:
@@ -73,14 +88,15 @@ def running(settings: Settings) -> Iterator[Running]:
     server = make_server(settings, gateway)
     thread = threading.Thread(target=server.run, name="gateway", daemon=True)
     thread.start()
-    deadline = time.monotonic() + START_SECONDS
-    while not server.started:
+
+    def started() -> bool:
         assert thread.is_alive(), "the gateway did not start"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return server.started
+
+    until(started, poll_seconds=0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(port, gateway, Path(settings.store or "."))
+        yield Running(port, gateway, Path(settings.store or "."), server)
     finally:
         server.should_exit = True
         thread.join(60)
@@ -104,18 +120,18 @@ def process(
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                httpx.get(f"{url}/livez", timeout=1).raise_for_status()
-                break
-            except httpx.HTTPError:
-                assert child.poll() is None, (folder / "gateway.log").read_text()
-                assert time.monotonic() < deadline, (folder / "gateway.log").read_text()
-                time.sleep(0.05)
+        until(lambda: _lives(child, url, folder / "gateway.log"), (folder / "gateway.log").read_text)
         yield child, url
     finally:
         if child.poll() is None:
             child.terminate()
             child.wait(60)
         log.close()
+
+
+def _lives(child: subprocess.Popen[bytes], url: str, log: Path) -> bool:
+    assert child.poll() is None, log.read_text()
+    try:
+        return httpx.get(f"{url}/livez").status_code == 200
+    except httpx.HTTPError:
+        return False

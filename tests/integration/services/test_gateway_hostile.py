@@ -20,6 +20,7 @@ import pytest
 
 from nearkin import restore
 from nearkin.testing.gateways import Running, drained, embedded, process, running
+from nearkin.testing.waiting import until
 
 MIB = 1024 * 1024
 SLOW_SECONDS = 1
@@ -45,10 +46,7 @@ def _lives_on(gateway: Running) -> Iterator[None]:
     with gateway.client() as client:
         assert client.get("/readyz").status_code == 200
         assert client.put("/v1/blobs/alive", content=b"x").status_code == 201
-    deadline = time.monotonic() + 5
-    while gateway.gateway.uploads.taken or gateway.gateway.downloads.taken:  # everything was freed
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not gateway.gateway.uploads.taken and not gateway.gateway.downloads.taken)  # everything was freed
 
 
 def head(path: str, *headers: str, method: str = "PUT") -> bytes:
@@ -73,12 +71,12 @@ def test_a_body_that_stops_is_408_and_stores_nothing(gateway: Running) -> None:
     started = time.monotonic()
     answer = gateway.raw(head("/v1/blobs/stops", "Content-Length: 1000000") + b"x" * 500)
     assert status_of(answer) == 408
-    assert SLOW_SECONDS * 0.9 < time.monotonic() - started < SLOW_SECONDS + 8
+    assert time.monotonic() - started > SLOW_SECONDS * 0.9  # and it came, though nothing more was sent
     assert b"too-slow" in answer
 
 
 def test_a_body_that_trickles_is_408(gateway: Running) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
         connection.sendall(head("/v1/blobs/trickle", "Transfer-Encoding: chunked"))
         stop = threading.Event()
 
@@ -97,21 +95,20 @@ def test_a_body_that_trickles_is_408(gateway: Running) -> None:
     assert status_of(answer) == 408
 
 
-def test_a_slow_body_above_the_least_rate_is_taken(gateway: Running) -> None:
+def test_a_slow_body_above_the_least_rate_is_taken(tmp_path: Path) -> None:
     def steadily() -> Iterator[bytes]:
-        for _ in range(25):
+        for _ in range(50):
             time.sleep(0.1)
-            yield b"x" * 400  # 4,000 bytes a second for 2.5 s
+            yield b"x" * 2000  # 20,000 bytes a second for 5 s: below the least rate only where 2 s go by without any
 
-    with gateway.client() as client:
-        assert client.put("/v1/blobs/steady", content=steadily()).json()["size_bytes"] == 10_000
+    slow = {"slow_seconds": 2, "slow_bytes_per_second": 1000}
+    with running(embedded(tmp_path, {"gateway": slow})) as gateway, gateway.client() as client:
+        assert client.put("/v1/blobs/steady", content=steadily()).json()["size_bytes"] == 100_000
 
 
 def test_a_request_line_that_never_ends_is_closed(gateway: Running) -> None:
     for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: [::1]\r\n"):
-        started = time.monotonic()
-        assert gateway.raw(begun, timeout=20) == b""
-        assert time.monotonic() - started < 10
+        assert gateway.raw(begun) == b""
 
 
 def test_too_large_a_body_is_413_announced_or_not(gateway: Running) -> None:
@@ -203,10 +200,7 @@ def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: Running)
         connection = socket.create_connection(("127.0.0.1", gateway.port))
         connection.sendall(head(f"/v1/blobs/held/{number}", "Content-Length: 100000") + b"x" * 3000)
         holders.append(connection)
-    deadline = time.monotonic() + 5
-    while gateway.gateway.uploads.taken < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: gateway.gateway.uploads.taken == 4)
     with gateway.client() as client:
         refused = client.put("/v1/blobs/fifth", content=b"x")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -214,15 +208,17 @@ def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: Running)
         connection.close()
 
 
-def test_one_connection_too_many_is_refused(gateway: Running) -> None:
-    holders = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(40)]
-    try:
-        time.sleep(0.2)
-        assert status_of(gateway.raw(head("/livez", method="GET"), timeout=3)) == 503
-    finally:
-        for connection in holders:
-            connection.close()
-    time.sleep(0.2)
+def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
+    with running(embedded(tmp_path, {"gateway": {"connections_max": 40}})) as own:  # whose idle ones stay for long
+        holders = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(40)]
+        try:
+            until(lambda: own.connections == 40)
+            assert status_of(own.raw(head("/livez", method="GET"), timeout=3)) == 503
+        finally:
+            for connection in holders:
+                connection.close()
+        until(lambda: not own.connections)
+        assert status_of(own.raw(head("/livez", "Connection: close", method="GET"))) == 200
 
 
 def test_an_encoded_or_partial_body_is_refused(gateway: Running) -> None:
@@ -247,13 +243,8 @@ def test_a_reader_that_sleeps_is_let_go(tmp_path: Path) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", gateway.port))
             connection.sendall(head("/v1/blobs/long", method="GET"))
-            deadline = time.monotonic() + 20
-            while not gateway.gateway.downloads.taken:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            while gateway.gateway.downloads.taken:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: gateway.gateway.downloads.taken, poll_seconds=0.01)
+            until(lambda: not gateway.gateway.downloads.taken)
 
 
 def test_a_reader_that_leaves_frees_its_place(gateway: Running) -> None:
@@ -280,10 +271,7 @@ def test_a_reader_that_leaves_does_not_make_the_others_wait_for_what_is_being_re
         client.put("/v1/blobs/left", content=os.urandom(40 * MIB))
         with client.stream("GET", "/v1/blobs/left") as answer:
             next(answer.iter_raw())
-        deadline = time.monotonic() + 20
-        while gateway.gateway.downloads.taken:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not gateway.gateway.downloads.taken)
         gc.collect()
         assert ended
         assert "gateway" not in ended  # the loop's thread
@@ -365,13 +353,14 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
         def body() -> Iterator[bytes]:
             for number in range(20):
                 if number == 5:
+                    httpx.get(f"{url}/livez").raise_for_status()  # which came later: it has begun to read this one
                     child.terminate()
                 time.sleep(0.05)
                 yield b"x" * 100_000
 
         with httpx.Client(base_url=url, timeout=60) as client:
             assert client.put("/v1/blobs/last", content=body()).status_code == 201
-        assert child.wait(30) == 0
+        assert child.wait(60) == 0
     with running(embedded(tmp_path / "store")) as gateway, gateway.client() as client:
         assert client.get("/v1/blobs/last").content == b"x" * 2_000_000
 
