@@ -353,7 +353,7 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
         def body() -> Iterator[bytes]:
             for number in range(20):
                 if number == 5:
-                    httpx.get(f"{url}/livez").raise_for_status()  # which came later: it has begun to read this one
+                    httpx.get(f"{url}/livez", timeout=60).raise_for_status()  # it came later: this one is being read
                     child.terminate()
                 time.sleep(0.05)
                 yield b"x" * 100_000
