@@ -47,6 +47,17 @@ class Blob:
     headers: dict[str, bytes] = field(default_factory=dict)
 
 
+class Pausing(threading.Event):
+    """Counts the steps that a consumer begins while it is paused."""
+
+    steps = 0
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        self.steps += found
+        return found
+
+
 @dataclass
 class World:
     """A deployment's topics, and one topic of its user."""
@@ -123,9 +134,9 @@ class World:
             consumer.close()
 
     @contextmanager
-    def running(self, objects: ObjectStore | None = None, worker: str = "w", **more: Any) -> Iterator[threading.Event]:
+    def running(self, objects: ObjectStore | None = None, worker: str = "w", **more: Any) -> Iterator[Pausing]:
         """Run a consumer; yields what pauses it."""
-        stop, paused = threading.Event(), threading.Event()
+        stop, paused = threading.Event(), Pausing()
         failures: list[BaseException] = []
         chosen = more.pop("settings", self.settings)
 
@@ -396,7 +407,7 @@ def test_a_paused_consumer_takes_nothing_and_goes_on(world: World) -> None:
         world.produce([(b"a", b"1", [])])
         until(lambda: world.committed() == 1)
         paused.set()
-        time.sleep(0.5)
+        until(lambda: paused.steps > 1)  # what it took before it knew of the pause is done
         world.produce([(b"b", b"2", [])])
         time.sleep(1.5)
         assert world.committed() == 1

@@ -122,7 +122,7 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
     now_ms = time.time_ns() // 1_000_000
     for age_minutes in (40, 35, 31, 29, 0):
         sender.produce(frames, b"x" * 1000, timestamp=now_ms - age_minutes * 60_000, partition=1)
-    assert sender.flush(10) == 0
+    assert sender.flush(60) == 0
 
     def lag() -> tuple[float, float, float]:
         LagWatch(settings).look()
@@ -186,7 +186,7 @@ def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, A
         for name, algorithm in (("..2026_01_02", "ntransform"), ("..2026_01_03", "odess"), ("..2026_01_04", "finesse")):
             time.sleep(0.2)
             swap(name, algorithm)
-            until(lambda: hot.settings.features.algorithm == algorithm, seconds=10.0)  # noqa: B023
+            until(lambda: hot.settings.features.algorithm == algorithm)  # noqa: B023
         assert hot.revision == first
     finally:
         hot.stop()
@@ -206,7 +206,7 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
     hot = HotSettings(settings, file)
     hot.start()
     try:
-        until(lambda: hot.settings.service.paused, seconds=10.0)
+        until(lambda: hot.settings.service.paused)
     finally:
         hot.stop()
 
@@ -250,7 +250,7 @@ def test_changes_are_heard_after_the_topic_could_not_be_read(
         changes = {"features": {"algorithm": algorithm}}
         told = config_message(changes, "me", "now", changes, algorithm, "")
         client.produce(topic(settings, "config"), told, b"hot")
-        assert client.flush(10) == 0
+        assert client.flush(60) == 0
 
     monkeypatch.setattr(hot_module, "consumer", made)
     tell("ntransform")
@@ -265,9 +265,8 @@ def test_changes_are_heard_after_the_topic_could_not_be_read(
         until(lambda: hot.settings.features.algorithm == "finesse")
         assert caplog.text.count("the topic is not watched") == 2
     finally:
-        began = time.monotonic()
         hot.stop()
-    assert time.monotonic() - began < 5
+    assert not [thread for thread in hot._threads if thread.is_alive()]
     changed = [record.message for record in caplog.records if " -> ntransform" in record.message]
     assert len(changed) == 1, "what it read before it ended is not told again"
 
@@ -286,7 +285,7 @@ def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, di
         time.sleep(1.0)
         file.parent.mkdir()
         file.write_text(f"[kafka]\n{kafka}\n[service]\npaused = true\n")
-        until(lambda: hot.settings.service.paused, seconds=10.0)
+        until(lambda: hot.settings.service.paused)
     finally:
         hot.stop()
 
@@ -323,7 +322,7 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
     async def publish(message: bytes) -> None:
         newest[0] = message
         sender.produce(full, message, b"settings")
-        await asyncio.to_thread(sender.flush, 10.0)
+        await asyncio.to_thread(sender.flush, 60.0)
 
     patches: list[dict[str, dict[str, Any]]] = [
         {"block": {"level": 7}}, {"features": {"algorithm": "odess"}}, {"service": {"paused": True}},
@@ -335,7 +334,7 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
     async def patched() -> None:
         gateways = [HotChanges(settings, hot, publish) for hot in both]
         await asyncio.gather(*(gateways[turn % 2].patch(patch, "x") for turn, patch in enumerate(patches)))
-        until(lambda: both[0].known == both[1].known, seconds=10.0)
+        until(lambda: both[0].known == both[1].known)
 
     try:
         for hot in both:
@@ -360,7 +359,7 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
         assert both[0].changes["features"] == {"algorithm": "odess", "count": 9}
         assert both[0].settled
         asyncio.run(publish(b'{"changes": {"block": {"level": 5}}, "by": "by hand", "at": ""}'))
-        until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}}, seconds=10.0)
+        until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}})
     finally:
         for hot in both:
             hot.stop()

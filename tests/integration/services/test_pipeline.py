@@ -22,6 +22,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
 from nearkin.testing.pipeline import Pipeline, Uploader, uploading
 from nearkin.testing.servers import Redis
+from nearkin.testing.waiting import until
 
 MIB = 1024 * 1024
 
@@ -125,26 +126,24 @@ def test_a_pause_longer_than_an_upload_may_rest_fails_none(pipeline: Pipeline, u
     """The rest of its frames is in Kafka, acknowledged: it is not the upload that has stopped."""
     data = content(12, 6 * MIB)
 
-    def until_all_said(text: str) -> Iterator[None]:
-        deadline = time.monotonic() + 60
-        while pipeline.logs().count(text) < len(pipeline.processes):
-            assert time.monotonic() < deadline, pipeline.logs()
-            time.sleep(0.1)
-            yield
+    def all_said(text: str) -> bool:
+        return pipeline.logs().count(text) >= len(pipeline.processes)
 
     def pieces() -> Iterator[bytes]:
         assert uploader.wait(uploader.put("warm", [content(13, 100_000)]))["state"] == "committed"
-        list(until_all_said("ready, revision"))
+        until(lambda: all_said("ready, revision"), pipeline.logs)
         yield data[: 4 * MIB]
         uploader.outbox.flush()
         time.sleep(1.0)
         pipeline.write_config(service={"paused": True})
         sent = 4 * MIB
         # The upload itself never stops, however long this machine takes to tell all workers.
-        for _ in until_all_said("service.paused False -> True"):
+        while not all_said("service.paused False -> True"):
             yield data[sent : sent + 1000]
             uploader.outbox.flush()
             sent += 1000
+            assert sent < len(data), pipeline.logs()  # 3 minutes
+            time.sleep(0.1)
         time.sleep(2 * IDLE_SECONDS)  # whoever slept takes what came before it looks again
         yield data[sent:]
 
@@ -165,7 +164,7 @@ def test_workers_that_die_lose_and_repeat_nothing(pipeline: Pipeline, uploader: 
         pipeline.kill(service)
         pipeline.start(service)
     for key, data in blobs.items():
-        event = uploader.wait(ids[key], 90)
+        event = uploader.wait(ids[key])
         assert event["state"] == "committed", (event, pipeline.logs())
         assert event["version"] == 1
         assert restored(pipeline, key, 1) == data
@@ -188,10 +187,7 @@ def test_an_emptied_redis_costs_dedup_for_a_moment_and_is_filled_again(
         with redis_client.Redis.from_url(server.url) as client:
             client.flushall()
         assert uploader.wait(uploader.put("k", [data]))["state"] == "committed"
-        deadline = time.monotonic() + 60
-        while "index rebuilt" not in (pipeline.folder / "janitor.log").read_text():
-            assert time.monotonic() < deadline, pipeline.logs()
-            time.sleep(0.2)
+        until(lambda: "index rebuilt" in (pipeline.folder / "janitor.log").read_text(), pipeline.logs)
         event = uploader.wait(uploader.put("k", [data]))
         assert event["ledger"]["unique_bytes"] == 0
         assert [restored(pipeline, "k", version) == data for version in (1, 2, 3)] == [True] * 3
@@ -203,10 +199,16 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
 ) -> None:
     before = uploader.wait(uploader.put("a", [content(7, MIB)]))
     pipeline.write_config(features={"algorithm": "ntransform"})
-    ids = []
-    for number in range(20):
+    ids: list[str] = []
+
+    def one_more_and_toggled() -> bool:
+        number = len(ids)
         ids.append(uploader.put(f"b{number}", [content(100 + number, 300_000)]))
         uploader.events(0.2)
+        return number > 20 and "finesse -> ntransform" in (pipeline.folder / "resemblance.log").read_text()
+
+    until(one_more_and_toggled, pipeline.logs)
+    one_more_and_toggled()
     pipeline.write_config(features={"algorithm": "fineese"})
     ids.append(uploader.put("last", [content(99, 300_000)]))
     assert before["state"] == "committed"
@@ -216,10 +218,7 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
         sketches = store.stats().sketches
     by_algorithm = {kind: sum(n for name, n in sketches.items() if kind in name) for kind in ("finesse", "ntransform")}
     assert all(by_algorithm.values()), sketches
-    deadline = time.monotonic() + 10
-    while "fineese" not in (pipeline.folder / "delta.log").read_text():
-        assert time.monotonic() < deadline, "the refused value was never told"
-        time.sleep(0.1)
+    until(lambda: "fineese" in (pipeline.folder / "delta.log").read_text(), lambda: "the refused value was never told")
 
 
 @pytest.mark.parametrize(("service", "reads"), [("chunker", "frames"), ("resemblance", "fresh")])
@@ -230,17 +229,12 @@ def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uplo
     other = consumer(settings, group(settings, service), "other", **{"group.instance.id": f"{service}-w1"})
     taken: list[object] = []
     other.subscribe([topic(settings, reads)], on_assign=lambda _client, parts: taken.extend(parts))
-    deadline = time.monotonic() + 30
-    while not taken and time.monotonic() < deadline:
-        other.poll(0.1)
-    assert taken
+    until(lambda: other.poll(0.1) is None and taken)
     other.close()
     said = uploader.wait(uploader.put("after", [content(3, MIB)]))
     assert said["state"] == "committed", said
-    deadline = time.monotonic() + 30  # it learns it by its next heartbeat, which the blob need not wait for
-    while "a --worker of its own" not in pipeline.logs() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert "a --worker of its own" in pipeline.logs()
+    # It learns it by its next heartbeat, which the blob need not wait for.
+    until(lambda: "a --worker of its own" in pipeline.logs(), pipeline.logs)
 
 
 def test_a_janitor_that_cannot_collect_as_it_is_told_says_so_and_ends(pipeline: Pipeline, uploader: Uploader) -> None:
