@@ -28,8 +28,8 @@ from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, topic
 
 SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
 GATEWAY = "gateway"
-STOP_SECONDS_MAX = 30.0
-ABORT_SECONDS_MAX = 5.0
+STOP_SECONDS_MAX = 90.0
+ABORT_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.05
 
 
@@ -167,7 +167,7 @@ class Uploader:
             elif time.monotonic() >= deadline:
                 return self._events
 
-    def wait(self, blob: str, seconds: float = 60.0) -> dict[str, Any]:
+    def wait(self, blob: str, seconds: float = 180.0) -> dict[str, Any]:
         """Return what became of a blob. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while blob not in self._events:

@@ -46,7 +46,7 @@ def pipeline(kafka: object, redis: object, topic_prefix: str, key_prefix: str, t
 
 def uploaded(pipeline: Pipeline, tenant: str, key: str, data: bytes) -> dict[str, Any]:
     with uploading(pipeline.settings, tenant) as uploader:
-        return uploader.wait(uploader.put(key, [data]), 90)
+        return uploader.wait(uploader.put(key, [data]))
 
 
 def restored(pipeline: Pipeline, tenant: str, key: str, version: int) -> bytes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 
 from nearkin.testing.samples import noise
+from nearkin.testing.waiting import until
 
 LEVELS = ("fresh", "segment", "chunk", "batch", "zero")
 POLICIES = ("none", "first-fit", "locality")
@@ -30,16 +30,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
     with log.open("w") as out:
         process = subprocess.Popen([*command, "--config", str(folder / "nearkin.toml")], stdout=out, stderr=out)
     try:
-        deadline = time.monotonic() + 30
-        while True:
-            urls = set(re.findall(r"http://127\.0\.0\.1:\d+\b(?!/metrics)", log.read_text()))
-            monitors = set(re.findall(r"(http://127\.0\.0\.1:\d+)/metrics", log.read_text()))
-            if monitors and urls - monitors:
-                break
+
+        def found() -> tuple[set[str], set[str]] | None:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        (url,), (monitor,) = urls - monitors, monitors
+            said = log.read_text()
+            urls = set(re.findall(r"http://127\.0\.0\.1:\d+\b(?!/metrics)", said))
+            monitors = set(re.findall(r"(http://127\.0\.0\.1:\d+)/metrics", said))
+            return (urls - monitors, monitors) if monitors and urls - monitors else None
+
+        listening = until(found, log.read_text)
+        assert listening is not None
+        (url,), (monitor,) = listening
 
         def metric(line: str) -> float:
             shown = httpx.get(f"{monitor}/metrics", timeout=10).text
@@ -53,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
             yield client, metric
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def test_bytes_are_shown_after_each_step(served: tuple[httpx.Client, Metric]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from nearkin.errors import NotFound
 from nearkin.reports import Damage
 from nearkin.store.manifests import mark_name, object_name
 from nearkin.testing.gateways import Running, embedded, running
+from nearkin.testing.waiting import until
 from nearkin_gateway import catalogue, tokens
 
 
@@ -46,10 +46,7 @@ def token(gateway: Running, folder: Path) -> str:
 
 def _wait_for(gateway: Running, token: str) -> None:
     with gateway.client(token) as client:
-        deadline = time.monotonic() + 10
-        while client.get("/v1/blobs").status_code == 401:
-            assert time.monotonic() < deadline  # a new token is taken within a second
-            time.sleep(0.1)
+        until(lambda: client.get("/v1/blobs").status_code != 401)  # a new token is taken within a second
 
 
 @pytest.fixture

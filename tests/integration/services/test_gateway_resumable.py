@@ -21,6 +21,7 @@ from nearkin.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.samples import noise
+from nearkin.testing.waiting import until
 from nearkin.wrapping import generate
 from nearkin_gateway import handing_over
 from nearkin_gateway import resumable as stored
@@ -118,13 +119,13 @@ def test_what_came_before_the_line_broke_is_kept(gateway: Running, client: httpx
     head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         connection.sendall(head.encode() + data[: PART_BYTES + 100_000])
-    deadline = time.monotonic() + 10
-    while int(client.head(url, headers=TUS).headers["upload-offset"]) < PART_BYTES + 100_000:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    while (answer := add(client, url, PART_BYTES + 100_000, data[PART_BYTES + 100_000 :])).status_code == 423:
-        assert time.monotonic() < deadline  # durable, and its request is about to end
-    assert answer.status_code == 204
+    until(lambda: int(client.head(url, headers=TUS).headers["upload-offset"]) == PART_BYTES + 100_000)
+
+    def added() -> int | None:
+        status = add(client, url, PART_BYTES + 100_000, data[PART_BYTES + 100_000 :]).status_code
+        return None if status == 423 else status  # durable, and its request is about to end
+
+    assert until(added) == 204
     assert client.get("/v1/blobs/broken").content == data
 
 
@@ -286,10 +287,7 @@ def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
     resumable.stage(number, 0, b"abc")
     resumable.stage(number, 3, b"def")
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
-        deadline = time.monotonic() + 20
-        while client.get("/v1/blobs/left").status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: client.get("/v1/blobs/left").status_code == 200)
         assert client.get("/v1/blobs/left").content == b"abcdef"
         assert client.get(f"/v1/uploads/{number}").json()["state"] == "handed-over"
 

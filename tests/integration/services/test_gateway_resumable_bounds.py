@@ -15,6 +15,7 @@ import pytest
 
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import embedded, running
+from nearkin.testing.waiting import until
 from nearkin_gateway import upload_bodies
 from nearkin_gateway.resumable import Meta, Resumable, Staged
 from nearkin_gateway.state import HAND_OVERS_MAX
@@ -95,10 +96,7 @@ def test_the_last_part_of_an_upload_that_expired_meanwhile_is_404_and_not_taken(
 
         def body() -> Iterator[bytes]:
             yield b"ab"
-            until = time.monotonic() + 10
-            while not gateway.gateway.resuming:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            until(lambda: gateway.gateway.resuming)
             gateway.gateway.resumable.remove(url.rpartition("/")[2])  # as a sweep does
             yield b"cde"
 
@@ -119,7 +117,7 @@ def test_asking_for_a_whole_upload_again_and_again_begins_one_hand_over(
         plain, goes_on = Resumable.read, threading.Event()
 
         def stuck(resumable: Resumable, staged: Staged) -> Iterator[bytes]:
-            goes_on.wait(30)
+            goes_on.wait(300)
             yield from plain(resumable, staged)
 
         monkeypatch.setattr(Resumable, "read", stuck)
@@ -127,7 +125,7 @@ def test_asking_for_a_whole_upload_again_and_again_begins_one_hand_over(
             for number in [*numbers, *numbers * 3]:
                 with pytest.raises(httpx.ReadTimeout):  # an answer waits for the hand-over
                     client.head(f"/v1/uploads/{number}", headers=TUS, timeout=0.1)
-            assert sorted(gateway.gateway.background) == sorted(numbers)
+            until(lambda: sorted(gateway.gateway.background) == sorted(numbers), lambda: gateway.gateway.background)
         finally:
             goes_on.set()
         for number in numbers:

@@ -6,11 +6,11 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 
+from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -27,19 +27,21 @@ def test_an_upload_is_told_with_its_blob_tenant_and_trace_and_without_secrets(tm
     with log.open("w") as err, (tmp_path / "out").open("w") as out:
         process = subprocess.Popen([*command, str(tmp_path / "nearkin.toml")], stdout=out, stderr=err)
     try:
-        deadline = time.monotonic() + 30
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+", (tmp_path / "out").read_text())):
+
+        def found() -> re.Match[str] | None:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        with httpx.Client(base_url=found[0], headers={"authorization": f"Bearer {text}"}, timeout=30) as client:
+            return re.search(r"http://127\.0\.0\.1:\d+(?=\D)", (tmp_path / "out").read_text())
+
+        url = until(found, log.read_text)
+        assert url is not None
+        with httpx.Client(base_url=url[0], headers={"authorization": f"Bearer {text}"}, timeout=30) as client:
             trace = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
             stored = client.put("/v1/blobs/secret-name", content=b"the contents " * 1000, headers=trace)
             assert stored.status_code == 201
             client.get("/v1/blobs/secret-name", headers={"authorization": f"Bearer {text}x"})
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
     written = log.read_text()
     told = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     (about,) = (line for line in told if "blob" in line)
