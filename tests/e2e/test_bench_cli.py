@@ -13,12 +13,15 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import psutil
 import pytest
 
 from nearkin.cli import main
+from nearkin.errors import BadInput
+from nearkin.lab.corpora import KNOWN, find_corpora
 from nearkin.lab.record import RECORD_FORMAT
 from nearkin.lab.report import KINDS
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
@@ -516,6 +519,25 @@ def test_every_room_teaches_by_example(capfd, room: str) -> None:
     assert main(["bench", room, "--help"]) == 0
     text = capfd.readouterr().out
     assert f"\n  nearkin bench {room} " in text
+
+
+def test_help_tells_how_many_versions_are_taken_where_nothing_is_said(capfd, tmp_path: Path) -> None:
+    assert main(["bench", "store", "--help"]) == 0
+    shown = " ".join(capfd.readouterr().out.split()).replace("- ", "-")
+    assert f"[all of a folder; {', '.join(f'{name} {known.versions}' for name, known in KNOWN.items())}]" in shown
+    for number in range(8):
+        (tmp_path / f"{number}.bin").write_bytes(b"some bytes")
+    for room, at_most in (("pairs", 5), ("kernels", 3)):
+        assert main(["bench", room, "--help"]) == 0
+        assert f"versions of each [at most {at_most}]." in " ".join(capfd.readouterr().out.split())
+        with patch("nearkin.lab.corpora.find_corpora", side_effect=BadInput("seen")) as find:
+            assert "seen" in refused(capfd, room, "--corpus", tmp_path, "--out", tmp_path / "out")
+        assert [len(corpus.paths) for corpus in find_corpora(*find.call_args.args)] == [at_most]
+
+
+def test_kernels_write_nothing_and_take_no_folder_for_it(capfd, corpus: Path, tmp_path: Path) -> None:
+    words = ("--corpus", corpus, "--out", tmp_path / "out", "--work", tmp_path / "work")
+    assert "No such option '--work'" in refused(capfd, "kernels", *words)
 
 
 def test_the_lab_is_not_imported_until_a_room_runs() -> None:

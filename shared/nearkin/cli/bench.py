@@ -48,12 +48,13 @@ class _Asked(NamedTuple):
     runs: int
     warmups: int
     core: int | None
-    work: Path | None
     out: Path
     charts: tuple[str, ...]
+    work: Path | None = None
+    """None, too, for a room that writes nothing while it measures."""
 
 
-def _room_options(runs: int, warmups: int, peers: str) -> Callable[[_Command], _Command]:
+def _room_options(runs: int, warmups: int, peers: str, versions: str) -> Callable[[_Command], _Command]:
     """Add the options that every room has; the room's own defaults are shown in its help."""
     folder = click.Path(path_type=Path)
     options = (
@@ -67,7 +68,10 @@ def _room_options(runs: int, warmups: int, peers: str) -> Callable[[_Command], _
             help="What to measure over; repeatable, or NAME,NAME [botocore].",
         ),
         click.option(
-            "--versions", metavar="N", type=click.IntRange(1, 1000), help="Take only the first N versions of each."
+            "--versions",
+            metavar="N",
+            type=click.IntRange(1, 1000),
+            help=f"Take only the first N versions of each [{versions}].",
         ),
         click.option("--peers", metavar="NAME,...", help=f"Which peers, or none [{peers}]."),
         click.option(
@@ -87,7 +91,6 @@ def _room_options(runs: int, warmups: int, peers: str) -> Callable[[_Command], _
         click.option(
             "--core", metavar="N", type=click.IntRange(0, 4095), help="The core that all of it runs on [the last]."
         ),
-        click.option("--work", metavar="DIR", type=folder, help="Measure on this folder's file system [temporary]."),
         click.option(
             "-o",
             "--out",
@@ -114,12 +117,21 @@ def _room_options(runs: int, warmups: int, peers: str) -> Callable[[_Command], _
     return decorate
 
 
+_work_option = click.option(
+    "--work",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Measure on this folder's file system [temporary].",
+)
+
+
 def _asked(peers: str | None, default: str, **given: Any) -> _Asked:
     words = (default if peers is None else peers).split(",")
     return _Asked(peers=[] if words == ["none"] else [word for word in words if word], **given)
 
 
 _STORE_PEERS = "restic,borg,kopia,zstd-long"
+_STORE_VERSIONS = "all of a folder; botocore 10, rdb 5, vm 3, vm-debian 3, vm-synthetic 2, mutated 6"
 
 
 @bench.command("store")
@@ -129,7 +141,8 @@ _STORE_PEERS = "restic,borg,kopia,zstd-long"
     type=click.IntRange(1, 1000),
     help="After every N versions nearkin gc, restic prune, borg compact, kopia maintenance [never].",
 )
-@_room_options(3, 0, _STORE_PEERS)
+@_work_option
+@_room_options(3, 0, _STORE_PEERS, _STORE_VERSIONS)
 def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     """Put and get whole versions, next to other stores.
 
@@ -181,6 +194,7 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
 
 
 _PAIR_PEERS = "xdelta3-command,zstd-patch-from"
+_PAIR_VERSIONS = 5
 
 
 @bench.command()
@@ -192,7 +206,8 @@ _PAIR_PEERS = "xdelta3-command,zstd-patch-from"
     default=300,
     help="Pairs that the codecs are compared over; a command starts one process each [300].",
 )
-@_room_options(3, 1, _PAIR_PEERS)
+@_work_option
+@_room_options(3, 1, _PAIR_PEERS, f"at most {_PAIR_VERSIONS}")
 def pairs(peers: str | None, pairs_max: int, **given: Any) -> None:
     """Find similar chunks, and encode them against one another.
 
@@ -210,15 +225,16 @@ def pairs(peers: str | None, pairs_max: int, **given: Any) -> None:
     def measure(corpora: list[Any], **more: Any) -> Record:
         return pairs_room.run(corpora, codecs, pairs_max=pairs_max, work=asked.work, **more)
 
-    _run("pairs", asked, 5, measure)
+    _run("pairs", asked, _PAIR_VERSIONS, measure)
 
 
 _KERNEL_PEERS = "all"
+_KERNEL_VERSIONS = 3
 
 
 @bench.command()
 @click.option("--against", metavar="DIR", type=click.Path(path_type=Path), help="Kernels built elsewhere, beside ours.")
-@_room_options(7, 1, _KERNEL_PEERS)
+@_room_options(7, 1, _KERNEL_PEERS, f"at most {_KERNEL_VERSIONS}")
 def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     """Run single functions: chunkers, hashes, features, delta codecs.
 
@@ -237,7 +253,7 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     def measure(corpora: list[Any], **more: Any) -> Record:
         return kernels_room.run(corpora, chosen, **more)
 
-    _run("kernels", asked, 3, measure)
+    _run("kernels", asked, _KERNEL_VERSIONS, measure)
 
 
 def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callable[..., Record]) -> None:
