@@ -23,6 +23,7 @@ class Ledger:
     logical_bytes: int = 0
     chunks: int = 0
     duplicate_chunks: int = 0
+    """Those of zeros among them."""
     delta_chunks: int = 0
     raw_chunks: int = 0
     zero_chunks: int = 0
@@ -304,6 +305,7 @@ class Explanation:
     info: VersionInfo
     segments: tuple[SegmentExplained, ...]
     duplicate_chunks: int
+    """Those of zeros among them, as in a `Ledger`."""
     zero_chunks: int
     delta_chunks: int
     raw_chunks: int

@@ -81,6 +81,22 @@ def test_stats_add_up(store: Path, call: InProcess) -> None:
     assert "base cache" not in shown
 
 
+def test_chunks_of_zeros_are_told_to_be_among_the_duplicates(tmp_path: Path, call: InProcess) -> None:
+    put = call("--store", tmp_path / "s", "put", "zeros", "-", stdin=bytes(100_000)).stdout.decode()
+    shown = call("--store", tmp_path / "s", "stats").stdout.decode()
+    assert [told.count("2 duplicate, 2 of them zero") for told in (put, shown)] == [1, 1]
+
+
+def test_metadata_are_not_shown_by_a_kind_of_chunk_that_there_is_none_of(tmp_path: Path, call: InProcess) -> None:
+    shown = []
+    for name, content in (("empty", b""), ("zeros", bytes(100_000))):
+        call("--store", tmp_path / "s", "put", name, "-", stdin=content)
+        told = call("--store", tmp_path / "s", "stats").stdout.decode().splitlines()
+        shown.append(next(line for line in told if line.startswith("metadata ")))
+    assert ":" not in shown[0]
+    assert shown[1].endswith(" B a logical chunk")
+
+
 def test_stats_tell_of_the_base_cache_where_it_was_asked(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_store(store, read_only=True) as opened:
         print_stats(replace(opened.stats(), base_cache_hits=1200, base_cache_misses=34))

@@ -27,7 +27,7 @@ def ledger_table(ledger: Ledger, seconds: float) -> Table:
     unique_bytes = ledger.unique_bytes
     after_delta_bytes = unique_bytes - ledger.delta_saved_bytes
     overhead_bytes = ledger.stored_bytes - ledger.block_bytes
-    duplicates = f"{ledger.duplicate_chunks:,} duplicate, {ledger.zero_chunks:,} zero"
+    duplicates = f"{ledger.duplicate_chunks:,} duplicate, {ledger.zero_chunks:,} of them zero"
     steps = (
         ("logical", ledger.logical_bytes, None, f"{ledger.chunks:,}"),
         ("after dedup", unique_bytes, ledger.dedup_saved_bytes, duplicates),

@@ -145,10 +145,7 @@ def print_stats(stats: Stats) -> None:
         parts.add_row(name.replace("_", " "), human_bytes(part_bytes), f"{share:.1%}")
     console().print(parts)
     lookups = stats.base_cache_hits + stats.base_cache_misses
-    say(
-        f"metadata     {human_bytes(stats.metadata_bytes)}: {stats.metadata_bytes_per_chunk:.1f} B a logical chunk, "
-        f"{stats.metadata_bytes_per_fresh_chunk:.1f} B a fresh one"
-    )
+    say(f"metadata     {human_bytes(stats.metadata_bytes)}{_by_chunk(stats)}")
     say(f"index        {human_bytes(stats.index_bytes)} (can be rebuilt; not counted as stored)")
     say(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
     depths = (f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
@@ -156,6 +153,13 @@ def print_stats(stats: Stats) -> None:
     _say_found(stats.found_by)
     if lookups:  # of the process that was asked: a command of its own has done none
         say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
+
+
+def _by_chunk(stats: Stats) -> str:
+    """Return what metadata a chunk has, of the kinds of chunks that there are."""
+    logical, fresh = stats.metadata_bytes_per_chunk, stats.metadata_bytes_per_fresh_chunk
+    told = [f"{logical:.1f} B a logical chunk"] * bool(logical) + [f"{fresh:.1f} B a fresh one"] * bool(fresh)
+    return f": {', '.join(told)}" if told else ""
 
 
 def costs_json(costs: ReadCosts) -> dict[str, int]:
