@@ -324,6 +324,38 @@ def test_a_corpus_in_letters_that_the_font_lacks_is_drawn_without_a_warning(tmp_
     figures = {name: spread([2.0]) for name in ("put_mbps", "get_newest_mbps", "reduction")}
     rows = [Row("コーパス 🎉", "store", "nearkin", "default", "1", True, figures)]
     record = Record("store", "nearkin bench store", 0, 1, 0, [Corpus("コーパス 🎉", [path])], rows=rows)
+def test_no_label_of_a_chart_leaves_its_panel_or_lies_on_another(tmp_path: Path, monkeypatch) -> None:
+    """Four tools of one reduction, as fast as one another, and one far below, which brings these to the upper edge."""
+    chart = pytest.importorskip("nearkin.lab.chart")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "1"
+    path.write_bytes(b"x")
+    tools = {"zstd-long": (128, 6.0), "zstd-9": (122, 6.0), "nearkin": (120, 5.9), "borg": (124, 5.9), "far": (9, 1)}
+    rows = []
+    for tool, (mbps, reduction) in tools.items():
+        figures = {"put_mbps": spread([mbps]), "get_newest_mbps": spread([mbps]), "reduction": spread([reduction])}
+        rows.append(Row("c", "store", tool, "default", "1", tool == "nearkin", figures))
+    from matplotlib.text import Text
+
+    panels, spread_labels = [], chart._spread_labels
+    monkeypatch.setattr(chart, "_spread_labels", lambda place: (spread_labels(place), panels.append(place)))
+    chart.draw(Record("store", "nearkin bench store", 0, 1, 0, [Corpus("c", [path])], rows=rows), ("png",))
+    assert len(panels) == 2
+    for panel in panels:
+        for text in panel.texts:
+            text.update_positions(panel.figure.canvas.get_renderer())
+        frame = panel.get_window_extent()
+        boxes = [Text.get_window_extent(text) for text in panel.texts]  # an annotation's own has its line in it
+        assert [box for box in boxes if box.y0 < frame.y0 or box.y1 > frame.y1] == []
+        assert not [(a, b) for number, a in enumerate(boxes) for b in boxes[:number] if a.overlaps(b)]
+
+
+def test_names_of_files_are_json_that_every_reader_takes(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.bin"))
+    path.write_bytes(b"x")
+    assert Corpus("c", [path]).as_json()["files"] == ["a\\udcff.bin"]
+
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn = chart.draw(record, ("svg", "png"))

@@ -24,6 +24,7 @@ _LABEL_POINTS = 8
 _LABEL_OFFSET_POINTS = 7
 _LABEL_GAP_PIXELS = 13.0  # between the baselines of two labels of 8 points at 100 dots an inch, with some air
 _LABEL_CHARACTER_PIXELS = 6.5
+_LABEL_TOP_PIXELS = 15.0  # from a dot's middle to its label's upper edge
 _LEADER = {"arrowstyle": "-", "alpha": 0.35, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
 _LOG_FROM = 3  # a range of heights by which a linear axis would press the small ones together
 _LOG_FROM_SPEEDS = 30
@@ -162,8 +163,12 @@ def _plain_ticks(axis: Axis) -> None:
 
 
 def _spread_labels(place: Axes) -> None:
-    """Move labels that would lie on one another apart, upwards, the lowest first; none leaves its panel."""
-    edge = place.get_window_extent().x1
+    """Move labels that would lie on one another apart, upwards, the lowest first; none leaves its panel.
+
+    One for which there is no room above goes below what lies there.
+    """
+    panel = place.get_window_extent()
+    edge, highest = panel.x1, panel.y1 - _LABEL_TOP_PIXELS
     taken: list[tuple[float, float, float]] = []
     for text in sorted(place.texts, key=lambda one: float(place.transData.transform(one.xy)[1])):  # type: ignore[attr-defined]  # annotations
         left, height = place.transData.transform(text.xy)  # type: ignore[attr-defined]
@@ -172,14 +177,22 @@ def _spread_labels(place: Axes) -> None:
         if before:  # written on the dot's other side
             left, right = 2 * left - right, left
             text.set_horizontalalignment("right")
-        wanted = height
-        for other_left, other_right, other in sorted(taken, key=lambda one: one[2]):
-            if left < other_right and other_left < right and abs(wanted - other) < _LABEL_GAP_PIXELS:
-                wanted = other + _LABEL_GAP_PIXELS
+        others = sorted(other for other_left, other_right, other in taken if left < other_right and other_left < right)
+        wanted = _free_height(height, others, _LABEL_GAP_PIXELS)
+        if wanted > highest:
+            wanted = _free_height(height, others[::-1], -_LABEL_GAP_PIXELS)
         taken.append((left, right, wanted))
         points = 72 / place.figure.dpi
         beside = -_LABEL_OFFSET_POINTS if before else _LABEL_OFFSET_POINTS
         text.set_position((beside, 3 + (wanted - height) * points))
+
+
+def _free_height(height: float, others: Sequence[float], step: float) -> float:
+    """Return where a label is clear of `others`, which come in the direction of `step`."""
+    for other in others:
+        if abs(height - other) < _LABEL_GAP_PIXELS:
+            height = other + step
+    return height
 
 
 def _kernel_panels(record: Record, panels: Sequence[_Panel], places: Sequence[Axes]) -> None:

@@ -133,7 +133,7 @@ class Corpus:
 
     def as_json(self) -> dict[str, object]:
         """Return it as the JSON has it."""
-        names = [path.name for path in self.paths]
+        names = [printable(path.name) for path in self.paths]  # lone surrogates are no JSON to most readers
         return {"name": self.name, "files": names, "logical_bytes": self.logical_bytes}
 
 
