@@ -98,6 +98,14 @@ def test_a_command_that_cannot_be_run_or_says_no_text_ends_nothing(tmp_path: Pat
 # ------------------------------------------------------------------ peers
 
 
+def test_a_version_has_no_words_in_which_a_build_says_nothing(monkeypatch, tmp_path: Path) -> None:
+    kopia = tmp_path / "kopia"
+    kopia.write_text("#!/bin/sh\necho '0.21.1 build: -(unknown_revision) from:'\n")
+    kopia.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert peers.Kopia.version() == "0.21.1"
+
+
 def test_nearkin_comes_along_unless_it_is_named() -> None:
     always = ["nearkin", "nearkin-embedded", "nearkin-embedded@archive"]
     assert [peer.name for peer in peers.choose_peers(["borg-fine"])] == [*always, "borg-fine"]
@@ -316,14 +324,6 @@ def test_what_did_not_run_is_told_once_whatever_the_corpora_and_rounds() -> None
     assert [one["tool"] for one in told] == ["kopia", "borg"]
 
 
-def test_a_corpus_in_letters_that_the_font_lacks_is_drawn_without_a_warning(tmp_path: Path) -> None:
-    chart = pytest.importorskip("nearkin.lab.chart")
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "1"
-    path.write_bytes(b"x")
-    figures = {name: spread([2.0]) for name in ("put_mbps", "get_newest_mbps", "reduction")}
-    rows = [Row("コーパス 🎉", "store", "nearkin", "default", "1", True, figures)]
-    record = Record("store", "nearkin bench store", 0, 1, 0, [Corpus("コーパス 🎉", [path])], rows=rows)
 def test_no_label_of_a_chart_leaves_its_panel_or_lies_on_another(tmp_path: Path, monkeypatch) -> None:
     """Four tools of one reduction, as fast as one another, and one far below, which brings these to the upper edge."""
     chart = pytest.importorskip("nearkin.lab.chart")
@@ -356,6 +356,14 @@ def test_names_of_files_are_json_that_every_reader_takes(tmp_path: Path) -> None
     assert Corpus("c", [path]).as_json()["files"] == ["a\\udcff.bin"]
 
 
+def test_a_corpus_in_letters_that_the_font_lacks_is_drawn_without_a_warning(tmp_path: Path) -> None:
+    chart = pytest.importorskip("nearkin.lab.chart")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "1"
+    path.write_bytes(b"x")
+    figures = {name: spread([2.0]) for name in ("put_mbps", "get_newest_mbps", "reduction")}
+    rows = [Row("コーパス 🎉", "store", "nearkin", "default", "1", True, figures)]
+    record = Record("store", "nearkin bench store", 0, 1, 0, [Corpus("コーパス 🎉", [path])], rows=rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn = chart.draw(record, ("svg", "png"))

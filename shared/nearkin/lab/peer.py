@@ -55,7 +55,8 @@ class Peer(ABC):
 
         Raises MissingPeer, CommandFailed where it cannot be run or hangs.
         """
-        return first_line(asked([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
+        said = first_line(asked([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
+        return said.partition(" build: ")[0]  # kopia's; empty where Go built it from a module
 
     def close(self) -> None:  # noqa: B027 - most leave nothing running
         """End what `create` started."""
