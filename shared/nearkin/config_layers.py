@@ -103,7 +103,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         found = tomllib.loads(text.decode("utf-8-sig"))  # some editors put a mark first
     except FileNotFoundError as err:
         raise ConfigError(f'config file "{path}": no such file') from err
-    except (OSError, ValueError, RecursionError) as err:  # broken TOML, and a number of 5,000 digits: ValueErrors
+    except OSError as err:
+        raise ConfigError(f'config file "{path}": {err.strerror or err}') from err
+    except (ValueError, RecursionError) as err:  # broken TOML, and a number of 5,000 digits: ValueErrors
         raise ConfigError(f'config file "{path}": {err}') from err
     _check_depth(found, path)
     return found

@@ -41,8 +41,10 @@ def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InPr
     assert told["bytes"] > 1000
 
 
-def test_a_range_past_the_end_is_refused(store: Path, call: InProcess) -> None:
+def test_a_range_past_the_end_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
     assert_refused(call("--store", store, "get", "notes", "--range", "5-"), 2, "the blob has 5 bytes")
+    call("--store", tmp_path / "s", "put", "one", "-", stdin=b"1")
+    assert_refused(call("--store", tmp_path / "s", "get", "one", "--range", "1-"), 2, "the blob has 1 byte\n")
 
 
 def test_get_with_json_describes_the_file_it_wrote(store: Path, tmp_path: Path, call: InProcess) -> None:

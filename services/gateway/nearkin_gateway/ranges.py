@@ -86,7 +86,7 @@ def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
         raise Problem(
             416,
             "range-not-satisfiable",
-            f"Range {text!s:.60}: the blob has {size_bytes} bytes",
+            f"Range {text!s:.60}: the blob has {size_bytes} byte{'' if size_bytes == 1 else 's'}",
             headers={"Content-Range": f"bytes */{size_bytes}"},
         )
     return start, stop

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from nearkin.cli.ledger import counted
 from nearkin.errors import BadInput, ConfigError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -31,7 +32,7 @@ class ByteRange(NamedTuple):
         if self.first is None:
             return max(0, size_bytes - (self.last or 0)), size_bytes
         if self.first >= size_bytes:
-            raise BadInput(f"range starts at byte {self.first}: the blob has {size_bytes} bytes")
+            raise BadInput(f"range starts at byte {self.first}: the blob has {counted(size_bytes, 'byte')}")
         return self.first, size_bytes if self.last is None else min(self.last + 1, size_bytes)
 
 
