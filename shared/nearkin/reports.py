@@ -225,7 +225,7 @@ class VerifyReport:
     index_entries: int | None = None
     """Entries of the index that were compared with containers; None: it was not looked at, or a put was running."""
     parity_missing: tuple[str, ...] = ()
-    """Objects that should have parity by the settings, and have none: `repair` adds it."""
+    """Sound objects that should have parity by the settings, and have none: `repair` adds it."""
     erased_objects: int = 0
     """Of tenants that were erased: nobody can read them, and `gc` removes them."""
 

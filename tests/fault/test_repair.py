@@ -354,6 +354,27 @@ def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(
         assert store.repair().damage == ()
 
 
+def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root):
+    """Parity of the damaged bytes was made: repair put these in the place of what was damaged later."""
+    before = objects(root)
+    for path in (containers(root)[0], manifests(root)[0]):
+        flip(path, 50)
+    with open_store(root, settings=COVERED) as store:
+        damaged = {damage.object_name for damage in store.repair().damage}
+        assert damaged == {named(root, containers(root)[0]), named(root, manifests(root)[0])}
+    for name in damaged:
+        assert not (root / "parity" / f"{name}.nkp").exists()
+        (root / name).write_bytes(before[name])
+    with open_store(root, settings=COVERED) as store:
+        report = store.repair()
+        assert (report.damage, report.parity_added) == ((), len(damaged))
+    for name in damaged:
+        flip(root / name, 70)
+    with open_store(root, settings=COVERED) as store:
+        assert store.repair().damage == ()
+    assert {name: (root / name).read_bytes() for name in damaged} == {name: before[name] for name in damaged}
+
+
 def test_parity_goes_with_its_object(covered_root):
     chosen = settings(COVERED, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
     with open_store(covered_root, settings=chosen) as store:

@@ -240,7 +240,7 @@ class Verifier:
                     self._findings.found(store.name(sequence), str(err))
 
     def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
-        """Compare parity with what it is of, where there is any or should be; return what has none yet."""
+        """Compare parity with what it is of, where there is any or should be; return what is sound and has none yet."""
         if self._objects is None or not (self._objects.adds or self._objects.has_some):
             return ()
         try:
@@ -252,17 +252,20 @@ class Verifier:
             check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))
         for name in (*names, *key_names(self._objects), descriptor.NAME):
             check.check(name)
+        damaged = set(map(self._there, self._findings.problems))
         for name, problem in check.problems.items():
             self._findings.found(name, problem)
-        return tuple(check.missing)
+        return tuple(name for name in check.missing if name not in damaged)
 
     def _judged(self, damage: Damage) -> Damage:
         if self._objects is None or not self._objects.has_some:
             return damage
-        container, name = id_of(damage.object_name), damage.object_name
-        if container is not None:
-            name = object_name(container, self._containers.generation(container))
-        return replace(damage, repairable=self._objects.mended(name) is not None)
+        return replace(damage, repairable=self._objects.mended(self._there(damage.object_name)) is not None)
+
+    def _there(self, name: str) -> str:
+        """Return the name under which an object lies there that findings name: a container's by its generation."""
+        container = id_of(name)
+        return name if container is None else object_name(container, self._containers.generation(container))
 
     def _index(self, index: ReadableIndex, whole: bool) -> int | None:
         """Compare the index with what was read; return how many entries. An index that is wrong touches no version."""
