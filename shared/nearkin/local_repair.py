@@ -88,9 +88,14 @@ class LocalRepair:
             self.containers.forget_read()
             report = self.verify()
             more = repairer.repair([damage.object_name for damage in report.damage], copies, given)
-            if not more or {one.object_name for one in more} <= {one.object_name for one in repaired}:
+            if not more:
                 break
+            again = {one.object_name for one in more} <= {one.object_name for one in repaired}
             repaired += more
+            if again:  # and then no more: told is what is left after it
+                self.containers.forget_read()
+                report = self.verify()
+                break
         added = 0
         for name in report.parity_missing:
             self.objects.add_parity(name, self.objects.get(name))

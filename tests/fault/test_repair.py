@@ -14,6 +14,7 @@ from nearkin.api import Store
 from nearkin.errors import Corrupt
 from nearkin.formats.container import decode_container
 from nearkin.formats.layout import BLOCK
+from nearkin.formats.parity import Scheme, encode_parity
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.histories import history
 from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
@@ -373,6 +374,22 @@ def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root
     with open_store(root, settings=COVERED) as store:
         assert store.repair().damage == ()
     assert {name: (root / name).read_bytes() for name in damaged} == {name: before[name] for name in damaged}
+
+
+def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(covered_root, tmp_path):
+    """Its parity is of bytes that were damaged already: these come back first, and then what the copy holds."""
+    path = max(containers(covered_root), key=lambda path: path.stat().st_size)
+    copy = Path(shutil.copy(path, tmp_path / path.name))
+    flip(path, 50)
+    made = encode_parity(named(covered_root, path), path.read_bytes(), Scheme(8, 2))
+    (covered_root / "parity" / f"{named(covered_root, path)}.nkp").write_bytes(made)
+    flip(path, 70)
+    with open_store(covered_root, settings=COVERED) as store:
+        report = store.repair([copy])
+        assert [one.by for one in report.repaired] == ["parity", "a copy"]
+        assert (report.damage, report.quarantined_chunks) == ((), 0)
+        assert store.verify().damage == ()
+    assert path.read_bytes() == copy.read_bytes()
 
 
 def test_parity_goes_with_its_object(covered_root):
