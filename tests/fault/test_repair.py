@@ -17,7 +17,7 @@ from nearkin.formats.layout import BLOCK
 from nearkin.formats.parity import Scheme, encode_parity
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.histories import history
-from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes, check_parity_is_of_what_is_there
 from nearkin.testing.stores import (
     SMALL,
     attempt,
@@ -404,6 +404,23 @@ def test_parity_goes_with_its_object(covered_root):
     assert len([name for name in left if name.startswith("containers/")]) == 1  # of what can be brought back
     of = [name.removeprefix("parity/").removesuffix(".nkp") for name in left if name.startswith("parity/")]
     assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
+
+
+def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root):
+    """A Store that had once found no parity took it that there was none until it was closed for good."""
+    collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
+    with open_store(root, settings=settings(CHOSEN, collecting)) as store:
+        assert store.verify().damage == ()
+        store.close()
+        with open_store(root, settings=COVERED) as other:
+            assert other.repair().parity_added
+        for key in ("history", "mixed"):
+            store.delete(key)
+        for _ in range(3):
+            store.gc()
+        check_parity_is_of_what_is_there(store)
+        flip(containers(root)[0], 50)
+        assert [damage.repairable for damage in store.verify().damage] == [True]
 
 
 def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(root):

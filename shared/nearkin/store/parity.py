@@ -99,8 +99,11 @@ class ParityObjects(PassingObjects):
 
     @property
     def has_some(self) -> bool:
-        """Return whether there is any parity, as far as known: a store without is asked once."""
-        if self._some is None:
+        """Return whether there is any parity, as far as known: a far store without is asked once.
+
+        One in a folder is asked until there is: another process may have other settings, and looking takes 6 us.
+        """
+        if self._some is None or (not self._some and not self.far):
             self._some = next(iter(self.inner.names(FOLDER)), None) is not None
         return self._some
 
