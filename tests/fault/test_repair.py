@@ -406,6 +406,19 @@ def test_parity_goes_with_its_object(covered_root):
     assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
 
 
+def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_root):
+    """It was said to be repaired, and told as damage by every verify from then on."""
+    path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
+    path.write_bytes(bytes(path.stat().st_size))
+    with open_store(covered_root, settings=CHOSEN) as store:  # parity is off now
+        report = store.repair()
+        assert [one.object_name for one in report.repaired] == [named(covered_root, path)]
+        assert report.damage == store.verify().damage == ()
+    assert not path.exists()
+    with open_store(covered_root, settings=COVERED) as store:
+        assert store.repair().parity_added == 1
+
+
 def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root):
     """A Store that had once found no parity took it that there was none until it was closed for good."""
     collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}

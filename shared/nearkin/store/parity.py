@@ -157,11 +157,17 @@ class ParityObjects(PassingObjects):
         return f"{parity_name(name)}: not the parity of its object"
 
     def renew_parity(self, name: str, data: bytes) -> None:
-        """Put the parity of a sound object in the place of a broken one, by the scheme that it had if that is known."""
+        """Put the parity of a sound object in the place of a broken one, by the scheme that it had if that is known.
+
+        Where no scheme is known the broken one goes: it mends nothing, and would be told as damage for ever.
+        """
         scheme = self._scheme
         try:
             head = fmt.head_of(self.inner.get(parity_name(name)), name)
             scheme = scheme or Scheme(head.data, head.parity)
+        except Corrupt:
+            if scheme is None:
+                self.inner.delete(parity_name(name))
         except Permanent:
             pass
         if scheme is not None:
