@@ -25,6 +25,8 @@ class Ledger:
     duplicate_chunks: int = 0
     """Those of zeros among them."""
     delta_chunks: int = 0
+    """Of a single put those for which a base was taken: where their block came out smaller without, `explain` and the
+    ledger of the store count them among the raw ones."""
     raw_chunks: int = 0
     zero_chunks: int = 0
     unique_bytes: int = 0
