@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import pytest
 
 from nearkin.store.s3 import S3Objects
@@ -24,6 +25,11 @@ from nearkin.testing.servers import S3, MissingTool, Redis, shared_kafka
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Begun in the background of a shell: what the tests start would inherit that, and never hear a Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# How long an example takes says how busy the machine is: a deadline of 200 ms failed a test of arithmetic.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def fetched(reader: ChunkReader, plan: Plan) -> list[bytes]:
 
 
 @KEPT
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data: st.DataObject) -> None:
     source, reader = containers(store), ChunkReader(containers(store))

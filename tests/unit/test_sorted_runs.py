@@ -91,7 +91,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data())
 def test_it_behaves_as_a_dict_in_which_the_first_stays(tmp_path: Path, data: st.DataObject) -> None:
     shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
