@@ -17,13 +17,14 @@ import gzip
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +153,7 @@ def _pip_download(requirement: str, folder: Path) -> Path:
 _REDIS_KEYS = 200_000  # 300 bytes a key in a dump: 60 MB
 _REDIS_CHANGED_PERCENT = 3  # between two dumps; an 8 KiB chunk holds about 27 keys, so over half of the chunks change
 _SERVERS = ("redis-server", "valkey-server")
-_START_SECONDS_MAX = 20
+_START_SECONDS_MAX = 90
 _STOP_SECONDS_MAX = 20
 
 
@@ -236,7 +237,8 @@ def _redis_server() -> Iterator[tuple[Path, Path]]:
 def _wait_for_redis(server: subprocess.Popen[bytes], socket_path: Path, log: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS_MAX
     while server.poll() is None and time.monotonic() < deadline:
-        if socket_path.exists():
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as client:  # it is there before it is listened on
+            client.connect(str(socket_path))
             return
         time.sleep(0.02)
     said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
