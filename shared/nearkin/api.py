@@ -32,6 +32,7 @@ from nearkin.interrupts import interrupts_wait
 from nearkin.limits import MIB
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.memory import give_back_free
+from nearkin.parallel import all_cores
 from nearkin.reports import (
     Damage,
     Deletion,
@@ -542,7 +543,8 @@ class Store:
         )
         index, whole = self._index.to_check() or (None, False)
         unreadable = self._index.damage
-        report = verifier.run(choice, progress, index, index_whole=whole)
+        with all_cores("nearkin-verify") as helpers:
+            report = verifier.run(choice, progress, index, index_whole=whole, helpers=helpers)
         if unreadable is not None and choice.everything:
             report = replace(report, damage=(*report.damage, Damage("index", unreadable, ())))
         if not verifier.broken and not self._quarantine.listed():

@@ -8,9 +8,9 @@ For kernels without the GIL: how the parts are shared out follows from who is fr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import TypeVar
 
@@ -25,6 +25,9 @@ Answer = TypeVar("Answer")
 
 PART_BYTES = MIB
 """So much a part has: half a millisecond of work and more, for 30 us that it takes to hand it over."""
+
+THREADS_MAX = 4
+"""Of one restore, or one look through a store: each has a decoder, and room for what a block leans on."""
 
 
 def cores() -> int:
@@ -106,6 +109,17 @@ def _help(task: list[Callable[[], None]], told: Future[None]) -> None:
 
 ALONE = Helpers()
 """Nobody helps."""
+
+
+@contextmanager
+def all_cores(name: str) -> Iterator[Helpers]:
+    """Have threads for as long as the block runs, named `name`: one a core, up to THREADS_MAX; on one core none."""
+    count = min(cores(), THREADS_MAX)
+    if count < 2:
+        yield ALONE
+        return
+    with ThreadPoolExecutor(count, name) as threads:
+        yield Helpers(threads, count)
 
 
 def parts_of(lengths: U32 | NDArray[np.int64], part_bytes: int = PART_BYTES) -> list[slice]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
-from nearkin.parallel import ALONE, Helpers, cores
+from nearkin.parallel import ALONE, Helpers, all_cores
 from nearkin.records import U8, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
 from nearkin.reports import VersionInfo
 from nearkin.sources import write_pieces
@@ -36,8 +36,6 @@ GROUP_CHUNKS_MAX = 1 << 18
 PLANS_AHEAD = 4
 """Batches whose blocks are asked for before they are wanted, where a read takes long."""
 DIRECTORIES_AHEAD_MAX = 64
-DECODERS_MAX = 4
-"""Of threads that decode for one restore: each has a context, and room for what a block leans on."""
 
 
 class Blob:
@@ -73,16 +71,12 @@ class Blob:
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
             yield from self._pieces(None)
             return
-        count = min(cores(), DECODERS_MAX)
         ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
-        decoding = ThreadPoolExecutor(count, "nearkin-decode") if count > 1 else None
-        pieces = self._pieces(ahead, Helpers(decoding, count))
         thread = ThreadPoolExecutor(1, "nearkin-restore")
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             if ahead is not None:
                 steps.callback(ahead.close)
-            if decoding is not None:
-                steps.callback(decoding.shutdown)
+            pieces = self._pieces(ahead, steps.enter_context(all_cores("nearkin-decode")))
             steps.callback(thread.shutdown, cancel_futures=True)
             following = thread.submit(next, pieces, None)
             while (piece := following.result()) is not None:

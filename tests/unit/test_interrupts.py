@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nearkin import open_store, restore
+from nearkin import open_store, parallel
 from nearkin.interrupts import interrupts_wait
 from nearkin.runners import embedded
 from nearkin.runners.workers import Worker
@@ -137,7 +137,7 @@ def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path,
             raise KeyboardInterrupt
 
     content = text_like(6_000_000, 1)
-    monkeypatch.setattr(restore, "cores", lambda: 3)
+    monkeypatch.setattr(parallel, "cores", lambda: 3)
     with open_store(tmp_path / "store") as store:
         store.put("k", content)
         store.put("k", mutated(content, 1))

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin.parallel import ALONE, PART_BYTES, Helpers, cores, parts_of
+from nearkin import parallel
+from nearkin.parallel import ALONE, PART_BYTES, THREADS_MAX, Helpers, all_cores, cores, parts_of
 
 WAIT_SECONDS = 60
 
@@ -179,3 +180,21 @@ def test_cores_are_those_that_the_process_may_use() -> None:
         assert cores() == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize(("of", "hands"), [(1, 1), (2, 2), (64, THREADS_MAX)])
+def test_a_task_has_a_thread_a_core_for_as_long_as_it_runs(
+    monkeypatch: pytest.MonkeyPatch, of: int, hands: int
+) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: of)
+    together, names = threading.Barrier(hands), set[str]()
+
+    def work() -> None:
+        together.wait(WAIT_SECONDS)  # each call on a thread of its own
+        names.add(threading.current_thread().name)
+
+    with all_cores("nearkin-test") as helpers:
+        helpers.share(work)
+    assert len(names) == hands
+    assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller's is one of them"
+    assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]

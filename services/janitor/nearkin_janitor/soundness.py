@@ -17,6 +17,7 @@ from nearkin.formats.block import decode_block
 from nearkin.formats.container import decode_container
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U8, U32, U64, ZERO, ContainerId, Locations, grouped, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
@@ -80,25 +81,27 @@ class Soundness:
         except Permanent:
             return []
 
-    def check(self, container: ContainerId, *, deep: bool) -> None:
-        """Look at one container, after those that it leans on: `deep` reads and decodes all of it.
+    def check(self, container: ContainerId, *, deep: bool, helpers: Helpers = ALONE) -> None:
+        """Look at one container, after those that it leans on: `deep` reads and decodes all of it, with `helpers`.
 
         One that a round writes anew meanwhile is looked at again before it is called broken.
         """
         name = object_name(container)
         for _ in range(ANEW_MAX):
-            self._check(container, name, deep=deep)
+            self._check(container, name, helpers if deep else None)
             if name not in self.problems or not self._is_anew(container):
                 return
             del self.problems[name]
-        self._check(container, name, deep=deep)
+        self._check(container, name, helpers if deep else None)
 
     def _is_anew(self, container: ContainerId) -> bool:
         """Return whether a container is there in a later generation than was looked at."""
         self._everyones.moved([container])
         return self._everyones.generation(container) > self._looked_at[container][0]
 
-    def _check(self, container: ContainerId, name: str, *, deep: bool) -> None:
+    def _check(self, container: ContainerId, name: str, helpers: Helpers | None) -> None:
+        """Look at a container; who helps to read all of it, None: its directory alone is read."""
+        deep = helpers is not None
         self._looked_at[container] = self._everyones.generation(container), deep
         try:
             if deep:
@@ -117,11 +120,11 @@ class Soundness:
             return  # one that is missing is a problem only once something is found to need it
         blamed = np.zeros(len(directory.chunks), np.uint64)
         blamed[~directory.chunks.there] = container  # collected: no damage, but whatever needs one is broken
-        if deep:
-            self._check_blocks(directory, data, blamed, name)
+        if helpers is not None:
+            self._check_blocks(directory, data, blamed, name, helpers)
         self._check_bases(directory, blamed)
-        if deep:
-            self._check_names(directory, blamed, name)
+        if helpers is not None:
+            self._check_names(directory, blamed, name, helpers)
         if name in self.problems and self._is_gone(container):  # a round came by
             del self.problems[name]
             self._checked[container] = None
@@ -228,16 +231,18 @@ class Soundness:
             return None
         return checked
 
-    def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str) -> None:
-        for block in np.flatnonzero(directory.blocks.raw).tolist():
+    def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str, helpers: Helpers) -> None:
+        def problem_of(block: int) -> str:
             said = int(directory.blocks.raw[block])
             try:
                 decoded = decode_block(memoryview(data)[directory.block_rows[block].place], f"{name} block {block}")
             except Permanent as err:
-                problem = str(err)
-            else:
-                found = said if directory.blocks.kinds[block] == layout.PATCH else len(decoded)  # when it is decoded
-                problem = "" if found == said else f"{name} block {block}: {found} bytes, not {said}"
+                return str(err)
+            found = said if directory.blocks.kinds[block] == layout.PATCH else len(decoded)  # when it is decoded
+            return "" if found == said else f"{name} block {block}: {found} bytes, not {said}"
+
+        blocks: list[int] = np.flatnonzero(directory.blocks.raw).tolist()
+        for block, problem in zip(blocks, helpers.answers(problem_of, blocks), strict=True):
             if problem:
                 self.problems.setdefault(name, problem)
                 blamed[directory.chunks.blocks == block] = directory.container
@@ -265,13 +270,13 @@ class Soundness:
         culprits[~own] = self.blame(bases.take(~own), directory.domain)
         return culprits
 
-    def _check_names(self, directory: Directory, blamed: U64, name: str) -> None:
+    def _check_names(self, directory: Directory, blamed: U64, name: str, helpers: Helpers) -> None:
         """Decode every chunk that seems sound and compare it with its name; only SHA-1 where no tenant is known."""
         fingerprinter = self._tenants.fingerprinter(directory.domain)
         self.untagged += fingerprinter is None
         compared = np.ones(32, np.bool_)
         compared[20:28] = fingerprinter is not None
-        reader = ChunkReader(self._containers.of(directory.domain))
+        reader = ChunkReader(self._containers.of(directory.domain), helpers)
         rows = np.flatnonzero(blamed == 0)
         portion = np.cumsum(directory.chunks.lengths[rows], dtype=np.int64) // READ_BYTES
         parts = np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []
@@ -285,13 +290,22 @@ class Soundness:
                     continue
                 bad, problem = part, f"{name}: {err}"
             else:
-                found = (fingerprinter or self._any_fingerprinter).name_chunks(payload, offsets_of(lengths), lengths)
+                found = _names(fingerprinter or self._any_fingerprinter, payload, lengths, helpers)
                 bad = part[np.any((found != names)[:, compared], axis=1)]
                 problem = f"{name}: {len(bad)} chunks are not what their names say"
                 self.chunks += len(part)
             if len(bad):
                 self.problems.setdefault(name, problem)
                 blamed[bad] = directory.container
+
+
+def _names(fingerprinter: Fingerprinter, payload: U8, lengths: U32, helpers: Helpers) -> U8:
+    offsets = offsets_of(lengths)
+
+    def names(part: slice) -> U8:
+        return fingerprinter.name_chunks(payload, offsets[part], lengths[part])
+
+    return np.concatenate(helpers.answers(names, helpers.parts(lengths)))
 
 
 def _read(reader: ChunkReader, container: ContainerId, rows: NDArray[np.intp]) -> tuple[U8, U32, U8]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from nearkin.errors import IndexDamaged, NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U64, ZERO, ContainerId, Locations, distinct, grouped
 from nearkin.reports import Damage, VerifyReport
 from nearkin.store import descriptor
@@ -112,10 +113,12 @@ class Verifier:
         index: ReadableIndex | None = None,
         *,
         index_whole: bool = False,
+        helpers: Helpers = ALONE,
     ) -> VerifyReport:
         """Read the chosen containers, directories of the others, then every manifest. Raises only StoreUnavailable.
 
         The entries of `index` are compared where everything is chosen; where it is whole, it must list all versions.
+        `helpers` decode beside the caller.
         """
         started = time.perf_counter()
         # Manifests first: all that one of them names is durable by then, so a put meanwhile never looks like damage.
@@ -128,7 +131,7 @@ class Verifier:
         chosen = choice.of(ids, frozenset(container for container, of_each in generations.items() if max(of_each)))
         total = len(ids) + len(names) + len(marks)
         for done, container in enumerate(leaning_last(ids, self._soundness.leans_on)):
-            self._soundness.check(ContainerId(container), deep=container in chosen)
+            self._soundness.check(ContainerId(container), deep=container in chosen, helpers=helpers)
             if progress is not None:
                 progress(done + 1, total)
         for name, (whose, key, version) in self._remembered.items():
