@@ -84,7 +84,7 @@ mapped = Mapper().map
 """The process's own: what one part of it finds out holds for all."""
 
 
-M_MMAP_THRESHOLD = -3
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 """glibc, malloc.h."""
 
 
@@ -104,10 +104,24 @@ def large_from_system() -> None:
     By itself it does so only until a large piece is first given back, and then cuts small ones out of it: a process
     that put three Debian images held 502 MiB, and so holds 455. What a user set by MALLOC_MMAP_THRESHOLD_ stays.
     """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+    _set_malloc(M_MMAP_THRESHOLD, HUGE_BYTES, "MALLOC_MMAP_THRESHOLD_")
+
+
+def one_heap() -> None:
+    """Let the threads that come share one heap of glibc's malloc, for the whole process; elsewhere nothing.
+
+    By itself it has one for each of up to eight threads a core, and each keeps what is free between what is in use: a
+    process that put 24 dumps on two cores held 522 MiB, and so holds 450, as fast. What a user set by MALLOC_ARENA_MAX
+    stays.
+    """
+    _set_malloc(M_ARENA_MAX, 1, "MALLOC_ARENA_MAX")
+
+
+def _set_malloc(option: int, value: int, variable: str) -> None:
+    if variable in os.environ:
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # musl, macOS
         return
-    mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(HUGE_BYTES))
+    mallopt(ctypes.c_int(option), ctypes.c_int(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import resource
@@ -109,3 +110,43 @@ def test_what_malloc_holds_and_nobody_uses_goes_back() -> None:
     between, after = map(int, done.stdout.split())
     assert between > 80_000_000
     assert after < 30_000_000
+
+
+HEAPS = """
+import ctypes, sys, tempfile, threading
+from nearkin.memory import one_heap
+
+if sys.argv[1:]:
+    one_heap()
+together = threading.Barrier(4)
+
+def take():
+    together.wait(60)
+    kept = [bytearray(100_000) for _ in range(10)]  # malloc's, not Python's own of small pieces
+    together.wait(60)
+
+threads = [threading.Thread(target=take) for _ in range(4)]
+for one in threads: one.start()
+for one in threads: one.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+with tempfile.TemporaryFile() as told:
+    stream = ctypes.c_void_p(libc.fdopen(told.fileno(), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fflush(stream)
+    told.seek(0)
+    print(told.read().count(b"<heap nr="))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
+@pytest.mark.parametrize(("asked", "set_by_user", "shared"), [("", "", 0), ("one", "", 1), ("one", "8", 0)])
+def test_threads_share_one_heap_unless_its_user_says_otherwise(asked: str, set_by_user: str, shared: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    if set_by_user:
+        environment["MALLOC_ARENA_MAX"] = set_by_user
+    done = subprocess.run(
+        [sys.executable, "-c", HEAPS, *filter(None, [asked])],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    assert (int(done.stdout) == 1) == bool(shared)

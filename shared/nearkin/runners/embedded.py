@@ -35,7 +35,7 @@ from nearkin.frozen import frozen
 from nearkin.index.catalog import summarise
 from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
-from nearkin.memory import large_from_system
+from nearkin.memory import large_from_system, one_heap
 from nearkin.parallel import Helpers, cores
 from nearkin.records import Bools, FreshBatch, Locations, SegmentBatch
 from nearkin.reports import Ledger, PutResult
@@ -116,6 +116,7 @@ class EmbeddedWriter:
     ) -> None:
         """`spares`: what the writer before this one left, where there was one."""
         large_from_system()
+        one_heap()
         spares = spares or Spares.of(settings)
         self._settings = settings
         self._clock = clock
