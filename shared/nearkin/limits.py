@@ -15,5 +15,7 @@ METADATA_BYTES_MAX = 64 * KIB
 TENANT_BYTES_MAX = 128
 DEPTH_MAX = 64
 """Deltas to decode before a chunk's bytes appear, whatever the settings say; a builder holds a block open for each."""
+PREFIX_BYTES_MIN = 8
+"""zstd takes no shorter prefix."""
 CLOCK_SKEW_SECONDS_MAX = 300
 """How far the clocks of two machines may differ."""

@@ -20,13 +20,12 @@ from nearkin.buffers import Buffers, Slabs
 from nearkin.config_reduction import BlockSettings, DeltaSettings
 from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, encode_block, encode_patch
-from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.frozen import frozen
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.gather import gather
 from nearkin.kernels.prefix import BasePrefix, BaseRows
 from nearkin.kernels.rows import rows_to_fill
-from nearkin.limits import KIB, MIB
+from nearkin.limits import KIB, MIB, PREFIX_BYTES_MIN
 from nearkin.records import U8, U32, U64, ContainerId, Locations, offsets_of
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
 from nearkin_delta.searches import Searches, deeper, log_of, of_rounds

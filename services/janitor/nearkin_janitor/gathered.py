@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats import layout
-from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
-from nearkin.limits import KIB
+from nearkin.limits import KIB, PREFIX_BYTES_MIN
 from nearkin.records import I32, U8, Bools, ContainerId, Locations, grouped, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from nearkin.formats import layout
 from nearkin.formats.block import decode_block
-from nearkin.formats.columns import PREFIX_BYTES_MIN
 from nearkin.formats.directory import Directory
 from nearkin.kernels.overlap import shared_bytes
+from nearkin.limits import PREFIX_BYTES_MIN
 from nearkin.records import U8, U32, Bools, Locations, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name

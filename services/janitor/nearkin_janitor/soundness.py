@@ -101,10 +101,9 @@ class Soundness:
 
     def _check(self, container: ContainerId, name: str, helpers: Helpers | None) -> None:
         """Look at a container; who helps to read all of it, None: its directory alone is read."""
-        deep = helpers is not None
-        self._looked_at[container] = self._everyones.generation(container), deep
+        self._looked_at[container] = self._everyones.generation(container), helpers is not None
         try:
-            if deep:
+            if helpers is not None:
                 data = self._raw(container, name)
                 self.bytes_read += len(data)
                 directory = decode_container(data, name)
@@ -112,7 +111,7 @@ class Soundness:
                     raise Corrupt(f"{name}: holds container {directory.container:016x}")
             else:
                 data, directory = b"", self._everyones.directory(container)
-            self._looked_at[container] = self._everyones.generation(container), deep
+            self._looked_at[container] = self._everyones.generation(container), helpers is not None
         except Permanent as err:
             self._checked[container] = None
             if not (isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)):

@@ -249,7 +249,7 @@ cdef class _Decoding:
     cdef uint8_t[::1] state, decoded
     cdef int32_t[::1] filler
     cdef int64_t begun
-    cdef readonly object found
+    cdef object found
 
     def __init__(self, frames, slots, buffers, there, which, offsets, lengths, bounds):
         reference.check_slices(which, offsets, lengths, bounds, len(frames))

@@ -12,13 +12,11 @@ from backports.zstd import ZstdCompressor, ZstdDecompressor, ZstdDict, ZstdError
 
 from nearkin.errors import BadInput, Corrupt
 from nearkin.kernels._gather_reference import check_array, pieces_of
+from nearkin.limits import PREFIX_BYTES_MIN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
-
-
-PREFIX_BYTES_MIN = 8
 
 
 def decode_frame(frame: Buffer, out: Buffer, what: str, prefix: Buffer | None = None) -> None:

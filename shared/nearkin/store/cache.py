@@ -52,16 +52,7 @@ class ByteBoundedCache(Generic[Key, Value]):
 
     def get(self, key: Key) -> Value | None:
         """Return the value and make it the newest, or None."""
-        with self._lock:
-            held = self._held.get(key)
-            if held is None:
-                self.misses += 1
-            else:
-                self.hits += 1
-                self._uses += 1
-                held.used = self._uses
-        tally.CACHE_LOOKUPS.add(1, self._name, "no" if held is None else "yes")
-        return None if held is None else held.value
+        return self.get_many([key])[0]
 
     def get_many(self, keys: Iterable[Key]) -> list[Value | None]:
         """Return each key's value, or None, and make them the newest."""
@@ -111,8 +102,7 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._keys.append(key)
         self._held[key] = _Held(value, value_bytes, len(self._keys) - 1, self._uses)
         self._used_bytes += value_bytes
-        if self._used_bytes > self._bytes_max:
-            self._fit()
+        self._fit()
 
     def make_room(self, values_bytes: Iterable[int], beside_bytes: int = 0) -> None:
         """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was.

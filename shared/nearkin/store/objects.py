@@ -224,12 +224,12 @@ class LocalObjects:
         """Return the byte ranges [start, end); those that join are read together, and share memory."""
         found = list[Payload]()
         with self._reading(name) as (descriptor, _):
-            for run in _runs(starts, ends):
-                first = starts[run.start]
-                read = self._read_range(descriptor, first, ends[run.stop - 1])
+            for run in _runs(list(zip(starts, ends, strict=True))):
+                first = run[0][0]
+                read = self._read_range(descriptor, first, run[-1][1])
                 if len(run) > 1:
                     view = memoryview(read)
-                    found += [view[starts[one] - first : ends[one] - first] for one in run]
+                    found += [view[start - first : end - first] for start, end in run]
                 else:
                     found.append(read)
         return found
@@ -358,14 +358,14 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _runs(starts: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
+def _runs(ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
     """Yield runs of ranges, each of which begins where the one before it ends, TOGETHER_BYTES_MAX long at most."""
-    first, count = 0, len(starts)
-    while first < count:
-        after, end_max = first + 1, starts[first] + TOGETHER_BYTES_MAX
-        while after < count and starts[after] == ends[after - 1] and ends[after] <= end_max:
+    first = 0
+    while first < len(ranges):
+        after, end_max = first + 1, ranges[first][0] + TOGETHER_BYTES_MAX
+        while after < len(ranges) and ranges[after][0] == ranges[after - 1][1] and ranges[after][1] <= end_max:
             after += 1
-        yield range(first, after)
+        yield ranges[first:after]
         first = after
 
 
