@@ -218,20 +218,47 @@ cdef size_t _most_bytes(const uint32_t[::1] bounds, const uint32_t[::1] lengths)
 
 cdef extern from * nogil:
     """
-    #include <sched.h>
+    #include <pthread.h>
+
+    typedef struct { pthread_mutex_t lock; pthread_cond_t changed; int64_t waiting; } meeting;
 
     static int64_t next_of(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-    static uint8_t state_of(const uint8_t *state) { return __atomic_load_n(state, __ATOMIC_ACQUIRE); }
-    static void become(uint8_t *state, uint8_t now) { __atomic_store_n(state, now, __ATOMIC_RELEASE); }
+    static uint8_t state_of(const uint8_t *state) { return __atomic_load_n(state, __ATOMIC_SEQ_CST); }
+    static int meet(meeting *where) {
+        return pthread_mutex_init(&where->lock, NULL) || pthread_cond_init(&where->changed, NULL);
+    }
+    static void part(meeting *where) {
+        pthread_cond_destroy(&where->changed);
+        pthread_mutex_destroy(&where->lock);
+    }
+    static void become(uint8_t *state, uint8_t now, meeting *where) {
+        __atomic_store_n(state, now, __ATOMIC_SEQ_CST);
+        if (!__atomic_load_n(&where->waiting, __ATOMIC_SEQ_CST)) return;  /* who counts itself later sees the state */
+        pthread_mutex_lock(&where->lock);
+        pthread_cond_broadcast(&where->changed);
+        pthread_mutex_unlock(&where->lock);
+    }
+    static void wait_while(const uint8_t *state, uint8_t coming, meeting *where) {
+        pthread_mutex_lock(&where->lock);
+        __atomic_fetch_add(&where->waiting, 1, __ATOMIC_SEQ_CST);
+        while (state_of(state) == coming) pthread_cond_wait(&where->changed, &where->lock);
+        __atomic_fetch_sub(&where->waiting, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_unlock(&where->lock);
+    }
     """
+    ctypedef struct meeting:
+        pass
     int64_t next_of(int64_t *counter)
     uint8_t state_of(const uint8_t *state)
-    void become(uint8_t *state, uint8_t now)
-    int sched_yield()
+    int meet(meeting *where)
+    void part(meeting *where)
+    void become(uint8_t *state, uint8_t now, meeting *where)
+    void wait_while(const uint8_t *state, uint8_t coming, meeting *where)
 
 # What is known of a buffer. Another thread waits while it is COMING: whoever fills it is at it.
 cdef uint8_t COMING = 0, THERE = 1, MISSING = 2
-# Looks at a buffer that comes before the core is offered to others: a frame takes some 50 us.
+# Looks at a buffer that comes before its core is left to others: a frame takes some 50 us. Whoever fills it may have
+# lost its own core to a third thread, and gets this one.
 cdef int LOOKS = 1000
 
 
@@ -250,6 +277,17 @@ cdef class _Decoding:
     cdef int32_t[::1] filler
     cdef int64_t begun
     cdef object found
+    cdef meeting where
+    cdef bint met
+
+    def __cinit__(self, *_):
+        self.met = meet(&self.where) == 0
+        if not self.met:
+            raise MemoryError("no memory for threads to wait for one another")
+
+    def __dealloc__(self):
+        if self.met:
+            part(&self.where)
 
     def __init__(self, frames, slots, buffers, there, which, offsets, lengths, bounds):
         reference.check_slices(which, offsets, lengths, bounds, len(frames))
@@ -282,7 +320,7 @@ cdef class _Decoding:
                 if i >= self.jobs.count:
                     break
                 self.decoded[i] = self.decode(decoder, <Py_ssize_t>i, room)
-                become(&self.state[self.jobs.table[i].slot], THERE if self.decoded[i] else MISSING)
+                become(&self.state[self.jobs.table[i].slot], THERE if self.decoded[i] else MISSING, &self.where)
         free(room)
         _give_back(decoder)
 
@@ -313,10 +351,10 @@ cdef class _Decoding:
             slot, looks = self.of[row], 0
             if self.filler[slot] >= i:  # also where another thread has filled it by now: who is faster decides nothing
                 return False
-            while state_of(&self.state[slot]) == COMING:
+            while state_of(&self.state[slot]) == COMING and looks < LOOKS:
                 looks += 1
-                if looks >= LOOKS:
-                    sched_yield()
+            if looks == LOOKS:
+                wait_while(&self.state[slot], COMING, &self.where)
             if state_of(&self.state[slot]) != THERE:
                 return False
         return True
