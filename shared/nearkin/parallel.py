@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,30 @@ class Helpers:
         """Of `threads` `count` are asked; without any the caller does all. On `count` cores they are not too many."""
         self._threads = threads
         self._count = count
+        self._begun: list[Future[Any]] = []
+
+    @contextmanager
+    def on_other_cores(self, name: str, most: int) -> Iterator[None]:
+        """Have threads for as long as the block runs, `name` and a number: one for each core but one, up to `most`.
+
+        What was begun, and nobody has waited for, is not done any more when the block ends.
+        """
+        count = min(cores() - 1, most)
+        if count < 1:
+            yield
+            return
+        threads = ThreadPoolExecutor(count, name)
+        self._threads, self._count = threads, count
+        try:
+            yield
+        finally:
+            self._threads, self._count = None, 1
+            threads.shutdown(cancel_futures=True)
+
+    @property
+    def alone(self) -> bool:
+        """Return whether the caller does all."""
+        return self._threads is None
 
     def parts(self, lengths: U32 | NDArray[np.int64]) -> list[slice]:
         """Return slices of rows for `answers`: of PART_BYTES each, or all in one where nobody helps.
@@ -57,6 +81,24 @@ class Helpers:
         Raises what one of these calls raised.
         """
         self.answers(lambda _hand: work(), range(self._count))
+
+    def begin(self, work: Callable[[], Answer]) -> Callable[[], Answer]:
+        """Begin a piece of work; return what gives its answer once it is there, or raises what it raised.
+
+        The caller does it at once where every thread has one, and another waits: so much is in memory at most.
+        """
+        self._begun = [one for one in self._begun if not one.done()]
+        if self._threads is not None and len(self._begun) <= self._count:
+            told, task = Future[Answer](), [work]
+            self._begun.append(told)
+            with suppress(RuntimeError):  # no thread is to be had
+                self._threads.submit(_help, task, told)
+                return told.result
+            if not told.cancel():
+                return told.result
+            task.clear()
+        answer = work()
+        return lambda: answer
 
     def answers(self, work: Callable[[Part], Answer], parts: Sequence[Part]) -> list[Answer]:
         """Return work(part) for each part. Raises what one of them raised; no further part is begun then."""
@@ -91,7 +133,7 @@ class Helpers:
         return [found[number] for number in range(len(parts))]
 
 
-def _help(task: list[Callable[[], None]], told: Future[None]) -> None:
+def _help(task: list[Callable[[], Answer]], told: Future[Answer]) -> None:
     """Do a task, unless what comes of it was cancelled.
 
     An executor that can start no thread says so, and keeps what it was given nevertheless: a thread that it has already
@@ -100,11 +142,11 @@ def _help(task: list[Callable[[], None]], told: Future[None]) -> None:
     if not told.set_running_or_notify_cancel():
         return
     try:
-        task[0]()
+        answer = task[0]()
     except BaseException as err:
         told.set_exception(err)
     else:
-        told.set_result(None)
+        told.set_result(answer)
 
 
 ALONE = Helpers()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,14 +14,19 @@ from numpy.typing import NDArray
 from nearkin.buffers import Buffers
 from nearkin.config import Settings
 from nearkin.formats.layout import PATCH, RAW
+from nearkin.kernels.frames import FrameEncoder
 from nearkin.kernels.prefix import BaseRows
+from nearkin.parallel import Helpers
 from nearkin.records import U8, U32, U64, Locations, Pieces, offsets_of
 from nearkin.stage import Contents
 
 if TYPE_CHECKING:
     from nearkin.formats.block import EncodedBlock
     from nearkin_delta.blocks import BlockEncoder, OpenBlock
-    from nearkin_janitor.recoder import Anew, Part, Recoded
+    from nearkin_janitor.recoder import Anew, Later, Part, Recoded
+
+HELPERS_MAX = 2
+"""Threads that encode beside the caller. Each has tables of 20 to 40 MB, and with what it encodes up to 60."""
 
 
 class BlockRecoder:
@@ -31,6 +40,10 @@ class BlockRecoder:
         self._raw_level = again if again > put else 0
         """At which blocks are written that lean on nothing; 0: as a put writes them."""
         self._encoder = BlockEncoder(settings.block, settings.delta, raw_level=self._raw_level)
+        self.helpers = Helpers()
+        """Encode and decode beside the caller."""
+        self._frames = deque[FrameEncoder]()
+        """Those that no thread uses."""
         self._room = Buffers().take
 
     @property
@@ -53,24 +66,44 @@ class BlockRecoder:
         """Return whether blocks are to hold what newer versions changed of their chunks."""
         return self._settings.delta.codec == "patch"
 
-    def gathered(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> EncodedBlock:
-        """Return a block of several versions' chunks, a patch of the bases where there are some.
-
-        Raises Corrupt where it does not decode again.
-        """
+    def gathered(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> Later:
+        """Begin a block of several versions' chunks, a patch of the bases where there are some: it lies at `depth`."""
         from nearkin_delta.gathered import encode_gathered
 
         level = max(self._settings.block.level, self._raw_level)
-        return encode_gathered(payload, base_payload if len(bases) else None, depth, level)
+        return self._begin(partial(encode_gathered, payload, base_payload if len(bases) else None, depth, level))
 
     @property
     def recompresses(self) -> bool:
         """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
         return self._raw_level > 0
 
-    def recompressed(self, decoded: U8) -> EncodedBlock:
-        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
-        return self._encoder.raw(decoded)
+    def recompressed(self, decoded: U8) -> Later:
+        """Begin a block that leans on nothing."""
+        from nearkin_delta.blocks import encode_again
+
+        return self._begin(partial(encode_again, decoded, self._raw_level))
+
+    @contextmanager
+    def on_all_cores(self) -> Iterator[None]:
+        """Have the helpers at work, and tables kept from one block to the next, for as long as the block runs."""
+        try:
+            with self.helpers.on_other_cores("nearkin-recode", HELPERS_MAX):
+                yield
+        finally:
+            self._frames.clear()
+
+    def _begin(self, encode: Callable[[FrameEncoder], EncodedBlock]) -> Later:
+        return self.helpers.begin(partial(self._encoded, encode))
+
+    def _encoded(self, encode: Callable[[FrameEncoder], EncodedBlock]) -> EncodedBlock:
+        try:
+            encoder = self._frames.pop()
+        except IndexError:
+            encoder = FrameEncoder({})
+        block = encode(encoder)
+        self._frames.append(encoder)
+        return block
 
     def fresh(self) -> FreshBlocks:
         """Return what encodes chunks as if they were put now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from nearkin import open_store
 from nearkin.store.objects import LocalObjects
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.stores import SMALL, containers, settings
 from nearkin_delta.blocks import BlockEncoder
 
 FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)
@@ -92,6 +93,36 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
     assert two[2] >= 3, "containers are filled before the last batch"
     assert kept_on(1) == two
     assert kept_on(3) == two
+
+
+@pytest.mark.parametrize("gather_bytes", ["1MiB", "0"], ids=["gathered", "compressed further"])
+def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path, monkeypatch, gather_bytes):
+    changes = {
+        "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
+        "container": {"target_bytes": "512KiB"},
+        "delta": {"max_depth": 2},
+        "gc": {"gather_bytes": gather_bytes, "gather_versions": 2},
+    }
+    content = text_like(1_500_000, 5)
+    with open_store(tmp_path / "put", settings=settings(SMALL, changes)) as store:
+        for number in range(8):
+            content = mutated(content, number, edits=300, edit_bytes_max=40)
+            store.put("k", content)
+        store.put("another", text_like(900_000, 6))
+
+    def written_on(count: int):
+        monkeypatch.setattr("nearkin.parallel.cores", lambda: count)
+        root = tmp_path / str(count)
+        shutil.copytree(tmp_path / "put", root)
+        with open_store(root, settings=settings(SMALL, changes)) as store:
+            report = store.gc()
+            assert store.get("k").read() == content
+        return report.containers_rewritten, {path.name: path.read_bytes() for path in containers(root)}
+
+    two = written_on(2)
+    assert two[0] >= 2
+    assert written_on(1) == two
+    assert written_on(3) == two
 
 
 def test_a_version_that_differs_little_lies_in_one_container_however_many_batches_it_has(tmp_path):

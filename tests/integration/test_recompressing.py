@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import ConfigError
+from nearkin.errors import ConfigError, Corrupt
 from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.recoding import BlockRecoder
@@ -17,6 +18,7 @@ from nearkin.testing.clock import DAY
 from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import ENCRYPTED, containers, flip, settings, stored_bytes
+from nearkin_delta import blocks
 from nearkin_janitor import recompressing
 from nearkin_janitor.reach import Reach
 from nearkin_janitor.recompressing import Recompressor
@@ -177,18 +179,46 @@ def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock
     assert store.get("k", 2).read() == SECOND
 
 
-def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplog, clock):
-    store.put("broken", text_like(900_000, 1))
-    (broken,) = containers(store.root)
-    store.put("whole", text_like(900_000, 2))
+@pytest.mark.parametrize("of", [1, 2])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplog, monkeypatch, place, of):
+    monkeypatch.setattr("nearkin.parallel.cores", lambda: of)
+    for number in range(3):
+        store.put(f"{number}", text_like(900_000, number))
+    broken = containers(store.root)[place]
     flip(broken, 5000)
     store._containers.forget_read()
     with caplog.at_level(logging.WARNING):
         report = store.gc()
-    assert report.containers_rewritten == 1
-    assert "is not compressed further" in caplog.text
+    assert report.containers_rewritten == 2
+    assert caplog.text.count("is not compressed further") == 1
     assert broken.exists()
-    assert store.get("whole").read() == text_like(900_000, 2)
+    for number in {0, 1, 2} - {place}:
+        assert store.get(f"{number}").read() == text_like(900_000, number)
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_a_block_that_does_not_decode_again_leaves_its_container_as_it_is(store, caplog, monkeypatch, of):
+    monkeypatch.setattr("nearkin.parallel.cores", lambda: of)
+    for number in range(3):
+        store.put(f"{number}", text_like(900_000, number))
+    first, second, third = containers(store.root)
+    real, mine = blocks.encode_again, text_like(900_000, 1)[:1000]
+
+    def encode(chunks, level, encoder):
+        if chunks[:1000].tobytes() == mine:
+            raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+        return real(chunks, level, encoder)
+
+    monkeypatch.setattr(blocks, "encode_again", encode)
+    with caplog.at_level(logging.WARNING):
+        assert store.gc().containers_rewritten == 2
+    assert "check this machine's memory: it is not compressed further" in caplog.text
+    assert second.exists()
+    assert not first.exists()
+    assert not third.exists()
+    assert store.verify().damage == ()
+    assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-recode")]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from nearkin import parallel
 from nearkin.parallel import ALONE, PART_BYTES, THREADS_MAX, Helpers, all_cores, cores, parts_of
+from nearkin.testing.waiting import until
 
 WAIT_SECONDS = 60
 
@@ -80,6 +81,13 @@ def test_where_no_thread_is_to_be_had_those_that_are_there_do_it_all() -> None:
             assert Helpers(threads, 4).answers(str, list(range(50))) == [str(part) for part in range(50)]
 
 
+class Unstartable(ThreadPoolExecutor):
+    """Takes what it is given, and can start no thread for it."""
+
+    def _adjust_thread_count(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
 @pytest.fixture
 def no_thread_starts(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread can be started but the one of `threads`."""
@@ -125,6 +133,62 @@ def test_what_no_thread_ever_begins_is_not_kept_for_it() -> None:
     Helpers(none, 2).share(task)
     del task
     assert gone() is None, "a batch's buffers, 96 MiB of them"
+    assert none._work_queue.qsize() == 1
+
+
+def test_what_is_begun_goes_on_while_the_caller_does(threads: ThreadPoolExecutor) -> None:
+    both, me = threading.Barrier(2), threading.get_ident()
+
+    def work() -> int:
+        both.wait(WAIT_SECONDS)
+        return threading.get_ident()
+
+    answer = Helpers(threads).begin(work)
+    both.wait(WAIT_SECONDS)
+    assert answer() != me
+    assert answer() == answer(), "it is there for good"
+    assert ALONE.begin(threading.get_ident)() == me
+
+
+def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: ThreadPoolExecutor) -> None:
+    gate, me = threading.Event(), threading.get_ident()
+
+    def work() -> int:
+        gate.wait(WAIT_SECONDS)
+        return threading.get_ident()
+
+    helpers = Helpers(threads)
+    answers = [helpers.begin(work), helpers.begin(work)]
+    third = helpers.begin(threading.get_ident)
+    assert third() == me, "done here, and at once"
+    gate.set()
+    assert me not in [answer() for answer in answers]
+    assert helpers.begin(threading.get_ident)() != me, "there is room again"
+
+
+def test_what_was_begun_and_failed_says_so_when_it_is_asked_for(threads: ThreadPoolExecutor) -> None:
+    def fails() -> None:
+        raise ValueError("damaged")
+
+    helpers = Helpers(threads)
+    answer = helpers.begin(fails)
+    assert helpers.begin(lambda: 7)() == 7, "others are as good as before"
+    with pytest.raises(ValueError, match="damaged"):
+        answer()
+    with pytest.raises(ValueError, match="damaged"):
+        ALONE.begin(fails)()
+
+
+def test_what_no_thread_can_be_started_for_is_done_by_the_caller_and_not_kept() -> None:
+    class Piece:
+        def __call__(self) -> int:
+            return threading.get_ident()
+
+    none, piece = Unstartable(2), Piece()
+    gone = weakref.ref(piece)
+    assert Helpers(none, 2).begin(piece)() == threading.get_ident()
+    del piece
+    assert gone() is None, "a block and its bases, 12 MiB"
     assert none._work_queue.qsize() == 1
 
 
@@ -197,4 +261,30 @@ def test_a_task_has_a_thread_a_core_for_as_long_as_it_runs(
         helpers.share(work)
     assert len(names) == hands
     assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller's is one of them"
+    assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]
+
+
+@pytest.mark.parametrize(("of", "hands"), [(1, 0), (2, 1), (3, 2), (64, 2)])
+def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
+    monkeypatch: pytest.MonkeyPatch, of: int, hands: int
+) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: of)
+    gate, begun = threading.Event(), list[str]()
+
+    def work() -> None:
+        begun.append(threading.current_thread().name)
+        gate.wait(WAIT_SECONDS)
+
+    helpers = Helpers()
+    with helpers.on_other_cores("nearkin-test", 2):
+        assert helpers.alone == (not hands)
+        if not hands:
+            gate.set()
+        for _ in range(hands + 1):  # the last one waits, or is the caller's
+            helpers.begin(work)
+        until(lambda: len(begun) == max(hands, 1))
+        if hands:
+            threading.Timer(0.2, gate.set).start()  # while the block ends: what waits is then let go of
+    assert sorted(begun) == ([f"nearkin-test_{number}" for number in range(hands)] or ["MainThread"])
+    assert helpers.alone
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]

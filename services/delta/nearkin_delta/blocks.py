@@ -262,7 +262,7 @@ class BlockEncoder:
     def raw(self, chunks: U8) -> EncodedBlock:
         """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
         if self._raw_level:
-            return encode_block(chunks, layout.RAW, 0, self._encoder, of_rounds(self._raw_level, len(chunks)))
+            return encode_again(chunks, self._raw_level, self._encoder)
         return self._searches.encode(chunks, self._encoder)
 
     def _smallest(self, open_block: OpenBlock) -> ClosedBlock:
@@ -323,6 +323,11 @@ class BlockEncoder:
         if block.stored_bytes >= patch.block.stored_bytes:
             return patch
         return ClosedBlock(block, len(raw), Locations.empty(), deltas.lengths)
+
+
+def encode_again(chunks: U8, level: int, encoder: FrameEncoder) -> EncodedBlock:
+    """Return a block that leans on nothing, as a round writes it. Raises Corrupt where it does not decode again."""
+    return encode_block(chunks, layout.RAW, 0, encoder, of_rounds(level, len(chunks)))
 
 
 def encoders_max(block: BlockSettings) -> int:

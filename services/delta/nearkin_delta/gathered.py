@@ -19,8 +19,11 @@ TABLE_LOG_MAX = 22
 """Tables of as many entries as a block has bytes, up to 4 million: 16 MiB each."""
 
 
-def encode_gathered(raw: U8, prefix: U8 | None, depth: int, level: int) -> EncodedBlock:
-    """Return a block, a patch of `prefix` where there is one. Raises Corrupt where it does not decode again."""
+def encode_gathered(raw: U8, prefix: U8 | None, depth: int, level: int, encoder: FrameEncoder) -> EncodedBlock:
+    """Return a block, a patch of `prefix` where there is one. Raises Corrupt where it does not decode again.
+
+    An `encoder` keeps its tables for the next block: to touch 40 MB of new ones takes 5 to 20 ms.
+    """
     reach = len(raw) + (0 if prefix is None else len(prefix))
     log = log_of(reach)
     options: dict[int, int] = {
@@ -30,7 +33,6 @@ def encode_gathered(raw: U8, prefix: U8 | None, depth: int, level: int) -> Encod
         CompressionParameter.hash_log: min(log, TABLE_LOG_MAX),
         CompressionParameter.chain_log: min(log, TABLE_LOG_MAX),
     }
-    encoder = FrameEncoder(options, None)
     if prefix is None:
-        return encode_block(raw, layout.RAW, 0, encoder)
+        return encode_block(raw, layout.RAW, 0, encoder, options)
     return encode_patch(raw, prefix, depth, encoder, options)

@@ -193,19 +193,20 @@ class Collector:
         needed = spared(reach, ids, due) if due else reach
         rebased = to_rebase(needed, ids, due, self._compact_below)
         writing = self._writing(since, ids, sums, turns)
-        if rebased is not None:
-            writing.rebase(needed, rebased, due, reach.chunks)  # 4
-        since.look()
-        swept = to_sweep(reach, ids, due) if due else Plan({})
-        failpoint("gc.swept-planned")
-        for container, drop in writing.sweep(swept).items():  # 5
-            note_gone(record, container, drop)
-        if sums.no_room is not None and not sums.deleted:
-            raise sums.no_room
-        if self._gather_bytes and sums.no_room is None:
-            writing.gather(reach, young, self._gather_bytes, self._gather_versions)  # 6
-        if sums.no_room is None:
-            writing.recompress(reach, young)  # 7
+        with self._rewriter.on_all_cores():
+            if rebased is not None:
+                writing.rebase(needed, rebased, due, reach.chunks)  # 4
+            since.look()
+            swept = to_sweep(reach, ids, due) if due else Plan({})
+            failpoint("gc.swept-planned")
+            for container, drop in writing.sweep(swept).items():  # 5
+                note_gone(record, container, drop)
+            if sums.no_room is not None and not sums.deleted:
+                raise sums.no_room
+            if self._gather_bytes and sums.no_room is None:
+                writing.gather(reach, young, self._gather_bytes, self._gather_versions)  # 6
+            if sums.no_room is None:
+                writing.recompress(reach, young)  # 7
         since.look()
         plan = to_condemn(reach, ids, self._compact_below)
         failpoint("gc.condemned-planned")

@@ -103,7 +103,7 @@ class CarryingOut:
         self._containers, self._tenants, self._recode = gatherer.containers, gatherer.tenants, gatherer.recode
         self._gathering = gathering
         self._bounds = gathering.bounds
-        self._reader = ChunkReader(self._containers)
+        self._reader = ChunkReader(self._containers, self._recode.helpers)
         self._verified = gatherer.verified
         self._laying = Laying(self._containers, self._verified, self._recode)
         self._waiting: dict[int, list[Reference]] = {}
@@ -217,7 +217,7 @@ class CarryingOut:
         payload = np.concatenate([self._laying.verified(directory, rows), more])
         block = self._recode.gathered(payload, prefix, base_payload, depth)
         all_rows, all_lengths = np.concatenate([rows, behind]), np.concatenate([old.lengths[rows], lengths])
-        new.lay(all_rows, Recoded(block, prefix, None), all_lengths)
+        new.lay_later(all_rows, block, depth, prefix, all_lengths)
         if not len(prefix):
             new.lean_on_nothing(all_rows)
         else:  # what is at about the same place counts as the best base

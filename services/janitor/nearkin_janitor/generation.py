@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,11 @@ from nearkin.formats import layout
 from nearkin.formats.block import EncodedBlock, decode_block
 from nearkin.formats.container import copied_block, decode_container, encode_container
 from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
+from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations, offsets_of
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin_janitor.recoder import Recoded, Recoder
+from nearkin_janitor.recoder import Later, Recoded, Recoder
 from nearkin_janitor.tenants import Tenants
 
 INCOMPRESSIBLE = 0.95
@@ -42,7 +44,7 @@ class NewGeneration:
         self._recompressed = recode.recompressed
         self._smaller = may_come_smaller(directory) & (first and recode.recompresses)
         """Blocks that are compressed again when they are copied."""
-        self._blocks: list[EncodedBlock | None] = []
+        self._blocks: list[Later | None] = []
         self._prefixes: list[Locations] = []
         self._names = np.where(kept[:, None], directory.chunks.names, np.uint8(0))
         self.lengths: U32 = np.where(kept, directory.chunks.lengths, 0).astype(np.uint32)
@@ -54,7 +56,7 @@ class NewGeneration:
         self._laid: list[tuple[NDArray[np.intp], U32]] = []
         """The rows of each block that was laid, in the order of their bytes in it, and how many bytes each has."""
         self.held_bytes = 0
-        """Of what was laid."""
+        """Of what was laid, and is encoded."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,14 +75,15 @@ class NewGeneration:
         record = self._containers.record(directory.container, number)
         decoded = decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
         block = copied_block(directory, number, record)
-        if self._smaller[number]:
-            again = self._recompressed(decoded)
-            block = again if again.stored_bytes < block.stored_bytes else block
-        self._put(number, block if depth is None else replace(block, depth=depth), directory.prefixes.of(number))
+        block = block if depth is None else replace(block, depth=depth)
+        later = _now(block)
+        if self._smaller[number]:  # it leans on nothing, and so does what comes of it
+            later = partial(_smallest, self._recompressed(decoded), block)
+        self._put(number, later, directory.prefixes.of(number))
         rows = np.flatnonzero(directory.chunks.there & (directory.chunks.blocks == number))
         self.keep_bases(rows)
         self._numbers[rows], self._encoded[rows] = number, directory.chunks.encoded[rows]
-        self.depths[rows] = block.depth if depth is None else depth
+        self.depths[rows] = block.depth
 
     def keep_bases(self, rows: NDArray[np.intp]) -> None:
         """Let rows have the best bases that they had."""
@@ -106,12 +109,16 @@ class NewGeneration:
 
         In the block they lie in the order in which they are given.
         """
+        self.lay_later(rows, _now(recoded.block), recoded.block.depth, recoded.prefix, encoded)
+        self.held_bytes += len(recoded.block.payload)
+
+    def lay_later(self, rows: NDArray[np.intp], block: Later, depth: int, prefix: Locations, encoded: U32) -> None:
+        """Take a block that is being encoded, as `lay` does: all is known of it but its bytes."""
         self._laid.append((rows, encoded))
         number = self._next
         self._next += 1
-        self.held_bytes += len(recoded.block.payload)
-        self._put(number, recoded.block, recoded.prefix)
-        self._numbers[rows], self._encoded[rows], self.depths[rows] = number, encoded, recoded.block.depth
+        self._put(number, block, prefix)
+        self._numbers[rows], self._encoded[rows], self.depths[rows] = number, encoded, depth
 
     def append(self, names: U8, lengths: U32) -> NDArray[np.intp]:
         """Add chunks behind all others, `names` uint8[m, 32]; return their rows."""
@@ -125,7 +132,7 @@ class NewGeneration:
         self._bases = Locations.join([self._bases, Locations.empty(more)])
         return np.arange(first, first + more)
 
-    def _put(self, number: int, block: EncodedBlock, prefix: Locations) -> None:
+    def _put(self, number: int, block: Later, prefix: Locations) -> None:
         self._end(number + 1)
         self._blocks[number], self._prefixes[number] = block, prefix
 
@@ -136,8 +143,9 @@ class NewGeneration:
             self._prefixes.append(Locations.empty())
 
     def encoded(self, dropped_segments: U32) -> bytes:
-        """Return the container, without some of its recipes. Raises Corrupt where it does not read as one.
+        """Return the container, without some of its recipes, once all its blocks are there.
 
+        Raises Corrupt where one of them does not decode again, or the container does not read as one.
         What was laid was compared with its names, and encoded and decoded as it was laid: what is left to be seen is
         that the rows say just that of where it lies.
         """
@@ -161,7 +169,17 @@ class NewGeneration:
             self._ranks,
         )
         segments = _segments(directory.segments, dropped_segments)
-        return encode_generation(directory, self._blocks, self._prefixes, chunks, segments, "written anew")
+        blocks = [None if block is None else block() for block in self._blocks]
+        return encode_generation(directory, blocks, self._prefixes, chunks, segments, "written anew")
+
+
+def _now(block: EncodedBlock) -> Later:
+    return lambda: block
+
+
+def _smallest(again: Later, block: EncodedBlock) -> EncodedBlock:
+    found = again()
+    return found if found.stored_bytes < block.stored_bytes else block
 
 
 def may_come_smaller(directory: Directory) -> Bools:
@@ -200,8 +218,15 @@ def encode_generation(
 class VerifiedReader:
     """Bytes of chunks, each compared with its name."""
 
-    def __init__(self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
-        self._reader = ChunkReader(containers)
+    def __init__(
+        self,
+        containers: ContainerStore,
+        tenants: Tenants,
+        any_fingerprinter: Fingerprinter,
+        helpers: Helpers = ALONE,
+    ) -> None:
+        """`helpers` decode beside the caller."""
+        self._reader = ChunkReader(containers, helpers)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
 

@@ -36,7 +36,7 @@ class Laying:
 
     def __init__(self, containers: ContainerStore, verified: VerifiedReader, recode: Recoder) -> None:
         self._containers = containers
-        self._reader = ChunkReader(containers)
+        self._reader = ChunkReader(containers, recode.helpers)
         self._verified = verified
         self._recode = recode
 
@@ -112,7 +112,7 @@ class Laying:
         new.keep_ranks(rows)
 
     def _gathered(self, part: Part) -> Recoded:
-        block = self._recode.gathered(part.payload, part.bases, part.base_payload, part.depth)
+        block = self._recode.gathered(part.payload, part.bases, part.base_payload, part.depth)()
         return Recoded(block, part.bases if block.kind == layout.PATCH else Locations.empty(), None)
 
     def raw(self, new: NewGeneration, directory: Directory, rows: NDArray[np.intp]) -> None:

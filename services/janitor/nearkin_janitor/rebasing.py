@@ -35,7 +35,7 @@ class SideBySide:
     def __init__(
         self, containers: ContainerStore, laying: Laying, recode: Recoder, rebasing: Rebasing, drops: Mapping[int, Drop]
     ) -> None:
-        self._means = Means(containers, laying, recode, BaseReader(containers), rebasing, {})
+        self._means = Means(containers, laying, recode, BaseReader(containers, recode.helpers), rebasing, {})
         self._drops = drops
 
     def made(self, order: Sequence[ContainerId], told: Callable[[Sequence[Task]], Iterable[Task]]) -> Iterator[bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -9,8 +11,12 @@ from numpy.typing import NDArray
 
 from nearkin.formats.block import EncodedBlock
 from nearkin.frozen import frozen
+from nearkin.parallel import Helpers
 from nearkin.records import U8, U32, Locations
 from nearkin.stage import Contents
+
+Later = Callable[[], EncodedBlock]
+"""Waits for a block that is being encoded. Raises Corrupt where it does not decode again."""
 
 
 @frozen
@@ -92,18 +98,22 @@ class Recoder(Protocol):
     def fresh(self) -> FreshBlocks:
         """Return what encodes chunks as if they were put now."""
 
-    def gathered(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> EncodedBlock:
-        """Return a block of several versions' chunks, a patch of the bases where there are some.
-
-        Raises Corrupt where it does not decode again.
-        """
+    def gathered(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> Later:
+        """Begin a block of several versions' chunks, a patch of the bases where there are some: it lies at `depth`."""
 
     @property
     def recompresses(self) -> bool:
         """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
 
-    def recompressed(self, decoded: U8) -> EncodedBlock:
-        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
+    def recompressed(self, decoded: U8) -> Later:
+        """Begin a block that leans on nothing."""
+
+    @property
+    def helpers(self) -> Helpers:
+        """Return those that encode what is begun, and decode, beside the caller while they are at work."""
+
+    def on_all_cores(self) -> AbstractContextManager[None]:
+        """Have the helpers at work for as long as the block runs; else what is begun is done when it is."""
 
     def __call__(self, part: Part) -> Recoded:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""

@@ -9,7 +9,9 @@ leans on a chunk sees a difference. docs/decisions/0036-recompressed-by-rounds.m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,7 +34,7 @@ ROUND_BYTES_MAX = 4 * GIB
 
 @frozen
 class Recompressor:
-    """Tells which containers are worth it, and makes their next generation."""
+    """Tells which containers are worth it, and begins their next generations."""
 
     containers: ContainerStore
     recode: Recoder
@@ -68,10 +70,29 @@ class Recompressor:
         stored_bytes = int(directory.blocks.stored[may_come_smaller(directory)].sum(dtype=np.int64))
         return stored_bytes >= max(BYTES_MIN, container_bytes // SHARE_MIN)
 
-    def data(self, container: ContainerId) -> bytes:
-        """Return the next generation: no larger. Raises Corrupt."""
+    def begun(self, container: ContainerId) -> NewGeneration:
+        """Begin the next generation: no larger. Raises Corrupt."""
         directory = self.containers.directory(container)
         new = NewGeneration(self.containers, directory, directory.chunks.there, self.recode)
         for number in np.flatnonzero(directory.blocks.raw > 0).tolist():
             new.copy(number)
+        return new
+
+
+class Recompressing:
+    """Makes the next generations of some containers, in order; begins one while the one before it ends."""
+
+    def __init__(self, recompressor: Recompressor, containers: Sequence[ContainerId]) -> None:
+        self._recompressor = recompressor
+        self._following = dict(pairwise(containers))
+        self._ahead: tuple[ContainerId, NewGeneration] | None = None
+
+    def data(self, container: ContainerId) -> bytes:
+        """Return the next generation of a container: no larger. Raises Corrupt."""
+        ahead, self._ahead = self._ahead, None
+        new = ahead[1] if ahead is not None and ahead[0] == container else self._recompressor.begun(container)
+        following = self._following.get(container)
+        if following is not None and not self._recompressor.recode.helpers.alone:
+            with suppress(Corrupt, NotFound):  # it is said when its turn comes
+                self._ahead = following, self._recompressor.begun(following)
         return new.encoded(np.zeros(0, np.uint32))

@@ -10,6 +10,7 @@ are; of the others what is kept is decoded, compared with its name, and encoded 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Rewriter:
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._recode = recode
-        verified = VerifiedReader(self._containers, tenants, any_fingerprinter)
+        verified = VerifiedReader(self._containers, tenants, any_fingerprinter, recode.helpers)
         self._laying = Laying(self._containers, verified, recode)
         self.gatherer = Gatherer(self._containers, tenants, verified, recode)
         """Makes the generations that hold what was gathered."""
@@ -47,6 +48,10 @@ class Rewriter:
     def over(self, containers: ContainerStore) -> Rewriter:
         """Return what does the same for the containers of another store, such as one that is a preview's."""
         return Rewriter(containers, self._tenants, self._any_fingerprinter, self._recode)
+
+    def on_all_cores(self) -> AbstractContextManager[None]:
+        """Use all cores for as long as the block runs."""
+        return self._recode.on_all_cores()
 
     def rewritten(self, container: ContainerId, drop: Drop) -> bytes:
         """Return a container without what is dropped.

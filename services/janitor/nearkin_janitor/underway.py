@@ -104,7 +104,7 @@ class Underway:
         self._kept[drop.chunks] = False
         self._drop = drop
         self._new = NewGeneration(means.containers, directory, self._kept, means.recode)
-        self._reader = ChunkReader(means.containers)
+        self._reader = ChunkReader(means.containers, means.recode.helpers)
         self._blocks = means.recode.fresh()
         self._depths = means.rebasing.heirs.depths(directory.container)
         self._depths_before = self._depths.copy()

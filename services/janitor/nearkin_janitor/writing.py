@@ -29,6 +29,7 @@ from nearkin_janitor.order import leaning_last
 from nearkin_janitor.places import places_of
 from nearkin_janitor.plan import Drop, Plan, dropped_beside
 from nearkin_janitor.reach import GivingUp, Masks, Reach
+from nearkin_janitor.recompressing import Recompressing
 from nearkin_janitor.replacing import Replaced, Replacing
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.since import Since
@@ -229,7 +230,9 @@ class Writing:
     def recompress(self, reach: Reach, young: Collection[int]) -> None:
         """Write containers anew whose blocks come smaller by a deeper search, the oldest first; once each."""
         recompressor = self.rewriter.recompressor
-        for _ in self._each_anew(recompressor.chosen(self.ids, young, reach), recompressor.data, "compressed further"):
+        chosen = recompressor.chosen(self.ids, young, reach)
+        anew = Recompressing(recompressor, chosen)
+        for _ in self._each_anew(chosen, anew.data, "compressed further"):
             failpoint("recompress.container")
 
     def _each_anew(
