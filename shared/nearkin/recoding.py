@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from nearkin_delta.blocks import BlockEncoder, OpenBlock
     from nearkin_janitor.recoder import Anew, Later, Part, Recoded
 
-HELPERS_MAX = 2
-"""Threads that encode beside the caller. Each has tables of 20 to 40 MB, and with what it encodes up to 60."""
+HELPERS_MAX = 1
+"""Threads that encode beside the caller. Each has tables of 20 to 40 MB, and with what it encodes up to 60: a process
+that puts and collects peaked at 474 MiB with one."""
 
 
 class BlockRecoder:
@@ -85,8 +86,8 @@ class BlockRecoder:
         return self._begin(partial(encode_again, decoded, self._raw_level))
 
     @contextmanager
-    def on_all_cores(self) -> Iterator[None]:
-        """Have the helpers at work, and tables kept from one block to the next, for as long as the block runs."""
+    def on_two_cores(self) -> Iterator[None]:
+        """Have the helper at work, and tables kept from one block to the next, for as long as the block runs."""
         try:
             with self.helpers.on_other_cores("nearkin-recode", HELPERS_MAX):
                 yield

@@ -193,7 +193,7 @@ class Collector:
         needed = spared(reach, ids, due) if due else reach
         rebased = to_rebase(needed, ids, due, self._compact_below)
         writing = self._writing(since, ids, sums, turns)
-        with self._rewriter.on_all_cores():
+        with self._rewriter.on_two_cores():
             if rebased is not None:
                 writing.rebase(needed, rebased, due, reach.chunks)  # 4
             since.look()

@@ -112,7 +112,7 @@ class Recoder(Protocol):
     def helpers(self) -> Helpers:
         """Return those that encode what is begun, and decode, beside the caller while they are at work."""
 
-    def on_all_cores(self) -> AbstractContextManager[None]:
+    def on_two_cores(self) -> AbstractContextManager[None]:
         """Have the helpers at work for as long as the block runs; else what is begun is done when it is."""
 
     def __call__(self, part: Part) -> Recoded:

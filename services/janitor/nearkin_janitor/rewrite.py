@@ -49,9 +49,9 @@ class Rewriter:
         """Return what does the same for the containers of another store, such as one that is a preview's."""
         return Rewriter(containers, self._tenants, self._any_fingerprinter, self._recode)
 
-    def on_all_cores(self) -> AbstractContextManager[None]:
-        """Use all cores for as long as the block runs."""
-        return self._recode.on_all_cores()
+    def on_two_cores(self) -> AbstractContextManager[None]:
+        """Use a second core, where there is one, for as long as the block runs."""
+        return self._recode.on_two_cores()
 
     def rewritten(self, container: ContainerId, drop: Drop) -> bytes:
         """Return a container without what is dropped.
