@@ -1,6 +1,6 @@
 """What a second core gives a put. Invariant: one core and two take turns, each with a store of its own, in one run.
 
-    python bench/two_cores.py --corpus botocore,rdb --versions 4 --runs 3 --json out.json
+    python bench/two_cores.py --corpus botocore rdb vm-debian --versions 3 --runs 3 --json out.json
 
 `fresh` puts the versions of a corpus into an empty store, oldest first; `known` puts the last of them once more. Speeds
 are by the clock, the put durable. `two puts`: what two processes, a core each, get done in the time that one of them
@@ -30,10 +30,10 @@ from threading import Barrier
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "shared"))
 
 from nearkin import open_store
-from nearkin.errors import NearkinError, choose
+from nearkin.errors import NearkinError
+from nearkin.lab.corpora import find_corpora
 from nearkin.lab.measuring import read_through, write_out
 from nearkin.runners.workers import Worker
-from nearkin.testing.corpora import CORPORA
 from nearkin_delta.blocks import BlockEncoder, ClosedBlock, OpenBlock
 
 START_SECONDS_MAX = 60.0
@@ -149,8 +149,13 @@ def measured(corpus: str, paths: list[Path], cores: list[int], runs: int, clocks
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Put on one core and on two.")
-    parser.add_argument("--corpus", default="botocore,rdb", help="comma-separated: botocore, rdb, vm")
-    parser.add_argument("--versions", type=int, default=4)
+    parser.add_argument(
+        "--corpus",
+        nargs="+",
+        default=["botocore,rdb"],
+        help="those of `nearkin bench`, or folders with a file a version",
+    )
+    parser.add_argument("--versions", type=int, help="of each; else as many as it has by default")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
@@ -161,14 +166,14 @@ def main() -> int:
     clocks = ThreadClocks()
     rows: list[Row] = []
     try:
-        for corpus in chosen.corpus.split(","):
-            if corpus not in CORPORA:
-                raise choose("--corpus", corpus, CORPORA)
-            rows += measured(corpus, CORPORA[corpus](chosen.versions, None), cores, chosen.runs, clocks)
+        corpora = find_corpora(chosen.corpus, chosen.versions)
+        for corpus in corpora:
+            rows += measured(corpus.name, list(corpus.paths), cores, chosen.runs, clocks)
     except NearkinError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{chosen.versions} versions, {chosen.runs} runs, load {os.getloadavg()[0]:.1f}", "", sep="\n")
+    versions = ", ".join(f"{len(corpus.paths)} versions of {corpus.name}" for corpus in corpora)
+    print(f"{versions}; {chosen.runs} runs, load {os.getloadavg()[0]:.1f}", "", sep="\n")
     print(
         "| put | 1 core, MB/s | 2 cores, MB/s | ratio | two puts | seconds by thread | at most |",
         "|---|---|---|---|---|---|---|",
