@@ -247,3 +247,16 @@ def test_in_a_store_that_keeps_more_than_the_objects(tmp_path, clock, how):
         assert report.containers_rewritten > 0
         assert stored_bytes(store.root) < before_bytes - before_bytes // 20
         check(store)
+
+
+def test_what_is_broken_is_named_as_it_lies_there(store):
+    put(store)
+    store.gc()
+    (broken,) = (path for path in containers(store.root) if path.name.endswith(".0001.nkc"))
+    flip(broken, 5000)
+    store._containers.forget_read()
+    report = store.verify()
+    name = str(broken.relative_to(store.root))
+    assert [damage.object_name for damage in report.damage] == [name]
+    assert report.damage[0].problem.startswith(name)
+    assert report.damage[0].versions == (("k", 1), ("k", 2))

@@ -10,7 +10,7 @@ may lie deeper in it than in that one, and newer ones lean on them: so its delta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -69,9 +69,10 @@ class Repairer:
     ) -> list[Repaired]:
         """Put right what can be, of the objects named as `verify` names them. Raises StoreUnavailable, SourceFailed."""
         wanted, found = dict.fromkeys(damaged), []
+        objects = {id_of(name) or name for name in wanted}
         for name in wanted:
             if name.startswith(f"{FOLDER}/"):
-                done = self._parity(name, wanted)
+                done = self._parity(name, objects)
             else:
                 done = self._object(name, copies, given or Copied({}, {}, None))
             if done is not None:
@@ -192,10 +193,9 @@ class Repairer:
         except (NotFound, Corrupt):
             return None
 
-    def _parity(self, name: str, damaged: Mapping[str, None]) -> Repaired | None:
+    def _parity(self, name: str, damaged: Collection[ContainerId | str]) -> Repaired | None:
         of = name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
-        container = id_of(of)
-        if (of if container is None else object_name(container)) in damaged:
+        if (id_of(of) or of) in damaged:
             return None  # the next run, when its object is sound
         data = self._stored(of)
         if data is None:

@@ -261,9 +261,11 @@ class Verifier:
         return tuple(name for name in check.missing if name not in damaged)
 
     def _judged(self, damage: Damage) -> Damage:
+        there = self._there(damage.object_name)
+        damage = replace(damage, object_name=there, problem=damage.problem.replace(damage.object_name, there))
         if self._objects is None or not self._objects.has_some:
             return damage
-        return replace(damage, repairable=self._objects.mended(self._there(damage.object_name)) is not None)
+        return replace(damage, repairable=self._objects.mended(there) is not None)
 
     def _there(self, name: str) -> str:
         """Return the name under which an object lies there that findings name: a container's by its generation."""
