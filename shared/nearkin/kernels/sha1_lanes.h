@@ -5,12 +5,13 @@
  * XOR4, V_CHOOSE, V_PARITY, V_MAJORITY and the function load_turned.
  */
 
-/* As in the portable code the roles of a..e turn, so nothing is moved. */
+/* As in the portable code the roles of a..e turn, so nothing is moved. All but `a` was there two rounds ago: it comes last, and a
+ * round waits for a turn and one addition. gcc would add up in an order of its own, with one more to wait for. */
 #define V_ROUND(f, a, b, c, d, e, t)                                                                                             \
     do {                                                                                                                         \
         if ((t) >= 16)                                                                                                           \
             w[(t) & 15] = ROTATED(XOR4(w[((t) + 13) & 15], w[((t) + 8) & 15], w[((t) + 2) & 15], w[(t) & 15]), 1);               \
-        e = ADD(ADD(e, ADD(w[(t) & 15], k)), ADD(f(b, c, d), ROTATED(a, 5)));                                                    \
+        e = ADD(ADD(ADD(e, ADD(w[(t) & 15], k)), f(b, c, d)), ROTATED(a, 5));                                                    \
         b = ROTATED(b, 30);                                                                                                      \
     } while (0)
 #define V_FIVE_ROUNDS(f, t)                                                                                                      \
@@ -26,6 +27,9 @@
     V_FIVE_ROUNDS(f, (t) + 15)
 
 /* `state[i][lane]` is word i of that lane's state; every lane takes `blocks` blocks from its own address. */
+#if !defined(__clang__)
+__attribute__((optimize("no-tree-reassoc")))
+#endif
 TARGET static void LANED(sha1_in_lanes)(uint32_t state[5][SHA1_LANES_MAX], const uint8_t *const at[SHA1_LANES_MAX], size_t blocks) {
     VECTOR s0 = LOAD(state[0]), s1 = LOAD(state[1]), s2 = LOAD(state[2]), s3 = LOAD(state[3]), s4 = LOAD(state[4]);
     for (size_t block = 0; block < blocks; block++) {
