@@ -39,7 +39,7 @@ class Helpers:
     """Threads that take parts beside the caller's, whichever of them are free. Safe between threads."""
 
     def __init__(self, threads: Executor | None = None, count: int = 1) -> None:
-        """Of `threads` `count` are asked; without any the caller does all. On `count` cores they are not too many."""
+        """Of `threads` `count` are asked, on as many cores; without any the caller does all."""
         self._threads = threads
         self._count = count
         self._begun: list[Future[Any]] = []
@@ -55,7 +55,7 @@ class Helpers:
             yield
             return
         threads = ThreadPoolExecutor(count, name)
-        self._threads, self._count = threads, count
+        self._threads, self._count = threads, count + 1
         try:
             yield
         finally:
@@ -85,10 +85,10 @@ class Helpers:
     def begin(self, work: Callable[[], Answer]) -> Callable[[], Answer]:
         """Begin a piece of work; return what gives its answer once it is there, or raises what it raised.
 
-        The caller does it at once where every thread has one, and another waits: so much is in memory at most.
+        The caller does it at once where as many are begun as there are cores: the others each have one, and one waits.
         """
         self._begun = [one for one in self._begun if not one.done()]
-        if self._threads is not None and len(self._begun) <= self._count:
+        if self._threads is not None and len(self._begun) < self._count:
             told, task = Future[Answer](), [work]
             self._begun.append(told)
             with suppress(RuntimeError):  # no thread is to be had

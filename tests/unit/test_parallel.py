@@ -143,7 +143,7 @@ def test_what_is_begun_goes_on_while_the_caller_does(threads: ThreadPoolExecutor
         both.wait(WAIT_SECONDS)
         return threading.get_ident()
 
-    answer = Helpers(threads).begin(work)
+    answer = Helpers(threads, 2).begin(work)
     both.wait(WAIT_SECONDS)
     assert answer() != me
     assert answer() == answer(), "it is there for good"
@@ -157,7 +157,7 @@ def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: Thr
         gate.wait(WAIT_SECONDS)
         return threading.get_ident()
 
-    helpers = Helpers(threads)
+    helpers = Helpers(threads, 2)
     answers = [helpers.begin(work), helpers.begin(work)]
     third = helpers.begin(threading.get_ident)
     assert third() == me, "done here, and at once"
@@ -170,7 +170,7 @@ def test_what_was_begun_and_failed_says_so_when_it_is_asked_for(threads: ThreadP
     def fails() -> None:
         raise ValueError("damaged")
 
-    helpers = Helpers(threads)
+    helpers = Helpers(threads, 2)
     answer = helpers.begin(fails)
     assert helpers.begin(lambda: 7)() == 7, "others are as good as before"
     with pytest.raises(ValueError, match="damaged"):
@@ -278,6 +278,14 @@ def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
     helpers = Helpers()
     with helpers.on_other_cores("nearkin-test", 2):
         assert helpers.alone == (not hands)
+        together, shared = threading.Barrier(hands + 1), list[str]()
+
+        def part() -> None:
+            together.wait(WAIT_SECONDS)
+            shared.append(threading.current_thread().name)
+
+        helpers.share(part)
+        assert len(set(shared)) == hands + 1, "the caller's is one of them"
         if not hands:
             gate.set()
         for _ in range(hands + 1):  # the last one waits, or is the caller's
