@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nearkin import open_store
+from nearkin.testing.benches import tiny_corpus
 from nearkin.testing.commands import FIRST, SECOND, InProcess, answer
 
 
@@ -42,3 +43,9 @@ def store(puts: tuple[Path, list[dict[str, Any]]]) -> Path:
 def copied(store: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(store, tmp_path / "copied"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file a version, for a room of the lab."""
+    return tiny_corpus(tmp_path_factory.mktemp("versions") / "tiny")

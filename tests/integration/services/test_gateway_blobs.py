@@ -6,11 +6,8 @@ import base64
 import hashlib
 import random
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -24,19 +21,6 @@ from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.waiting import until
 from nearkin_gateway.keys import quoted
 from nearkin_gateway.state import EXPLANATIONS_MAX
-
-
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": {"key_bytes_max": 600}})
-    with running(settings) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(gateway: Running) -> Iterator[httpx.Client]:
-    with gateway.client() as found:
-        yield found
 
 
 def noise(count: int, seed: int = 1) -> bytes:
@@ -188,7 +172,7 @@ def test_a_listing_pages_through_all_keys_once_in_order(client: httpx.Client) ->
     assert found == keys
 
 
-# --- ranges and conditions -------------------------------------------------------------------------------------------
+# --- ranges ----------------------------------------------------------------------------------------------------------
 
 
 def test_ranges_are_what_python_slices_are(client: httpx.Client) -> None:
@@ -223,65 +207,6 @@ def test_a_range_that_means_nothing_is_passed_over(client: httpx.Client, text: s
     assert (answer.status_code, answer.content) == (200, b"0123456789")
 
 
-def test_conditions_of_reads_hold(client: httpx.Client) -> None:
-    tag = client.put("/v1/blobs/cond", content=b"one").headers["etag"]
-    get = client.get("/v1/blobs/cond")
-    assert client.get("/v1/blobs/cond", headers={"If-None-Match": tag}).status_code == 304
-    assert client.get("/v1/blobs/cond", headers={"If-None-Match": f'"x", W/{tag}'}).status_code == 304
-    assert client.get("/v1/blobs/cond", headers={"If-None-Match": '"x"'}).status_code == 200
-    assert client.get("/v1/blobs/cond", headers={"If-Match": tag}).status_code == 200
-    assert client.get("/v1/blobs/cond", headers={"If-Match": f"W/{tag}"}).status_code == 412
-    assert client.get("/v1/blobs/cond", headers={"If-Match": '"x"'}).status_code == 412
-    since = {"If-Modified-Since": get.headers["last-modified"]}
-    assert client.get("/v1/blobs/cond?version=1", headers=since).status_code == 304
-    assert client.get("/v1/blobs/cond", headers=since).status_code == 200
-    assert client.get("/v1/blobs/cond", headers={**since, "If-None-Match": tag}).status_code == 304
-    early = "Sat, 01 Jan 2000 00:00:00 GMT"
-    assert client.get("/v1/blobs/cond", headers={"If-Unmodified-Since": early}).status_code == 412
-    both = {"Range": "bytes=0-0"}
-    assert client.get("/v1/blobs/cond", headers={**both, "If-Range": tag}).content == b"o"
-    assert client.get("/v1/blobs/cond", headers={**both, "If-Range": '"other"'}).content == b"one"
-    assert client.get("/v1/blobs/cond", headers={**both, "If-Range": f"W/{tag}"}).content == b"one"
-    assert client.head("/v1/blobs/cond", headers={"If-None-Match": "*"}).status_code == 304
-
-
-def test_a_date_never_says_not_modified_of_what_the_caller_does_not_have(client: httpx.Client) -> None:
-    client.put("/v1/blobs/dated", content=b"one")
-    first = client.get("/v1/blobs/dated")
-    client.put("/v1/blobs/dated", content=b"two")  # within the second, mostly
-    second = client.get("/v1/blobs/dated", headers={"If-Modified-Since": first.headers["last-modified"]})
-    assert (second.status_code, second.content) == (200, b"two")
-    unmodified = {"If-Unmodified-Since": first.headers["last-modified"], "Range": "bytes=1-"}
-    assert client.get("/v1/blobs/dated", headers=unmodified).status_code == 412
-    assert client.get("/v1/blobs/dated?version=1", headers=unmodified).content == b"ne"
-    client.delete("/v1/blobs/dated?version=2")
-    again = client.get("/v1/blobs/dated", headers={"If-Modified-Since": second.headers["last-modified"]})
-    assert (again.status_code, again.content) == (200, b"one")
-
-
-def test_conditions_of_puts_hold(client: httpx.Client) -> None:
-    only_first = {"If-None-Match": "*"}
-    tag = client.put("/v1/blobs/once", content=b"one", headers=only_first).headers["etag"]
-    assert client.put("/v1/blobs/once", content=b"two", headers=only_first).status_code == 412
-    assert client.put("/v1/blobs/once", content=b"two", headers={"If-Match": tag}).status_code == 201
-    assert client.put("/v1/blobs/once", content=b"three", headers={"If-Match": tag}).status_code == 412
-    assert client.get("/v1/blobs/once").content == b"two"
-
-
-def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(client: httpx.Client) -> None:
-    """Its answer was lost; by then the version that its condition meets is its own."""
-    only_first = {"If-None-Match": "*", "Idempotency-Key": "lost the answer"}
-    first = client.put("/v1/blobs/lost", content=b"one", headers=only_first)
-    again = client.put("/v1/blobs/lost", content=b"one", headers=only_first)
-    assert (again.status_code, again.json(), again.headers["idempotent-replayed"]) == (201, first.json(), "true")
-    over = {"If-Match": first.headers["etag"], "Idempotency-Key": "lost this one too"}
-    second = client.put("/v1/blobs/lost", content=b"two", headers=over)
-    assert (second.status_code, second.json()["version"]) == (201, 2)
-    assert client.put("/v1/blobs/lost", content=b"two", headers=over).json() == second.json()
-    assert client.put("/v1/blobs/lost", content=b"three", headers={**over, "Idempotency-Key": "new"}).status_code == 412
-    assert len(client.get("/v1/blobs/lost/versions").json()["versions"]) == 2
-
-
 @pytest.mark.parametrize(
     ("path", "methods"),
     [
@@ -301,26 +226,7 @@ def test_a_method_that_is_not_for_a_resource_is_told_all_that_are(
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
-def test_a_conditional_put_that_is_sent_again_before_its_outcome_is_told_is_no_stranger(
-    gateway: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The version is there first, and then whoever waits hears of it."""
-    only_first = {"If-None-Match": "*", "Idempotency-Key": "sent again at once"}
-    first = client.put("/v1/blobs/at once", content=b"one", headers=only_first)
-    told, asked = gateway.gateway.outcomes.of_origin, list[bytes]()
-
-    def late(origin: bytes) -> dict[str, Any] | None:
-        asked.append(origin)
-        return told(origin) if len(asked) > 2 else None
-
-    monkeypatch.setattr(gateway.gateway.outcomes, "of_origin", late)
-    again = client.put("/v1/blobs/at once", content=b"one", headers=only_first)
-    assert (again.status_code, again.json(), again.headers["idempotent-replayed"]) == (201, first.json(), "true")
-    stranger = {"If-None-Match": "*", "Idempotency-Key": "a stranger"}
-    assert client.put("/v1/blobs/at once", content=b"one", headers=stranger).status_code == 412
-
-
-# --- digests, metadata, idempotency ----------------------------------------------------------------------------------
+# --- digests, metadata -----------------------------------------------------------------------------------------------
 
 
 def test_announced_digests_are_checked_before_anything_is_stored(client: httpx.Client) -> None:
@@ -361,43 +267,6 @@ def test_metadata_survive_whatever_is_in_them(client: httpx.Client) -> None:
         "x-nearkin-meta-empty": "",
     }
     assert client.get("/v1/info/meta").json()["metadata"] == metadata
-
-
-def test_a_repeated_idempotency_key_stores_once_and_other_content_is_refused(client: httpx.Client) -> None:
-    data = noise(100_000, seed=8)
-    first = client.put("/v1/blobs/idem", content=data, headers={"Idempotency-Key": "k1"})
-    again = client.put("/v1/blobs/idem", content=data, headers={"Idempotency-Key": "k1"})
-    assert (first.status_code, again.status_code) == (201, 201)
-    assert again.json() == first.json()
-    assert again.headers["idempotent-replayed"] == "true"
-    other = client.put("/v1/blobs/idem", content=data + b"!", headers={"Idempotency-Key": "k1"})
-    assert (other.status_code, other.json()["type"]) == (422, "urn:nearkin:problem:idempotency-key-reused")
-    assert client.put("/v1/blobs/idem2", content=data, headers={"Idempotency-Key": "k1"}).json()["version"] == 1
-    assert len(client.get("/v1/blobs/idem/versions").json()["versions"]) == 1
-    assert client.put("/v1/blobs/idem", content=b"", headers={"Idempotency-Key": "k" * 256}).status_code == 400
-
-
-def test_two_uploads_with_one_idempotency_key_at_once_store_once(gateway: Running) -> None:
-    data, statuses = noise(3_000_000, seed=11), []
-    both_began = threading.Barrier(2)
-
-    def slowly() -> Iterator[bytes]:
-        for start in range(0, len(data), 300_000):
-            if start == 300_000:
-                both_began.wait(60)
-            time.sleep(0.02)
-            yield data[start : start + 300_000]
-
-    def put() -> None:
-        with gateway.client() as mine:
-            statuses.append(mine.put("/v1/blobs/twice", content=slowly(), headers={"Idempotency-Key": "k"}).status_code)
-
-    threads = [threading.Thread(target=put) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(statuses) == [201, 409]
 
 
 def test_concurrent_puts_of_one_key_give_ordered_versions(gateway: Running) -> None:

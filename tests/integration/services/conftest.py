@@ -1,0 +1,23 @@
+"""A gateway for one file's tests, and a client of it; files that want other settings have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from nearkin.testing.gateways import Running, embedded, running
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": {"key_bytes_max": 600}})
+    with running(settings) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Running) -> Iterator[httpx.Client]:
+    with gateway.client() as found:
+        yield found
