@@ -36,7 +36,10 @@ def cores() -> int:
 
 
 class Helpers:
-    """Threads that take parts beside the caller's, whichever of them are free. Safe between threads."""
+    """Threads that take parts beside the caller's, whichever of them are free.
+
+    Safe between threads, but for `on_other_cores` and `begin`: those are for the one thread that has the others.
+    """
 
     def __init__(self, threads: Executor | None = None, count: int = 1) -> None:
         """Of `threads` `count` are asked, on as many cores; without any the caller does all."""

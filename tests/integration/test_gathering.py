@@ -9,6 +9,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
+from nearkin.errors import Corrupt
 from nearkin.formats import layout
 from nearkin.formats.container import decode_container
 from nearkin.recoding import BlockRecoder
@@ -338,6 +339,22 @@ def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, 
         store.gc()
         check(store, EVERY)
         assert blocks(store)[0]
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_container(store, caplog, monkeypatch, of):
+    monkeypatch.setattr("nearkin.parallel.cores", lambda: of)
+    put(store, EVERY)
+
+    def fails(*_: object) -> None:
+        raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
+
+    monkeypatch.setattr("nearkin_delta.gathered.encode_gathered", fails)
+    with caplog.at_level("WARNING"):
+        store.gc()
+    assert "check this machine's memory: it is not gathered" in caplog.text
+    assert blocks(store) == (0, 0)
+    check(store, EVERY)
 
 
 @pytest.mark.parametrize("versions", [10, 12])
