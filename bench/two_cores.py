@@ -146,6 +146,13 @@ def measured(corpus: str, paths: list[Path], cores: list[int], runs: int, clocks
     return rows
 
 
+def at_least_one(text: str) -> int:
+    """Return a number of versions or runs. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}": want a whole number from 1 on')
+    return int(text)
+
+
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Put on one core and on two.")
@@ -155,8 +162,8 @@ def main() -> int:
         default=["botocore,rdb"],
         help="those of `nearkin bench`, or folders with a file a version",
     )
-    parser.add_argument("--versions", type=int, help="of each; else as many as it has by default")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--versions", type=at_least_one, help="of each; else as many as it has by default")
+    parser.add_argument("--runs", type=at_least_one, default=3)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
