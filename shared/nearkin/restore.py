@@ -6,7 +6,6 @@ manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, ve
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,7 +26,8 @@ from nearkin.sources import write_pieces
 from nearkin.store.ahead import ReadAhead
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerSource, ContainerStore, object_name
-from nearkin.store.plans import Plan
+from nearkin.store.foresight import Foresight
+from nearkin.store.plans import Placed, Plan, seen_ahead
 
 BATCH_BYTES = 4 * 1024 * 1024
 GROUP_SEGMENTS = 64
@@ -36,6 +36,8 @@ GROUP_CHUNKS_MAX = 1 << 18
 PLANS_AHEAD = 4
 """Batches whose blocks are asked for before they are wanted, where a read takes long."""
 DIRECTORIES_AHEAD_MAX = 64
+FORESEEN_SHARE = 8
+"""Of a range that is smaller than this part of the cache all fits into it, mostly."""
 
 
 class Blob:
@@ -69,66 +71,72 @@ class Blob:
         far.
         """
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
-            yield from self._pieces(None)
+            yield from self._pieces(None, None)
             return
         ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
+        many = self.size_bytes * FORESEEN_SHARE > self._source.blocks.bytes_max
+        foresight = Foresight(self._source) if many else None
         thread = ThreadPoolExecutor(1, "nearkin-restore")
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             if ahead is not None:
                 steps.callback(ahead.close)
-            pieces = self._pieces(ahead, steps.enter_context(all_cores("nearkin-decode")))
+            steps.enter_context(self._source.restores.one_more())
+            pieces = self._pieces(ahead, foresight, steps.enter_context(all_cores("nearkin-decode")))
             steps.callback(thread.shutdown, cancel_futures=True)
             following = thread.submit(next, pieces, None)
             while (piece := following.result()) is not None:
                 following = thread.submit(next, pieces, None)
                 yield piece
 
-    def _pieces(self, ahead: ReadAhead | None, helpers: Helpers = ALONE) -> Iterator[memoryview]:
+    def _pieces(
+        self, ahead: ReadAhead | None, foresight: Foresight | None, helpers: Helpers = ALONE
+    ) -> Iterator[memoryview]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
         reader = ChunkReader(self._source if ahead is None else ahead, helpers)
-        hasher, position = blake3(), 0
-        for plan in self._planned(ahead):
-            if position >= self._stop:
-                break
+        hasher, ended = blake3(), self._start
+        for position, plan in self._planned(ahead, foresight):
             ends = offsets_of(plan.lengths) + plan.lengths
             total = int(ends[-1])
             wanted_from, wanted_to = max(self._start - position, 0), min(self._stop - position, total)
-            position += total
-            if wanted_from >= total:
-                continue
             first = int(np.searchsorted(ends, wanted_from, side="right"))
             last = int(np.searchsorted(ends, wanted_to)) + 1
             skipped = int(ends[first - 1]) if first else 0
             payload = self._verified(reader, plan.take(slice(first, last)))
+            ended = position + total
+            if foresight is not None:
+                foresight.batch_read()
             if whole:
                 hasher.update(payload)
-                if position >= self._stop and hasher.digest() != self._manifest.blake3:
+                if ended >= self._stop and hasher.digest() != self._manifest.blake3:
                     # Before the last piece is given out: a wrong whole must not look like a good one.
                     raise Corrupt(
                         f"{self._named()}: BLAKE3 of the whole does not agree with its manifest: run `nearkin verify`"
                     )
             yield payload.data[wanted_from - skipped : wanted_to - skipped]
-        if position < self._stop:
+        if ended < self._stop:
             raise Corrupt(
-                f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`"
+                f"{self._named()}: its segments end at byte {ended} of {self.info.size_bytes}: run `nearkin verify`"
             )
 
-    def _planned(self, ahead: ReadAhead | None) -> Iterator[Plan]:
-        """Yield plans; with `ahead` some after the one that is wanted are made, and their blocks asked for."""
+    def _planned(self, ahead: ReadAhead | None, foresight: Foresight | None) -> Iterator[Placed]:
+        """Return the plans of the range's batches; some after the one that is wanted are made, and told of, then."""
+        plans = self._of_range()
+        if foresight is not None:
+            plans = foresight.over(plans)
         if ahead is None:
-            yield from planned_batches(self._manifest, self._source)
-            return
+            return plans
         ahead.directories(distinct(self._manifest.segments.containers).tolist()[:DIRECTORIES_AHEAD_MAX])
-        position, waiting = 0, deque[Plan]()
+        return seen_ahead(plans, ahead.want, PLANS_AHEAD)
+
+    def _of_range(self) -> Iterator[Placed]:
+        """Yield the plan of each batch that has bytes of the range."""
+        position = 0
         for plan in planned_batches(self._manifest, self._source):
-            here = position
-            position += int(plan.lengths.sum(dtype=np.int64))
-            if position > self._start and here < self._stop:
-                ahead.want(plan)
-            waiting.append(plan)
-            if len(waiting) > PLANS_AHEAD:
-                yield waiting.popleft()
-        yield from waiting
+            here, position = position, position + int(plan.lengths.sum(dtype=np.int64))
+            if here >= self._stop:
+                return
+            if position > self._start:
+                yield here, plan
 
     def read(self) -> bytes:
         """Return the range's bytes."""

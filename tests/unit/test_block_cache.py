@@ -51,6 +51,28 @@ def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
     assert cache.used_bytes == 0
 
 
+def test_what_was_given_up_goes_first_and_only_as_much_of_it_as_comes() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
+    cache.put_many(range(8), ["x"] * 8, [10] * 8)
+    cache.give_up([0, 1, 2, 3, 99])
+    cache.make_room([])
+    assert cache.used_bytes == 80
+    cache.make_room([15])  # fits beside all of it, and takes the memory of two nevertheless
+    assert sorted(key for key, _ in cache.items()) == [0, 1, 4, 5, 6, 7]
+    cache.put_many([11, 12], ["y", "y"], [35, 10])  # full, and a little more: of those that nobody wants
+    assert sorted(key for key, _ in cache.items()) == [0, 4, 5, 6, 7, 11, 12]
+    assert cache.used_bytes == 95
+    cache.drop([0])
+    cache.put(0, "new", 10)  # whoever brought it again may want it
+    cache.make_room([10])
+    assert cache.get(0) == "new"
+    cache.give_up([0])
+    cache.clear()
+    cache.put(0, "x", 10)
+    cache.make_room([10])
+    assert cache.get(0) == "x"
+
+
 def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
     """A hundred fit: of what a pass over more than fit left, a quarter is the last of it, the rest from all over."""
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")

@@ -2,7 +2,8 @@
 
 What is dropped is any but the quarter used last, by lot: docs/decisions/0029. Version after version is read from end to
 end, and of data a little larger than the cache the least recently used ones are just those wanted next; but of bases
-that lie all over a long history those are wanted again that were wanted a moment ago.
+that lie all over a long history those are wanted again that were wanted a moment ago. What its reader has given up
+goes before all others.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._held: dict[Key, _Held[Value]] = {}
         self._keys: list[Key] = []
         """In no order: one is drawn by lot without a walk."""
+        self._given_up: dict[Key, None] = {}
+        """Keys that nobody is known to want, as far as they are still there."""
         self._uses = 0
         self._lock = threading.Lock()
         self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
@@ -73,6 +76,11 @@ class ByteBoundedCache(Generic[Key, Value]):
             if count:
                 tally.CACHE_LOOKUPS.add(count, self._name, word)
         return values
+
+    @property
+    def bytes_max(self) -> int:
+        """Return how much it may hold."""
+        return self._bytes_max
 
     @property
     def used_bytes(self) -> int:
@@ -107,10 +115,20 @@ class ByteBoundedCache(Generic[Key, Value]):
     def make_room(self, values_bytes: Iterable[int], beside_bytes: int = 0) -> None:
         """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was.
 
-        `beside_bytes`: so much of the bound is taken by what is not kept here.
+        Of those that were given up as many go as come, whatever fits. `beside_bytes`: so much of the bound is taken by
+        what is not kept here.
         """
         with self._lock:
-            self._fit(beside_bytes + sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max))
+            wanted_bytes = sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max)
+            kept_bytes = self._used_bytes - wanted_bytes
+            while self._given_up and self._used_bytes > kept_bytes:
+                self._drop(self._given_up.popitem()[0])  # the one given up last: its memory is the warmest
+            self._fit(beside_bytes + wanted_bytes)
+
+    def give_up(self, keys: Iterable[Key]) -> None:
+        """Let these go before others: whoever read them knows that they will not be asked for."""
+        with self._lock:
+            self._given_up.update((key, None) for key in keys if key in self._held)
 
     def bound(self, bytes_max: int) -> None:
         """Hold so much at most from now on, dropping what is too much."""
@@ -124,6 +142,9 @@ class ByteBoundedCache(Generic[Key, Value]):
         Also where a Ctrl-C fell between two steps: each turn takes a key out.
         """
         while self._used_bytes + room_bytes > self._bytes_max:
+            if self._given_up:
+                self._drop(self._given_up.popitem()[0])
+                continue
             if not self._keys:
                 self._clear()
                 return
@@ -144,6 +165,7 @@ class ByteBoundedCache(Generic[Key, Value]):
             if (moved := self._held.get(last)) is not None:
                 moved.place = place
         held = self._held.pop(key, None)
+        self._given_up.pop(key, None)
         self._used_bytes -= 0 if held is None else held.value_bytes
 
     def items(self) -> list[tuple[Key, Value]]:
@@ -155,13 +177,16 @@ class ByteBoundedCache(Generic[Key, Value]):
         """Forget what these keys name; those that are not there are fine."""
         with self._lock:
             for key in keys:
-                held = self._held.get(key)
-                if held is None:
-                    continue
-                if held.place < len(self._keys) and self._keys[held.place] == key:
-                    self._take(held.place)
-                else:  # a Ctrl-C, as above
-                    self._used_bytes -= self._held.pop(key).value_bytes
+                self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        held = self._held.get(key)
+        if held is None:
+            return
+        if held.place < len(self._keys) and self._keys[held.place] == key:
+            self._take(held.place)
+        else:  # a Ctrl-C, as above
+            self._used_bytes -= self._held.pop(key).value_bytes
 
     def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
         """Forget what these keys name."""
@@ -177,6 +202,7 @@ class ByteBoundedCache(Generic[Key, Value]):
     def _clear(self) -> None:
         self._held.clear()
         self._keys.clear()
+        self._given_up.clear()
         self._used_bytes = 0
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -75,6 +75,25 @@ class ReadCosts:
             self.bytes_read += size_bytes
 
 
+class Restores:
+    """How many restores are at work through one cache. Safe between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count another one for as long as the block runs."""
+        with self._lock:
+            self.count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.count -= 1
+
+
 class Rewritten(Corrupt):
     """A block went while it was to be read: its container was written anew, and says where its chunks lie now."""
 
@@ -113,6 +132,8 @@ class ContainerStore:
         )
         """With the generation that each is of."""
         self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes, "blocks")
+        self.restores = Restores()
+        """Through the cache of blocks."""
         self.buffers = Buffers()
         self.costs = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
@@ -136,6 +157,7 @@ class ContainerStore:
         other._objects = objects
         other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES, "directories")
         other.blocks = ByteBoundedCache(block_cache_bytes, "blocks")
+        other.restores = Restores()
         other._mended = ByteBoundedCache(MENDED_BYTES, "mended")
         other._generations = dict(self._generations)
         return other

@@ -5,11 +5,14 @@ locations -> one row of its container's directory each -> by block, for one visi
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
-from nearkin.records import U8, U32, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, ZERO, Bools, ContainerId, Locations
 
 BlockName = tuple[ContainerId, int]
 """A container and a block's number in it."""
@@ -79,6 +82,10 @@ class Plan:
         return Plan(self.locations.take(which), self.rows[which])
 
 
+Placed = tuple[int, Plan]
+"""Where a batch starts in its version, bytes, and its plan."""
+
+
 @frozen
 class ByBlock:
     """Rows of a plan by the block that holds them: block i, `names[i]`, has rows[bounds[i]] to rows[bounds[i + 1]]."""
@@ -110,3 +117,21 @@ def by_block(plan: Plan, wanted: NDArray[np.intp]) -> ByBlock:
     starts = bounds[:-1]
     names = list(zip(map(ContainerId, containers[starts].tolist()), blocks[starts].tolist(), strict=True))
     return ByBlock(wanted[order], bounds, names)
+
+
+def blocks_of(plan: Plan) -> list[BlockName]:
+    """Return the blocks of a plan's rows, each once, in the order of the rows."""
+    stored = plan.locations.containers != np.uint64(ZERO)
+    pairs = zip(plan.locations.containers[stored].tolist(), plan.blocks[stored].tolist(), strict=True)
+    return [(ContainerId(container), block) for container, block in dict.fromkeys(pairs)]
+
+
+def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], None], count: int) -> Iterator[Placed]:
+    """Yield all plans of batches, each once `see` was told of it and of `count` after it."""
+    waiting = deque[Placed]()
+    for placed in plans:
+        see(placed[1])
+        waiting.append(placed)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting

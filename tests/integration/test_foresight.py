@@ -1,0 +1,137 @@
+"""A restore knows what it will read: what it is done with goes first, and what comes out is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store, restore
+from nearkin.errors import Corrupt
+from nearkin.limits import MIB
+from nearkin.restore import Blob
+from nearkin.store import foresight as module
+from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.foresight import Foresight
+from nearkin.store.objects import LocalObjects
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.stores import SMALL, settings
+
+BLOCKS: Mapping[str, Mapping[str, object]] = {"block": {"raw_bytes": "256KiB", "delta_bytes": "16KiB"}}
+VERSIONS = 6
+
+
+def stored(root: Path, *changes: Mapping[str, object]) -> list[bytes]:
+    versions = [text_like(9_000_000, 1)]
+    for number in range(1, VERSIONS):
+        versions.append(mutated(versions[-1], number, edits=300, edit_bytes_max=400))
+    with open_store(root, settings=settings(SMALL, BLOCKS, *changes)) as store:
+        for data in versions:
+            store.put("k", data)
+    return versions
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+    root = tmp_path_factory.mktemp("foresight") / "s"
+    return root, stored(root)
+
+
+def opened(root: Path, cache_bytes: int, version: int, start: int = 0, stop: int | None = None) -> Blob:
+    """Return a version of a store whose cache of blocks holds so much."""
+    with open_store(root, settings=settings(SMALL, BLOCKS), read_only=True) as store:
+        of = store.get("k", version)
+        containers = ContainerStore(LocalObjects(root), store._fingerprinter.domain, cache_bytes)
+        end = of.info.size_bytes if stop is None else stop
+        return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, start, end)
+
+
+def decoded(blob: Blob) -> int:
+    """Return how many blocks a restore decodes: each is read for that."""
+    blob.read()
+    assert blob.costs.blocks_decoded == blob.costs.block_reads
+    return blob.costs.blocks_decoded
+
+
+def test_memory_of_what_is_done_with_is_taken_and_nothing_is_decoded_twice(
+    made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, versions = made
+    everything = opened(root, 256 * MIB, VERSIONS)
+    each_once = decoded(everything)
+    total_bytes = everything._source.blocks.used_bytes
+    foreseen, plain = opened(root, total_bytes * 4 // 5, VERSIONS), opened(root, total_bytes * 4 // 5, VERSIONS)
+    assert decoded(foreseen) == each_once
+    assert foreseen._source.blocks.used_bytes < total_bytes * 0.6
+    monkeypatch.setattr(restore, "FORESEEN_SHARE", 0)
+    assert decoded(plain) == each_once
+    assert plain._source.blocks.used_bytes > total_bytes * 0.75
+    assert opened(root, total_bytes // 3, VERSIONS).read() == versions[-1]
+
+
+def test_what_no_batch_wants_any_more_makes_room_for_what_comes(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = made
+    blob = opened(root, 8_500_000, 1)
+    assert blob.read() == versions[0]
+    assert blob._source.blocks.used_bytes < 6_000_000, "two batches of three"
+    monkeypatch.setattr(restore, "FORESEEN_SHARE", 0)
+    blob = opened(root, 8_500_000, 1)
+    assert blob.read() == versions[0]
+    assert blob._source.blocks.used_bytes > 8_000_000
+
+
+@pytest.mark.parametrize("why", ["all fits", "others restore"])
+def test_what_others_may_want_stays(made, why: str) -> None:
+    root, versions = made
+    blob = opened(root, 32 * MIB if why == "all fits" else 8_500_000, 1)
+    with ExitStack() as others:
+        if why == "others restore":
+            others.enter_context(blob._source.restores.one_more())
+        assert blob.read() == versions[0]
+    assert blob._source.blocks.used_bytes > 8_000_000
+    assert blob._source.restores.count == 0
+    again = Blob(blob.info, blob._manifest, blob._source.counting(), blob._fingerprinter, 0, blob.size_bytes)
+    assert again.read() == versions[0]
+    assert again.costs.blocks_decoded < blob.costs.blocks_decoded / 4
+
+
+@pytest.mark.parametrize("horizon", [1, 32])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 8_900_000), (1, 5_000_000), (4_100_000, 8_900_001), (MIB * 4, MIB * 8)]
+)
+def test_ranges_come_back_as_they_were(made, monkeypatch: pytest.MonkeyPatch, horizon: int, start, stop) -> None:
+    root, versions = made
+    monkeypatch.setattr(module, "HORIZON_PLANS", horizon)
+    for version in (1, VERSIONS):
+        assert opened(root, 2_000_000, version, start, stop).read() == versions[version - 1][start:stop]
+
+
+def test_chains_of_deltas_are_not_followed_and_nothing_is_let_go(tmp_path: Path) -> None:
+    versions = stored(tmp_path / "s", {"delta": {"codec": "xdelta3"}})
+    foresight = Foresight((blob := opened(tmp_path / "s", 2_000_000, VERSIONS))._source)
+    assert [plan for _, plan in foresight.over(blob._of_range())]
+    foresight.batch_read()
+    assert not blob._source.blocks._given_up
+    assert blob.read() == versions[-1]
+
+
+def test_too_many_blocks_or_bases_are_not_followed(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = made
+    for bound in ("HELD_MAX", "BASES_MAX", "KEYS_MAX"):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, bound, 20)
+            blob = opened(root, 2_000_000, VERSIONS)
+            assert blob.read() == versions[-1]
+            assert not blob._source.blocks._given_up
+
+
+def test_a_container_that_is_gone_is_told_as_ever(tmp_path: Path) -> None:
+    stored(tmp_path / "s")
+    blob = opened(tmp_path / "s", 2_000_000, VERSIONS)
+    (first, *_) = sorted(container for container, _ in blob._source.ids())
+    (tmp_path / "s" / object_name(first)).unlink()
+    with pytest.raises(Corrupt, match=f"{object_name(first)}: missing"):
+        blob.read()
+    assert blob._source.restores.count == 0
