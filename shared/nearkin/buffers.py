@@ -30,7 +30,7 @@ ROOMY_BYTES = MIB
 MAPPED_BYTES = 256 * KIB
 """From here on memory is mapped: of malloc's, what lies between pieces in use stays taken (ten botocore releases put
 and read in one process: 383 MiB, mapped 375)."""
-SPARE_BYTES_MAX = 40 * MIB
+SPARE_BYTES_MAX = 16 * MIB
 """Unused memory that is held, of all sizes together."""
 STEPS = 16
 """Sizes between a power of two and the next one: at most a sixteenth of what is taken is slack. With a quarter the

@@ -136,7 +136,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     # As few bytes as it can, for what is written once and seldom read: docs/decisions/0019.
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
-        "base": {"try_all": True, "cache_bytes": 72 * MIB},
+        "base": {"try_all": True, "cache_bytes": 96 * MIB},
         "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
         "delta": {"max_depth": 6},
         "container": {"target_bytes": 24 * MIB},

@@ -95,7 +95,7 @@ class BaseSettings:
 
     policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
     """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
-    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 160 * MIB
+    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 200 * MIB
     """Of decoded blocks, in a put."""
     try_all: bool = False
     """Try old neighbours also in blobs where few of them turn out to be bases: docs/decisions/0023."""

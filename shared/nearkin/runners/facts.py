@@ -26,7 +26,7 @@ from nearkin_delta.finished import FinishedContainer
 
 Answer = TypeVar("Answer", Found, FoundBases)
 
-BESIDE_BYTES_MAX = 56 * MIB
+BESIDE_BYTES_MAX = 40 * MIB
 """Of blocks that are looked at though the cache holds them no more, and of those that grow: for what is more it makes
 room. The 32nd of a row of dumps, put by a process that had put three before, peaked at 485 MB, and so at 445."""
 
