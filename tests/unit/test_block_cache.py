@@ -67,6 +67,10 @@ def test_what_was_given_up_goes_first_and_only_as_much_of_it_as_comes() -> None:
     cache.make_room([10])
     assert cache.get(0) == "new"
     cache.give_up([0])
+    assert cache.get(0) == "new"  # somebody wants it nevertheless
+    cache.make_room([10])
+    assert cache.get(0) == "new"
+    cache.give_up([0])
     cache.clear()
     cache.put(0, "x", 10)
     cache.make_room([10])
@@ -86,6 +90,35 @@ def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
     for number in range(300, 324):
         cache.put(number, "x", 10)
     assert cache.get(held[0]) == "x"
+
+
+def test_what_is_wanted_in_every_pass_stays_though_more_is_read_than_fits() -> None:
+    """Ten passes over a row of 150 and, now and then, some that nobody wants again; a hundred fit."""
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
+    found = list[int]()
+    for turn in range(10):
+        hits = cache.hits
+        for number in range(150):
+            if cache.get(number) is None:
+                cache.put(number, "x", 10)
+            if number % 5 == 0:
+                cache.put(1000 * (turn + 1) + number, "y", 10)
+        found.append(cache.hits - hits)
+    assert min(found[7:]) > 50, "of any that goes by lot alone 30 are found again, of the least recently used none"
+
+
+def test_what_was_wanted_often_goes_once_it_is_not_wanted_any_more() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
+    cache.put_many(range(100), ["x"] * 100, [10] * 100)
+    for _ in range(10):
+        cache.get_many(range(100))
+    for turn in range(80):
+        for number in range(100, 180):
+            if cache.get(number) is None:
+                cache.put(number, "x", 10)
+        if turn == 2:
+            assert sum(number in cache._held for number in range(100)) > 50
+    assert all(number in cache._held for number in range(100, 180))
 
 
 def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the_same() -> None:
@@ -108,8 +141,8 @@ def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the
                 cache.clear()
             there = [one for one in range(300) if one in cache._held]
             assert cache.entries == len(there)
-            assert sorted(cache._keys) == there
-            assert all(cache._keys[held.place] == one for one, held in cache._held.items())
+            assert sorted(one for keys in cache._keys for one in keys) == there
+            assert all(cache._keys[held.uses][held.place] == one for one, held in cache._held.items())
             assert cache.used_bytes == sum(1 + one % 40 for one in there) <= 2000
             sizes.append(len(there))
         return sizes
@@ -121,10 +154,12 @@ def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
     cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "test")
     for number in range(100):
         cache.put(number, number, 10)
-    cache._held.pop(cache._keys[3])  # its key still stands there
-    cache._held[cache._keys[5]].place = 90  # it stands elsewhere
-    cache._keys.pop()  # its value is still held
-    cache._keys.append(cache._keys[7])  # and another one's stands twice
+    once = cache._keys[1]
+    cache._held.pop(once[3])  # its key still stands there
+    cache._held[once[5]].place = 90  # it stands elsewhere
+    cache._held[once[9]].uses = 4  # among others
+    once.pop()  # its value is still held
+    once.append(once[7])  # and another one's stands twice
     for number in range(100, 400):
         cache.put(number, number, 10)
         assert cache.get(number) == number

@@ -1,9 +1,9 @@
 """What was read lately. Invariant: never more bytes than the bound, and of what was used last nothing is dropped.
 
-What is dropped is any but the quarter used last, by lot: docs/decisions/0029. Version after version is read from end to
-end, and of data a little larger than the cache the least recently used ones are just those wanted next; but of bases
-that lie all over a long history those are wanted again that were wanted a moment ago. What its reader has given up
-goes before all others.
+Version after version is read from end to end, and of data a little larger than the cache the least recently used ones
+are just those wanted next; but of bases that lie all over a long history those are wanted again that were wanted a
+moment ago. So of all but the quarter used last those go that were used least often, one of them by lot; and before any
+other what its reader has given up: docs/decisions/0029, 0040.
 """
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ from nearkin import tally
 
 NEWER_SHARE = 4
 """Of what a cache holds, by count: those used last are not dropped."""
+USES_MAX = 8
+"""So far the uses of a value are counted."""
+HALVED_AFTER = 16
+"""Once there were so many uses a value, all counts are halved: what was wanted often, long ago, is not wanted now."""
+LOTS_MAX = 8
+"""So often one is drawn of those used equally often, until it is none of those used last; then of the next more often.
+"""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
 class _Held(Generic[Value]):
-    """A value, where its key stands among all keys, and which use of the cache was the last one of it."""
+    """A value; which use of the cache was the last one of it, and how often it was used, up to USES_MAX; where its key
+    stands among those used so often.
+    """
 
     value: Value
     value_bytes: int
-    place: int
     used: int
+    uses: int = 0
+    place: int = 0
 
 
 class ByteBoundedCache(Generic[Key, Value]):
@@ -41,11 +51,13 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._name = name
         self._used_bytes = 0
         self._held: dict[Key, _Held[Value]] = {}
-        self._keys: list[Key] = []
-        """In no order: one is drawn by lot without a walk."""
+        self._keys: list[list[Key]] = [[] for _ in range(USES_MAX + 1)]
+        """By the uses of their values, each in no order: one is drawn by lot without a walk."""
         self._given_up: dict[Key, None] = {}
         """Keys that nobody is known to want, as far as they are still there."""
         self._uses = 0
+        self._halved = 0
+        """At which use."""
         self._lock = threading.Lock()
         self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
         self.hits = 0
@@ -55,19 +67,27 @@ class ByteBoundedCache(Generic[Key, Value]):
 
     def get(self, key: Key) -> Value | None:
         """Return the value and make it the newest, or None."""
-        return self.get_many([key])[0]
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                self.misses += 1
+            else:
+                self.hits += 1
+                self._use(key, held)
+        tally.CACHE_LOOKUPS.add(1, self._name, "no" if held is None else "yes")
+        return None if held is None else held.value
 
     def get_many(self, keys: Iterable[Key]) -> list[Value | None]:
         """Return each key's value, or None, and make them the newest."""
         values, hits = list[Value | None](), 0
         with self._lock:
-            for held in map(self._held.get, keys):
+            for key in keys:
+                held = self._held.get(key)
                 if held is None:
                     values.append(None)
                 else:
                     hits += 1
-                    self._uses += 1
-                    held.used = self._uses
+                    self._use(key, held)
                     values.append(held.value)
             misses = len(values) - hits
             self.hits += hits
@@ -92,10 +112,10 @@ class ByteBoundedCache(Generic[Key, Value]):
         """Return how many values it holds."""
         return len(self._held)
 
-    def put(self, key: Key, value: Value, value_bytes: int) -> None:
-        """Keep a value, dropping others until all fit."""
+    def put(self, key: Key, value: Value, value_bytes: int, uses: int = 1) -> None:
+        """Keep a value, dropping others until all fit. `uses`: as if it was used so often already."""
         with self._lock:
-            self._put(key, value, value_bytes)
+            self._put(key, value, value_bytes, uses)
 
     def put_many(self, keys: Iterable[Key], values: Iterable[Value], values_bytes: Iterable[int]) -> None:
         """Keep values, dropping others until all fit."""
@@ -103,14 +123,50 @@ class ByteBoundedCache(Generic[Key, Value]):
             for key, value, value_bytes in zip(keys, values, values_bytes, strict=True):
                 self._put(key, value, value_bytes)
 
-    def _put(self, key: Key, value: Value, value_bytes: int) -> None:
+    def _put(self, key: Key, value: Value, value_bytes: int, uses: int = 1) -> None:
         if key in self._held or value_bytes > self._bytes_max:
             return
-        self._uses += 1
-        self._keys.append(key)
-        self._held[key] = _Held(value, value_bytes, len(self._keys) - 1, self._uses)
+        held = self._held[key] = _Held(value, value_bytes, self._uses)
+        held.uses = min(uses, USES_MAX) - 1
         self._used_bytes += value_bytes
+        self._use(key, held)
         self._fit()
+
+    def _use(self, key: Key, held: _Held[Value]) -> None:
+        """Count a use of a value."""
+        self._uses += 1
+        held.used = self._uses
+        if self._given_up:
+            self._given_up.pop(key, None)
+        if held.uses < USES_MAX:
+            self._stand(key, held, held.uses + 1)
+        if self._uses - self._halved > HALVED_AFTER * len(self._held):
+            self._halved = self._uses
+            for other, its in list(self._held.items()):
+                self._stand(other, its, (its.uses + 1) // 2)
+
+    def _stand(self, key: Key, held: _Held[Value], uses: int) -> None:
+        """Put a value among those used so often."""
+        self._leave(key, held)
+        keys = self._keys[uses]
+        held.uses, held.place = uses, len(keys)
+        keys.append(key)
+
+    def _leave(self, key: Key, held: _Held[Value]) -> None:
+        """Take a key from where it stands; nothing where it does not, since a Ctrl-C fell between two steps."""
+        keys = self._keys[held.uses]
+        if held.place < len(keys) and keys[held.place] == key:
+            self._take(held.uses, held.place)
+
+    def _take(self, uses: int, place: int) -> None:
+        """Take a place out: the last key of as many uses stands there then."""
+        keys = self._keys[uses]
+        last = keys.pop()
+        if place < len(keys):
+            keys[place] = last
+            moved = self._held.get(last)
+            if moved is not None and (moved.uses, moved.place) == (uses, len(keys)):
+                moved.place = place
 
     def make_room(self, values_bytes: Iterable[int], beside_bytes: int = 0) -> None:
         """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was.
@@ -145,28 +201,32 @@ class ByteBoundedCache(Generic[Key, Value]):
             if self._given_up:
                 self._drop(self._given_up.popitem()[0])
                 continue
-            if not self._keys:
+            drawn = self._drawn()
+            if drawn is None:
                 self._clear()
                 return
-            place = int(self._lot.random() * len(self._keys))
-            held = self._held.get(self._keys[place])
-            if held is None or len(self._keys) == 1 or not self._is_newer(held):
-                self._take(place)
+            uses, place = drawn
+            key = self._keys[uses][place]
+            self._take(uses, place)
+            held = self._held.get(key)
+            if held is not None and (held.uses, held.place) == drawn:
+                self._forget(key)
 
-    def _is_newer(self, held: _Held[Value]) -> bool:
-        """Return whether a value is the last one used, or one of a quarter of all if each is used once."""
-        return self._uses - held.used < max(1, len(self._keys) // NEWER_SHARE)
+    def _drawn(self) -> tuple[int, int] | None:
+        """Return where a key stands whose value goes: of those used least often one that is none of those used last."""
+        newer, least = max(1, len(self._held) // NEWER_SHARE), None
+        for uses, keys in enumerate(self._keys):
+            for _ in range(LOTS_MAX if keys else 0):
+                place = int(self._lot.random() * len(keys))
+                least = least or (uses, place)
+                held = self._held.get(keys[place])
+                if held is None or self._uses - held.used >= newer:
+                    return uses, place
+        return least
 
-    def _take(self, place: int) -> None:
-        """Take out the value whose key stands at a place: the last key stands there then."""
-        key, last = self._keys[place], self._keys.pop()
-        if place < len(self._keys):
-            self._keys[place] = last
-            if (moved := self._held.get(last)) is not None:
-                moved.place = place
-        held = self._held.pop(key, None)
+    def _forget(self, key: Key) -> None:
         self._given_up.pop(key, None)
-        self._used_bytes -= 0 if held is None else held.value_bytes
+        self._used_bytes -= self._held.pop(key).value_bytes
 
     def items(self) -> list[tuple[Key, Value]]:
         """Return what it holds, in no order; that is no use of it."""
@@ -181,12 +241,9 @@ class ByteBoundedCache(Generic[Key, Value]):
 
     def _drop(self, key: Key) -> None:
         held = self._held.get(key)
-        if held is None:
-            return
-        if held.place < len(self._keys) and self._keys[held.place] == key:
-            self._take(held.place)
-        else:  # a Ctrl-C, as above
-            self._used_bytes -= self._held.pop(key).value_bytes
+        if held is not None:
+            self._leave(key, held)
+            self._forget(key)
 
     def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
         """Forget what these keys name."""
@@ -201,7 +258,8 @@ class ByteBoundedCache(Generic[Key, Value]):
 
     def _clear(self) -> None:
         self._held.clear()
-        self._keys.clear()
+        for keys in self._keys:
+            keys.clear()
         self._given_up.clear()
         self._used_bytes = 0
 

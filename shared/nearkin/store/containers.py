@@ -23,6 +23,8 @@ from nearkin.store.parity import SupportsMending
 from nearkin.store.plans import BlockName
 
 FOLDER = "containers"
+WRITTEN_USES = 3
+"""As often as if it was used so often counts a block that was just written: the next version leans on it, mostly."""
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
 TAIL_BYTES = 64 * 1024
 """Footer and directory of most containers come with one read of the last 64 KiB."""
@@ -447,4 +449,4 @@ class ContainerStore:
 
     def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep what a block that was just encoded decodes to; it cost no decoding."""
-        self.blocks.put((container, block), decoded, decoded.nbytes)
+        self.blocks.put((container, block), decoded, decoded.nbytes, WRITTEN_USES)
