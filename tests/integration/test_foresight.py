@@ -11,11 +11,14 @@ import pytest
 from nearkin import open_store, restore
 from nearkin.errors import Corrupt
 from nearkin.limits import MIB
+from nearkin.records import ContainerId
 from nearkin.restore import Blob
 from nearkin.store import foresight as module
+from nearkin.store import plans as plans_module
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.foresight import Foresight
 from nearkin.store.objects import LocalObjects
+from nearkin.store.plans import Plan, seen_ahead
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import SMALL, settings
 
@@ -125,6 +128,46 @@ def test_too_many_blocks_or_bases_are_not_followed(made, monkeypatch: pytest.Mon
             blob = opened(root, 2_000_000, VERSIONS)
             assert blob.read() == versions[-1]
             assert not blob._source.blocks._given_up
+
+
+def test_containers_that_are_looked_into_again_give_the_same(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = made
+    often = opened(root, 12_000_000, VERSIONS)
+    taken = decoded(often)
+    monkeypatch.setattr(module, "EDGES_MAX", 1)
+    blob = opened(root, 12_000_000, VERSIONS)
+    assert decoded(blob) == taken
+    assert blob._source.blocks.used_bytes == often._source.blocks.used_bytes
+    assert opened(root, 2_000_000, VERSIONS).read() == versions[-1]
+
+
+def test_a_block_of_a_later_generation_than_was_looked_into_is_not_followed(
+    made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round wrote the container anew between two batches: its new blocks have numbers that the old one has not."""
+    root, versions = made
+    real = Foresight._leaning_in
+
+    def older(self: Foresight, container: ContainerId) -> module._Leaning:
+        leaning = real(self, container)
+        return leaning._replace(raw_bytes=leaning.raw_bytes[:1])
+
+    monkeypatch.setattr(Foresight, "_leaning_in", older)
+    blob = opened(root, 2_000_000, VERSIONS)
+    assert blob.read() == versions[-1]
+    assert not blob._source.blocks._given_up
+
+
+def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = made
+    blob = opened(root, 2_000_000, VERSIONS)
+    told = list[Plan]()
+    plans = list(blob._of_range())
+    monkeypatch.setattr(plans_module, "ROWS_AHEAD_MAX", len(plans[0][1]) + len(plans[1][1]) - 1)
+    assert next(seen_ahead(plans, told.append, 32)) == plans[0]
+    assert len(told) == 2
+    assert list(seen_ahead(plans, told.append, 32)) == plans
+    assert blob.read() == versions[-1]
 
 
 def test_a_container_that_is_gone_is_told_as_ever(tmp_path: Path) -> None:

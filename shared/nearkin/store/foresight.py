@@ -31,6 +31,8 @@ HELD_MAX = 1 << 16
 """Blocks that are kept track of; of honest data there are a thousand in 128 MiB."""
 BASES_MAX = 1 << 17
 """Of one container's patch blocks: 40 bytes each while they are looked into."""
+EDGES_MAX = 1 << 19
+"""Pairs of blocks that are kept, 40 bytes each; those of more containers are looked up again."""
 KEYS_MAX = 1 << 62
 NUMBER_BITS = 32
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
@@ -63,6 +65,8 @@ class Foresight:
         """Of the containers in that list."""
         self._leaning: dict[int, _Leaning] = {}
         """By a container's place."""
+        self._edges = 0
+        """How many numbers that is."""
         self._last: dict[int, int] = {}
         """Of each block that will be at hand: the last known batch that wants it."""
         self._wanted: deque[list[int]] = deque()
@@ -126,8 +130,8 @@ class Foresight:
                 found.append(block)
                 if before is None:
                     left += self._leaned_on(block)
-        if len(last) > HELD_MAX:
-            raise _Unforeseen
+                    if len(last) > HELD_MAX:
+                        raise _Unforeseen
         return found
 
     def _leaned_on(self, block: int) -> list[int]:
@@ -135,7 +139,14 @@ class Foresight:
         place, number = block >> NUMBER_BITS, block & NUMBER_MASK
         leaning = self._leaning.get(place)
         if leaning is None:
-            leaning = self._leaning[place] = self._leaning_in(self._containers[place])
+            leaning = self._leaning_in(self._containers[place])
+            self._edges += len(leaning.blocks) + len(leaning.raw_bytes)
+            if self._edges > EDGES_MAX:
+                self._leaning.clear()
+                self._edges = len(leaning.blocks) + len(leaning.raw_bytes)
+            self._leaning[place] = leaning
+        if number >= len(leaning.raw_bytes):  # of a later generation, which a round has written since
+            raise _Unforeseen
         self._decoded_bytes += leaning.raw_bytes[number]
         return leaning.blocks[leaning.bounds[number] : leaning.bounds[number + 1]]
 

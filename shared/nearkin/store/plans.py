@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from nearkin.frozen import frozen
 from nearkin.records import U8, U32, ZERO, Bools, ContainerId, Locations
 
+ROWS_AHEAD_MAX = 1 << 16
+"""Of plans that are made before they are wanted: 100 bytes each, and 32 usual batches have 16,000."""
 BlockName = tuple[ContainerId, int]
 """A container and a block's number in it."""
 
@@ -127,11 +129,13 @@ def blocks_of(plan: Plan) -> list[BlockName]:
 
 
 def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], None], count: int) -> Iterator[Placed]:
-    """Yield all plans of batches, each once `see` was told of it and of `count` after it."""
-    waiting = deque[Placed]()
+    """Yield all plans of batches, each once `see` was told of it and of `count` after it, or of ROWS_AHEAD_MAX rows."""
+    waiting, rows = deque[Placed](), 0
     for placed in plans:
         see(placed[1])
         waiting.append(placed)
-        if len(waiting) > count:
+        rows += len(placed[1])
+        while waiting and (len(waiting) > count or rows > ROWS_AHEAD_MAX):
+            rows -= len(waiting[0][1])
             yield waiting.popleft()
     yield from waiting
