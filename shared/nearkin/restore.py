@@ -67,15 +67,15 @@ class Blob:
 
         Whoever stops early closes it: that waits for what is being read.
 
-        While one piece is out the next is read and verified; more are planned, and on their way, where the store is
-        far.
+        While one piece is out the next is read and verified. Where the store is far more are planned, and on their
+        way; of a near one many are planned, so that what none of them wants is let go. Far away that would be the
+        directories of all that they lean on, one trip each, before the first byte.
         """
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
             yield from self._pieces(None, None)
             return
         ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
-        many = self.size_bytes * FORESEEN_SHARE > self._source.blocks.bytes_max
-        foresight = Foresight(self._source) if many else None
+        foresight = Foresight(self._source) if ahead is None and self._is_long else None
         thread = ThreadPoolExecutor(1, "nearkin-restore")
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             if ahead is not None:
@@ -87,6 +87,10 @@ class Blob:
             while (piece := following.result()) is not None:
                 following = thread.submit(next, pieces, None)
                 yield piece
+
+    @property
+    def _is_long(self) -> bool:
+        return self.size_bytes * FORESEEN_SHARE > self._source.blocks.bytes_max
 
     def _pieces(
         self, ahead: ReadAhead | None, foresight: Foresight | None, helpers: Helpers = ALONE
@@ -122,7 +126,7 @@ class Blob:
         """Return the plans of the range's batches; some after the one that is wanted are made, and told of, then."""
         plans = self._of_range()
         if foresight is not None:
-            plans = foresight.over(plans)
+            return foresight.over(plans)
         if ahead is None:
             return plans
         ahead.directories(distinct(self._manifest.segments.containers).tolist()[:DIRECTORIES_AHEAD_MAX])
