@@ -71,7 +71,7 @@ class Foresight:
         """Of each block that will be at hand: the last known batch that wants it."""
         self._wanted: deque[list[int]] = deque()
         """The blocks of each batch that is known and was not read."""
-        self._done: list[int] = []
+        self._done: set[int] = set()
         """Blocks at hand that no known batch wanted when they were last used."""
         self._known = self._read = 0
         self._decoded_bytes = 0
@@ -91,12 +91,12 @@ class Foresight:
             return
         number, last = self._read, self._last
         self._read += 1
-        self._done += [block for block in self._wanted.popleft() if last[block] == number]
+        self._done.update(block for block in self._wanted.popleft() if last[block] == number)
         if self._decoded_bytes > self._source.blocks.bytes_max and self._source.restores.count == 1:
-            done = {block for block in self._done if last[block] <= number}
+            done = [block for block in self._done if last[block] <= number]
             for block in done:
                 del last[block]
-            self._done = []
+            self._done = set()
             self._source.blocks.give_up([self._named(block) for block in done])
 
     def _named(self, block: int) -> BlockName:
@@ -110,7 +110,7 @@ class Foresight:
             self._wanted.append(self._wanted_by(plan))
         except (_Unforeseen, NearkinError):  # what is broken is told when it is read
             self._blind = True
-            self._last, self._done, self._leaning = {}, [], {}
+            self._last, self._done, self._leaning = {}, set(), {}
             self._wanted.clear()
         self._known += 1
 
