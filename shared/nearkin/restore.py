@@ -97,7 +97,7 @@ class Blob:
     ) -> Iterator[memoryview]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
         reader = ChunkReader(self._source if ahead is None else ahead, helpers)
-        hasher, ended = blake3(), self._start
+        hasher = blake3()
         for position, plan in self._planned(ahead, foresight):
             ends = offsets_of(plan.lengths) + plan.lengths
             total = int(ends[-1])
@@ -106,21 +106,16 @@ class Blob:
             last = int(np.searchsorted(ends, wanted_to)) + 1
             skipped = int(ends[first - 1]) if first else 0
             payload = self._verified(reader, plan.take(slice(first, last)))
-            ended = position + total
             if foresight is not None:
                 foresight.batch_read()
             if whole:
                 hasher.update(payload)
-                if ended >= self._stop and hasher.digest() != self._manifest.blake3:
+                if position + total >= self._stop and hasher.digest() != self._manifest.blake3:
                     # Before the last piece is given out: a wrong whole must not look like a good one.
                     raise Corrupt(
                         f"{self._named()}: BLAKE3 of the whole does not agree with its manifest: run `nearkin verify`"
                     )
             yield payload.data[wanted_from - skipped : wanted_to - skipped]
-        if ended < self._stop:
-            raise Corrupt(
-                f"{self._named()}: its segments end at byte {ended} of {self.info.size_bytes}: run `nearkin verify`"
-            )
 
     def _planned(self, ahead: ReadAhead | None, foresight: Foresight | None) -> Iterator[Placed]:
         """Return the plans of the range's batches; some after the one that is wanted are made, and told of, then."""
@@ -133,7 +128,7 @@ class Blob:
         return seen_ahead(plans, ahead.want, PLANS_AHEAD)
 
     def _of_range(self) -> Iterator[Placed]:
-        """Yield the plan of each batch that has bytes of the range."""
+        """Yield the plan of each batch that has bytes of the range. Raises Corrupt where the range goes on."""
         position = 0
         for plan in planned_batches(self._manifest, self._source):
             here, position = position, position + int(plan.lengths.sum(dtype=np.int64))
@@ -141,6 +136,10 @@ class Blob:
                 return
             if position > self._start:
                 yield here, plan
+        if position < self._stop:
+            raise Corrupt(
+                f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`"
+            )
 
     def read(self) -> bytes:
         """Return the range's bytes."""

@@ -58,6 +58,13 @@ def decoded(blob: Blob) -> int:
     return blob.costs.blocks_decoded
 
 
+def gives_up(root: Path, newest: bytes) -> bool:
+    """Return whether a restore of the newest version through a small cache gives blocks up."""
+    blob = opened(root, 2_000_000, VERSIONS)
+    assert blob.read() == newest
+    return bool(blob._source.blocks._given_up)
+
+
 def test_memory_of_what_is_done_with_is_taken_and_nothing_is_decoded_twice(
     made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,21 +120,15 @@ def test_ranges_come_back_as_they_were(made, monkeypatch: pytest.MonkeyPatch, ho
 
 def test_chains_of_deltas_are_not_followed_and_nothing_is_let_go(tmp_path: Path) -> None:
     versions = stored(tmp_path / "s", {"delta": {"codec": "xdelta3"}})
-    foresight = Foresight((blob := opened(tmp_path / "s", 2_000_000, VERSIONS))._source)
-    assert [plan for _, plan in foresight.over(blob._of_range())]
-    foresight.batch_read()
-    assert not blob._source.blocks._given_up
-    assert blob.read() == versions[-1]
+    assert not gives_up(tmp_path / "s", versions[-1])
 
 
-def test_too_many_blocks_or_bases_are_not_followed(made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["HELD_MAX", "BASES_MAX", "KEYS_MAX"])
+def test_too_many_blocks_or_bases_are_not_followed(made, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     root, versions = made
-    for bound in ("HELD_MAX", "BASES_MAX", "KEYS_MAX"):
-        with monkeypatch.context() as patched:
-            patched.setattr(module, bound, 20)
-            blob = opened(root, 2_000_000, VERSIONS)
-            assert blob.read() == versions[-1]
-            assert not blob._source.blocks._given_up
+    assert gives_up(root, versions[-1])
+    monkeypatch.setattr(module, bound, 20)
+    assert not gives_up(root, versions[-1])
 
 
 def test_containers_that_are_looked_into_again_give_the_same(made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +154,15 @@ def test_a_block_of_a_later_generation_than_was_looked_into_is_not_followed(
         return leaning._replace(raw_bytes=leaning.raw_bytes[:1])
 
     monkeypatch.setattr(Foresight, "_leaning_in", older)
-    blob = opened(root, 2_000_000, VERSIONS)
-    assert blob.read() == versions[-1]
-    assert not blob._source.blocks._given_up
+    assert not gives_up(root, versions[-1])
+
+
+def test_a_range_behind_the_last_segment_is_told_with_where_that_ends(made) -> None:
+    root, versions = made
+    size = len(versions[0])
+    for start in (size - 1, size + 10):
+        with pytest.raises(Corrupt, match=f"its segments end at byte {size} of"):
+            opened(root, 2_000_000, 1, start, size + 20).read()
 
 
 def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) -> None:

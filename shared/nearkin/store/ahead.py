@@ -22,7 +22,7 @@ from nearkin.limits import DEPTH_MAX, MIB
 from nearkin.records import U8, ZERO, ContainerId
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore
-from nearkin.store.plans import BlockName, Plan, blocks_of
+from nearkin.store.plans import BlockName, Plan
 
 THREADS = 8
 """Reads at a time. S3 gives one connection some 50 to 90 MB/s, after 10 to 30 ms."""
@@ -83,7 +83,7 @@ class ReadAhead:
     def _needed(self, plan: Plan) -> Iterable[BlockName]:
         """Yield the blocks that are not at hand, those they lean on after them."""
         seen: set[BlockName] = set()
-        level = blocks_of(plan)
+        level = _blocks_of(plan)
         for _ in range(DEPTH_MAX + 1):
             below: list[BlockName] = []
             for key in level:
@@ -93,11 +93,11 @@ class ReadAhead:
                 yield key
                 directory = self._store.directory(key[0])
                 if directory.blocks.kinds[key[1]] == layout.PATCH:
-                    below += blocks_of(self._reader.plan(directory.prefixes.of(key[1])))
+                    below += _blocks_of(self._reader.plan(directory.prefixes.of(key[1])))
             deltas = np.flatnonzero(plan.kinds == layout.XDELTA3)
             if len(deltas):
                 plan = self._reader.plan(plan.bases.take(deltas))
-                below += blocks_of(plan)
+                below += _blocks_of(plan)
             else:
                 plan = plan.take(slice(0, 0))
             if not below:
@@ -170,3 +170,10 @@ class ReadAhead:
     def moved(self, containers: Iterable[int]) -> bool:
         """Look whether any of these is there in a later generation than was read."""
         return self._store.moved(containers)
+
+
+def _blocks_of(plan: Plan) -> list[BlockName]:
+    """Return the blocks of a plan's rows, each once, in the order of the rows."""
+    stored = plan.locations.containers != np.uint64(ZERO)
+    pairs = zip(plan.locations.containers[stored].tolist(), plan.blocks[stored].tolist(), strict=True)
+    return [(ContainerId(container), block) for container, block in dict.fromkeys(pairs)]

@@ -176,15 +176,18 @@ class ByteBoundedCache(Generic[Key, Value]):
         """
         with self._lock:
             wanted_bytes = sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max)
-            kept_bytes = self._used_bytes - wanted_bytes
-            while self._given_up and self._used_bytes > kept_bytes:
-                self._drop(self._given_up.popitem()[0])  # the one given up last: its memory is the warmest
+            self._let_go(self._used_bytes - wanted_bytes)
             self._fit(beside_bytes + wanted_bytes)
 
     def give_up(self, keys: Iterable[Key]) -> None:
         """Let these go before others: whoever read them knows that they will not be asked for."""
         with self._lock:
             self._given_up.update((key, None) for key in keys if key in self._held)
+
+    def _let_go(self, kept_bytes: int) -> None:
+        """Drop what was given up until so much is left; what was last first, since its memory is the warmest."""
+        while self._given_up and self._used_bytes > kept_bytes:
+            self._drop(self._given_up.popitem()[0])
 
     def bound(self, bytes_max: int) -> None:
         """Hold so much at most from now on, dropping what is too much."""
@@ -197,10 +200,8 @@ class ByteBoundedCache(Generic[Key, Value]):
 
         Also where a Ctrl-C fell between two steps: each turn takes a key out.
         """
+        self._let_go(self._bytes_max - room_bytes)
         while self._used_bytes + room_bytes > self._bytes_max:
-            if self._given_up:
-                self._drop(self._given_up.popitem()[0])
-                continue
             drawn = self._drawn()
             if drawn is None:
                 self._clear()

@@ -24,7 +24,7 @@ from nearkin.store.plans import BlockName
 
 FOLDER = "containers"
 WRITTEN_USES = 3
-"""As often as if it was used so often counts a block that was just written: the next version leans on it, mostly."""
+"""A block that was just written counts as used so often: the next version leans on it, mostly."""
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
 TAIL_BYTES = 64 * 1024
 """Footer and directory of most containers come with one read of the last 64 KiB."""

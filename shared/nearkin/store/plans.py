@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.frozen import frozen
-from nearkin.records import U8, U32, ZERO, Bools, ContainerId, Locations
+from nearkin.records import U8, U32, Bools, ContainerId, Locations
 
 ROWS_AHEAD_MAX = 1 << 16
 """Of plans that are made before they are wanted: 100 bytes each, and 32 usual batches have 16,000."""
@@ -119,13 +119,6 @@ def by_block(plan: Plan, wanted: NDArray[np.intp]) -> ByBlock:
     starts = bounds[:-1]
     names = list(zip(map(ContainerId, containers[starts].tolist()), blocks[starts].tolist(), strict=True))
     return ByBlock(wanted[order], bounds, names)
-
-
-def blocks_of(plan: Plan) -> list[BlockName]:
-    """Return the blocks of a plan's rows, each once, in the order of the rows."""
-    stored = plan.locations.containers != np.uint64(ZERO)
-    pairs = zip(plan.locations.containers[stored].tolist(), plan.blocks[stored].tolist(), strict=True)
-    return [(ContainerId(container), block) for container, block in dict.fromkeys(pairs)]
 
 
 def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], None], count: int) -> Iterator[Placed]:
