@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -95,6 +94,8 @@ def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Setting
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib  # 2 ms, and most commands read no such file
+
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, astuple, dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,40 @@ class Theirs:
     name: str = "a"
     secret: str = field(default="s", repr=False)
     note: list[int] = field(default_factory=list, compare=False)
+
+
+@frozen
+class Plain:
+    """A record with no more than types and values."""
+
+    number: int
+    name: str = "a"
+    ratio: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TheirPlain:
+    """The same record, as the library makes it."""
+
+    number: int
+    name: str = "a"
+    ratio: float = 0.5
+
+
+@frozen
+class Nothing:
+    """A record of nothing."""
+
+
+@frozen
+class Checked:
+    """A record that checks what it is given."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError(self.number)
 
 
 MADE: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -87,3 +122,48 @@ def test_what_is_held_cannot_be_set_or_deleted(made: Any) -> None:
     assert repr(made) == before
     assert pickle.loads(pickle.dumps(made)) == made
     assert replace(made) == made
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [((1,), {}), ((1, "b"), {}), ((1, "b", 2.5), {}), ((), {"ratio": 1.5, "number": 3}), ((4,), {"name": "c"})],
+)
+def test_a_plain_one_is_made_as_the_librarys_is(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    ours, theirs = Plain(*args, **named), TheirPlain(*args, **named)
+    assert astuple(ours) == astuple(theirs)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [((), {}), ((1, "b", 2.5, 4), {}), ((1,), {"number": 2}), ((1,), {"colour": "red"}), ((), {"name": "b"})],
+)
+def test_a_plain_one_refuses_what_the_librarys_does_in_the_same_words(
+    args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError) as theirs:
+        TheirPlain(*args, **named)
+    with pytest.raises(TypeError) as ours:
+        Plain(*args, **named)
+    assert str(ours.value) == str(theirs.value).replace("TheirPlain", "Plain")
+
+
+def test_its_signature_is_the_librarys() -> None:
+    assert inspect.signature(Plain) == inspect.signature(TheirPlain)
+    assert inspect.signature(Ours) == inspect.signature(Theirs)
+
+
+def test_each_has_its_own_fields() -> None:
+    """The code of `__init__` is shared by all classes of three fields; names and values are not."""
+    other = frozen(type("Other", (), {"__annotations__": {"x": "int", "y": "int", "z": "int"}, "z": 7}))
+    made, plain = other(1, 2), Plain(3)
+    assert (made.x, made.y, made.z) == (1, 2, 7)
+    assert (plain.number, plain.name, plain.ratio) == (3, "a", 0.5)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'x' and 'y'"):
+        other()
+
+
+def test_one_without_fields_and_one_that_checks() -> None:
+    assert Nothing() == Nothing()
+    assert Checked(1).number == 1
+    with pytest.raises(ValueError, match="-1"):
+        Checked(-1)

@@ -30,7 +30,7 @@ from nearkin_gateway.intake import (
     replayed,
     take,
 )
-from nearkin_gateway.keys import BlobKey, Key, blob_url
+from nearkin_gateway.keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.listing import damaged_json
 from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.ranges import check_put, etag, last_modified, not_modified, wanted_range
@@ -187,6 +187,7 @@ _LINK = {"Link": {"description": 'The next page, `rel="next"`, where there is on
     responses={200: {"headers": _LINK}, **_READ_PROBLEMS},
     response_model=models.Page,
     operation_id="listBlobs",
+    dependencies=[KeysInQuery],
 )
 async def list_blobs(
     request: Request,

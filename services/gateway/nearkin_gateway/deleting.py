@@ -16,7 +16,7 @@ from nearkin_gateway import models
 from nearkin_gateway.access import Caller, Deleter, Reader
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX
 from nearkin_gateway.intake import check_idempotency_key, check_writable
-from nearkin_gateway.keys import BlobKey, Key
+from nearkin_gateway.keys import BlobKey, Key, KeysInQuery
 from nearkin_gateway.listing import damaged_json
 from nearkin_gateway.problems import responses
 from nearkin_gateway.ranges import check_match
@@ -100,7 +100,13 @@ async def undelete_blob(
     return _done(gateway, caller, count)
 
 
-@router.get("/v1/deleted", responses=_PROBLEMS, response_model=models.DeletedPage, operation_id="listDeleted")
+@router.get(
+    "/v1/deleted",
+    responses=_PROBLEMS,
+    response_model=models.DeletedPage,
+    operation_id="listDeleted",
+    dependencies=[KeysInQuery],
+)
 async def list_deleted(
     request: Request,
     caller: Reader,

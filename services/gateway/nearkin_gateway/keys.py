@@ -81,3 +81,14 @@ def _blob(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)])
 
 Key = Annotated[str, Depends(_plain)]
 BlobKey = Annotated[str, Depends(_blob)]
+
+
+def _named_by_query(request: Request) -> None:
+    """Raise Problem where a query is not UTF-8: with its bytes replaced it would name other keys than it says."""
+    try:
+        unquote_to_bytes(request.scope["query_string"]).decode()
+    except UnicodeDecodeError as err:
+        raise Problem(400, "bad-query", f"query: is not UTF-8 (byte {err.start}, percent-decoded)") from err
+
+
+KeysInQuery = Depends(_named_by_query)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -280,7 +279,7 @@ class Deletions:
 def user_and_host() -> str:
     """Return who runs this process, for `who`; no user database is asked."""
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
-    return f"{user}@{socket.gethostname()}"[:WHO_CHARACTERS_MAX]
+    return f"{user}@{os.uname().nodename}"[:WHO_CHARACTERS_MAX]
 
 
 def _check(key: str, version: int | None, reason: str) -> None:

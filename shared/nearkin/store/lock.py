@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -70,7 +69,7 @@ class WriterLock:
         self._descriptor = descriptor
         holder = {
             "pid": os.getpid(),
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "for": what,
         }
@@ -120,7 +119,7 @@ class WriterLock:
     def _named(self) -> str:
         try:
             holder = json.loads(self._holder.read_text())
-            own = holder["pid"] == os.getpid() and holder["host"] == socket.gethostname()
+            own = holder["pid"] == os.getpid() and holder["host"] == os.uname().nodename
             also = ", which is this one: close its other Store first" if own else ""
             return f"process {holder['pid']} on {holder['host']} since {holder['since']}{also}"
         except (OSError, ValueError, KeyError, TypeError):

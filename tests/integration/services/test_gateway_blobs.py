@@ -172,6 +172,17 @@ def test_a_listing_pages_through_all_keys_once_in_order(client: httpx.Client) ->
     assert found == keys
 
 
+@pytest.mark.parametrize("url", ["/v1/blobs", "/v1/deleted"])
+@pytest.mark.parametrize("query", ["prefix=page/%ff", "prefix=%C3%28&limit=5", "after=%80"])
+def test_a_query_that_is_not_utf8_is_refused(client: httpx.Client, url: str, query: str) -> None:
+    """Its bytes replaced, `%ff` would list what begins with U+FFFD, and say that there is none."""
+    answer = client.get(f"{url}?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "urn:nearkin:problem:bad-query"
+    assert "not UTF-8" in answer.json()["detail"]
+    assert client.get(f"{url}?prefix=p%C3%A9").status_code == 200
+
+
 # --- ranges ----------------------------------------------------------------------------------------------------------
 
 
