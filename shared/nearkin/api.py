@@ -49,7 +49,16 @@ from nearkin.reports import (
 )
 from nearkin.restore import Blob
 from nearkin.retention import Decision, decisions, forget, guard_of, min_age_seconds, policy_of
-from nearkin.sources import Progress, Source, check_key, check_metadata, check_prefix, check_version, feed
+from nearkin.sources import (
+    Progress,
+    Source,
+    check_bound,
+    check_key,
+    check_metadata,
+    check_prefix,
+    check_version,
+    feed,
+)
 from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
@@ -285,17 +294,21 @@ class Store:
             raise StoreLocked(f"store {self.root}: this Store is in the middle of another put; let that end first")
         check_tenant(self._covered, self.settings.tenant)
         crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
-        crossing.enter()  # left by whichever thread ends this
-        try:
+        entry = object()
+        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
+            steps.callback(crossing.leave, entry)  # by whichever thread ends this
+            crossing.enter(entry)
+            steps.callback(self._put_ended)
             self._putting, self._put_by = True, threading.get_ident()
             self._containers.blocks.bound(int(self.settings.base.cache_bytes))  # a put has much else in memory
             yield from self._put_in_groups(items, progress)
-        finally:
-            blocks = self._containers.blocks  # what is at hand serves whoever reads next
-            blocks.bound(max(self._cache_bytes, blocks.used_bytes))
+
+    def _put_ended(self) -> None:
+        with interrupts_wait():
             self._putting, self._writer = False, None
             self._index.put_ends()
-            crossing.leave()
+            blocks = self._containers.blocks  # what is at hand serves whoever reads next
+            blocks.bound(max(self._cache_bytes, blocks.used_bytes))
 
     def _put_in_groups(
         self, items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]], progress: Progress | None
@@ -347,6 +360,9 @@ class Store:
         Raises NotFound, Corrupt, BadInput, Erased, StoreUnavailable.
         """
         manifest = self._manifest(key, version)
+        check_bound("start", start)
+        if stop is not None:
+            check_bound("stop", stop)
         end = manifest.size_bytes if stop is None else min(stop, manifest.size_bytes)
         if not 0 <= start <= end:
             raise BadInput(f"range {start} to {stop}: {key!r} has {manifest.size_bytes} bytes")

@@ -64,6 +64,9 @@ def _init_of(made: type[Any]) -> FunctionType:
         co_names=tuple(names), co_varnames=("self", *names), co_qualname=f"{made.__qualname__}.__init__"
     )
     values = [each.default for each in fields(made) if each.default is not MISSING]
+    for each in fields(made)[: len(names) - len(values)]:
+        if each.default is not MISSING:
+            raise TypeError(f"{made.__qualname__}.{each.name} has a default, and a field after it has none")
     method = FunctionType(code, {}, "__init__", tuple(values))
     method.__annotations__ = {each.name: each.type for each in fields(made)} | {"return": None}
     return method

@@ -59,6 +59,12 @@ def check_version(version: int) -> None:
         raise BadInput(f"version {version!r:.100}: want a whole number; versions count from 1")
 
 
+def check_bound(name: str, value: int) -> None:
+    """Refuse what is no position in a version."""
+    if not isinstance(value, Integral):
+        raise BadInput(f"{name} {value!r:.100}: want a whole number of bytes")
+
+
 def check_reason(reason: str) -> None:
     """Refuse a reason for a deletion that its mark cannot hold."""
     size_bytes = len(_encoded(reason, "reason"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nearkin import open_store, restore
@@ -18,11 +19,12 @@ from nearkin.store import plans as plans_module
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.foresight import Foresight
 from nearkin.store.objects import LocalObjects
-from nearkin.store.plans import Plan, seen_ahead
+from nearkin.store.plans import Placed, Plan, seen_ahead
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import SMALL, settings
 
 BLOCKS: Mapping[str, Mapping[str, object]] = {"block": {"raw_bytes": "256KiB", "delta_bytes": "16KiB"}}
+XDELTA: Mapping[str, Mapping[str, object]] = {"delta": {"codec": "xdelta3"}}
 VERSIONS = 6
 
 
@@ -119,7 +121,7 @@ def test_ranges_come_back_as_they_were(made, monkeypatch: pytest.MonkeyPatch, ho
 
 
 def test_chains_of_deltas_are_not_followed_and_nothing_is_let_go(tmp_path: Path) -> None:
-    versions = stored(tmp_path / "s", {"delta": {"codec": "xdelta3"}})
+    versions = stored(tmp_path / "s", XDELTA)
     assert not gives_up(tmp_path / "s", versions[-1])
 
 
@@ -171,9 +173,14 @@ def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) 
     told = list[Plan]()
     plans = list(blob._of_range())
     monkeypatch.setattr(plans_module, "ROWS_AHEAD_MAX", len(plans[0][1]) + len(plans[1][1]) - 1)
-    assert next(seen_ahead(plans, told.append, 32)) == plans[0]
+
+    def see(plan: Plan) -> bool:
+        told.append(plan)
+        return True
+
+    assert next(seen_ahead(plans, see, 32)) == plans[0]
     assert len(told) == 2
-    assert list(seen_ahead(plans, told.append, 32)) == plans
+    assert list(seen_ahead(plans, see, 32)) == plans
     assert blob.read() == versions[-1]
 
 
@@ -185,3 +192,64 @@ def test_a_container_that_is_gone_is_told_as_ever(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match=f"{object_name(first)}: missing"):
         blob.read()
     assert blob._source.restores.count == 0
+
+
+def test_what_is_broken_ahead_is_told_after_all_that_lies_before_it(made) -> None:
+    root, _ = made
+    blob = opened(root, 2_000_000, 1)
+    plans = list(blob._of_range())
+    assert len(plans) > 2
+
+    def broken() -> Iterator[Placed]:
+        yield from plans[:2]
+        raise Corrupt("the third")
+
+    ahead = seen_ahead(broken(), lambda _: True, 32)
+    assert [next(ahead), next(ahead)] == plans[:2]
+    with pytest.raises(Corrupt, match="the third"):
+        next(ahead)
+
+
+def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are made long before they are read only grow old: a round may write their containers anew."""
+    root, _ = made
+    blob = opened(root, 2_000_000, VERSIONS)
+    plans, made_so_far = list(blob._of_range()), list[int]()
+
+    def counted() -> Iterator[Placed]:
+        for number, placed in enumerate(plans):
+            made_so_far.append(number)
+            yield placed
+
+    monkeypatch.setattr(module, "HELD_MAX", 0)
+    ahead = Foresight(blob._source).over(counted())
+    for number in range(len(plans)):
+        assert next(ahead) == plans[number]
+        assert len(made_so_far) == number + 1
+
+
+def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
+    """The round itself, in this process, has read the generation that it wrote: what is at hand is not what was
+    planned by. Rows that it gave other bases leaned on chunks that are gone.
+    """
+    now = [1.7e9]
+    content = bytearray(np.random.default_rng(0).bytes(9_000_000))
+    random = np.random.default_rng(1)
+    with open_store(tmp_path / "s", settings=settings(SMALL, BLOCKS, XDELTA), clock=lambda: now[0]) as store:
+        for _ in range(7):
+            for place in random.integers(0, len(content) - 30, 550):
+                content[place : place + 20] = random.bytes(25)
+            store.put("k", bytes(content))
+        for version in range(1, 6):
+            store.delete("k", version)
+        now[0] += 40 * 86400
+        store.gc()
+        now[0] += 40 * 86400
+        pieces = iter(store.get("k", 7))
+        found = bytes(next(pieces))
+        plans = list(store.get("k", 7)._of_range())
+        report = store.gc()
+        assert report.containers_rewritten
+        fresh = list(store.get("k", 7)._of_range())
+        assert any(old.rows.tobytes() != new.rows.tobytes() for (_, old), (_, new) in zip(plans, fresh, strict=True))
+        assert found + b"".join(pieces) == bytes(content)

@@ -263,6 +263,13 @@ def test_a_range_outside_is_refused(start, stop, store):
     assert_refused(store, BadInput, "50000 bytes", lambda: store.get("there", start=start, stop=stop))
 
 
+@pytest.mark.parametrize(
+    "bounds", [{"start": 1.5}, {"start": "1"}, {"start": None}, {"stop": 2.5}, {"stop": float("inf")}], ids=repr
+)
+def test_a_range_that_ends_between_bytes_is_refused(bounds, store):
+    assert_refused(store, BadInput, "want a whole number of bytes", lambda: store.get("there", **bounds))
+
+
 @pytest.mark.parametrize("version", [0, -1, 1 << 64])
 def test_a_version_that_cannot_be_is_refused(version, store):
     assert_refused(store, BadInput, "count from 1", lambda: store.get("there", version))

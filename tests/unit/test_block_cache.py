@@ -172,6 +172,18 @@ def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
     assert cache.get(1) == 1
 
 
+def test_a_sum_that_an_interrupt_let_drift_is_made_anew() -> None:
+    cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "blocks")
+    for key in range(10):
+        cache.put(key, key, 100)
+    cache._used_bytes -= 300  # three were dropped, and a Ctrl-C fell before the fourth was counted
+    for _ in range(20):
+        cache.get_many(range(10))
+    assert cache.used_bytes == 1000
+    cache.put(10, 10, 100)
+    assert cache.entries == 10
+
+
 def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
     chosen = settings({"base": {"cache_bytes": 2 * MIB}, "restore": {"cache_bytes": 32 * MIB}})
     data = text_like(9_000_000, 3)

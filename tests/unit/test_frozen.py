@@ -167,3 +167,11 @@ def test_one_without_fields_and_one_that_checks() -> None:
     assert Checked(1).number == 1
     with pytest.raises(ValueError, match="-1"):
         Checked(-1)
+
+
+def test_a_default_before_a_field_without_one_is_refused_as_by_the_library() -> None:
+    space = {"__annotations__": {"x": "int", "y": "int"}, "x": 7}
+    with pytest.raises(TypeError):
+        dataclass(type("Theirs", (), dict(space)))
+    with pytest.raises(TypeError, match=r"x has a default, and a field after it has none"):
+        frozen(type("Other", (), dict(space)))

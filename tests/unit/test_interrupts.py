@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakSet
 
 import pytest
 
@@ -12,6 +13,8 @@ from nearkin import open_store, parallel
 from nearkin.interrupts import interrupts_wait
 from nearkin.runners import embedded
 from nearkin.runners.workers import Worker
+from nearkin.store.cache import ByteBoundedCache
+from nearkin.store.containers import Restores
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import process
 from nearkin.testing.waiting import until
@@ -125,6 +128,42 @@ def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monk
         assert pressed
         assert {one for one in threading.enumerate() if one.name.startswith("nearkin-")} <= before
         assert store.put("k", text_like(200_000, 2)).info.version == 1
+
+
+def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
+    """The cache gets its own bound back then: what was to follow that was left out, and nobody could put any more."""
+    bound, calls = ByteBoundedCache.bound, []
+
+    def interrupted(cache, bytes_max):
+        calls.append(bytes_max)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        bound(cache, bytes_max)
+
+    with open_store(tmp_path / "store") as store:
+        monkeypatch.setattr(ByteBoundedCache, "bound", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("k", b"abc")
+        assert len(calls) == 2
+        assert store.put("k", b"abcd").info.version == 2
+        assert store.gc().freed_bytes <= 0
+        assert store.get("k").read() == b"abcd"
+
+
+def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
+    def interrupted(*_given):
+        add(*_given)
+        raise KeyboardInterrupt
+
+    restores, add = Restores(), WeakSet.add
+    monkeypatch.setattr(WeakSet, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt), restores.one_more():
+        raise AssertionError
+    monkeypatch.undo()
+    assert restores.count == 0
+    with restores.one_more():
+        assert restores.count == 1
+    assert restores.count == 0
 
 
 def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path, monkeypatch):

@@ -109,9 +109,14 @@ class InFlight:
         """Keep decoded blocks in the store's cache."""
         self._store.keep(names, decoded)
 
-    def moved(self, containers: Iterable[int]) -> bool:
+    @property
+    def changes(self) -> int:
+        """Return how many changes of containers were noted."""
+        return self._store.changes
+
+    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read."""
-        return self._store.moved(containers)
+        return self._store.moved(containers, since)
 
     def room(self, size_bytes: int) -> U8:
         """Return memory for decoded bytes, undefined."""

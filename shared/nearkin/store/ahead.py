@@ -70,15 +70,16 @@ class ReadAhead:
         except NearkinError:
             return None
 
-    def want(self, plan: Plan) -> None:
-        """Ask for the blocks of a plan, as far as there is room."""
+    def want(self, plan: Plan) -> bool:
+        """Ask for the blocks of a plan, as far as there is room; return True: more may be asked for."""
         self._plans += 1
         self._drop_unneeded()
         try:
             for key in self._needed(plan):
                 self._ask(key)
         except NearkinError:  # told when the plan is fetched
-            return
+            pass
+        return True
 
     def _needed(self, plan: Plan) -> Iterable[BlockName]:
         """Yield the blocks that are not at hand, those they lean on after them."""
@@ -167,9 +168,14 @@ class ReadAhead:
         """Return a damaged block as it was written, where parity knows."""
         return self._store.mended_record(container, block, why)
 
-    def moved(self, containers: Iterable[int]) -> bool:
+    @property
+    def changes(self) -> int:
+        """Return how many changes of containers were noted."""
+        return self._store.changes
+
+    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read."""
-        return self._store.moved(containers)
+        return self._store.moved(containers, since)
 
 
 def _blocks_of(plan: Plan) -> list[BlockName]:

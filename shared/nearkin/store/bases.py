@@ -124,13 +124,13 @@ class BaseReader:
         locations = Locations.join([plan.locations, Locations(containers[of], ordinals)])
         counts = np.diff(bounds)
         order = np.argsort(np.concatenate([np.repeat(np.arange(len(counts)), counts), groups]), kind="stable")
-        both = Plan(locations, np.concatenate([plan.rows, rows]))
+        both = Plan(locations, np.concatenate([plan.rows, rows]), plan.since)
         return both.take(order), bounds_of(counts + np.bincount(groups, minlength=len(counts)))
 
     def _replaced(self, plan: Plan, depth_below: int, no_deltas: bool) -> Plan:
         """Return the plan of the first ancestor of each row that is less deep than `depth_below`, and no delta."""
         containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
-        replaced = Plan(Locations(containers, ordinals), plan.rows)
+        replaced = Plan(Locations(containers, ordinals), plan.rows, plan.since)
         for _ in range(DEPTH_MAX + 1):
             deep = np.flatnonzero(_unfit(replaced, depth_below, no_deltas))
             if not len(deep):

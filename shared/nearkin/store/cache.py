@@ -144,6 +144,8 @@ class ByteBoundedCache(Generic[Key, Value]):
             self._halved = self._uses
             for other, its in list(self._held.items()):
                 self._stand(other, its, (its.uses + 1) // 2)
+            # Anew, since a Ctrl-C may have fallen between two steps.
+            self._used_bytes = sum(its.value_bytes for its in self._held.values())
 
     def _stand(self, key: Key, held: _Held[Value], uses: int) -> None:
         """Put a value among those used so often."""

@@ -47,8 +47,12 @@ class SupportsMendedRecords(Protocol):
 class SupportsGenerations(Protocol):
     """Where a container may be there twice: who wrote it anew died before the older generation went."""
 
-    def moved(self, containers: Iterable[int]) -> bool:
-        """Return whether any of these is there in a later generation than was read."""
+    @property
+    def changes(self) -> int:
+        """Return how many changes of containers were noted."""
+
+    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
+        """Return whether any of these is there in a later generation than was read, or came after `since` changes."""
 
 
 REWRITTEN_MAX = 8
@@ -108,6 +112,7 @@ class ChunkReader:
 
         It may have it by now: a round writes a container anew with more chunks, and what came since leans on them.
         """
+        since = self._source.changes if isinstance(self._source, SupportsGenerations) else 0
         which, _, tables = self.tables(locations)
         rows = np.empty(len(locations), CHUNK_ROW)
         row = take_rows(tables, which, locations.ordinals, rows)
@@ -127,7 +132,7 @@ class ChunkReader:
                 return self.plan(locations)
             name = object_name(ContainerId(int(locations.containers[row])))
             raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
-        return Plan(locations, rows)
+        return Plan(locations, rows, since)
 
     def plan_with_bases(self, locations: Locations) -> tuple[Plan, Plan]:
         """Return how the rows are kept, and how the best bases of those are that are not raw, in order. Raises as
@@ -171,7 +176,7 @@ class ChunkReader:
         """Return what a task for a plan returns.
 
         Raises Corrupt; Rewritten where what leads to what is lost was read of an older generation than is there: the
-        one that is may lean on something else.
+        one that is may lean on something else. Who shares the caches may have read that one since the plan was made.
         """
         tasks = [_Started(task, plan)]
         try:
@@ -179,7 +184,7 @@ class ChunkReader:
         except Rewritten:
             raise
         except Corrupt as err:
-            if self._moved(_led_by(tasks)):
+            if self._moved(_led_by(tasks), plan.since):
                 raise _later(err) from err
             raise
 
@@ -315,10 +320,10 @@ class ChunkReader:
             return _later(why)
         return Corrupt(why)
 
-    def _moved(self, containers: list[int]) -> bool:
+    def _moved(self, containers: list[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read; that is read from now on."""
         stored = [container for container in containers if container != ZERO]
-        return isinstance(self._source, SupportsGenerations) and self._source.moved(stored)
+        return isinstance(self._source, SupportsGenerations) and self._source.moved(stored, since)
 
     def _level(self, plan: Plan, bases: U8, base_lengths: U32, which: NDArray[np.intp]) -> Task:
         """Return the rows' bytes; `bases` are those of distinct bases, each of its base length, `which` the deltas'."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, Self
+from weakref import WeakSet
 
 from nearkin.buffers import Buffers
 from nearkin.errors import Corrupt, NotFound
@@ -77,23 +78,49 @@ class ReadCosts:
             self.bytes_read += size_bytes
 
 
+class _Restore:
+    """It is at work for as long as somebody holds it: wherever a Ctrl-C falls, it is over with who held it."""
+
+
 class Restores:
-    """How many restores are at work through one cache. Safe between threads."""
+    """Which restores are at work through one cache. Safe between threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
+        self._at_work: WeakSet[_Restore] = WeakSet()
+
+    @property
+    def count(self) -> int:
+        """Return how many are."""
+        return len(self._at_work)
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
         """Count another one for as long as the block runs."""
-        with self._lock:
-            self.count += 1
+        restore = _Restore()
+        self._at_work.add(restore)
         try:
             yield
         finally:
-            with self._lock:
-                self.count -= 1
+            del restore
+
+
+class Noted:
+    """Which containers another generation was noted of, and when. Safe between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[int, int] = {}
+        self.count = 0
+
+    def note(self, container: ContainerId) -> None:
+        """Note a change, once nothing of the generation before it is at hand any more."""
+        with self._lock:
+            self._of[container] = self.count + 1
+            self.count += 1
+
+    def since(self, containers: Iterable[int], count: int) -> bool:
+        """Return whether one of these was noted after so many changes."""
+        return any(self._of.get(container, 0) > count for container in containers)
 
 
 class Rewritten(Corrupt):
@@ -140,6 +167,7 @@ class ContainerStore:
         self.costs = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
         """Of containers that were written anew, as far as known: some 100 bytes each."""
+        self._noted = Noted()
         self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(MENDED_BYTES, "mended")
 
     @property
@@ -162,6 +190,7 @@ class ContainerStore:
         other.restores = Restores()
         other._mended = ByteBoundedCache(MENDED_BYTES, "mended")
         other._generations = dict(self._generations)
+        other._noted = Noted()
         return other
 
     def over(self, objects: ObjectStore) -> Self:
@@ -241,6 +270,12 @@ class ContainerStore:
         self._generations[container] = generation
         self._directories.drop([container])
         self.blocks.drop_if(lambda key: key[0] == container)
+        self._noted.note(container)
+
+    @property
+    def changes(self) -> int:
+        """Return how many changes of containers were noted: a plan that is made from now on knows of these."""
+        return self._noted.count
 
     def generation(self, container: ContainerId) -> int:
         """Return the generation of a container, as far as known: `generations` looks."""
@@ -263,8 +298,15 @@ class ContainerStore:
             self._is_now(container, there[container])
         return bool(others)
 
-    def moved(self, containers: Iterable[int]) -> bool:
-        """Look whether any of these is there in a later generation than was read; that one is read from now on."""
+    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
+        """Look whether any of these is there in a later generation than was read; that one is read from now on.
+
+        Or whether one was noted, by whoever shares the caches, after so many `changes`: what was planned before goes by
+        an older generation, though the directory at hand is of this one.
+        """
+        containers = list(containers)
+        if since is not None and self._noted.since(containers, since):
+            return True
         tried = dict[ContainerId, int]()
         for container in map(ContainerId, containers):
             known = self._directories.get(container)

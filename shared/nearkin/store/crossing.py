@@ -23,7 +23,8 @@ class Crossing:
         """`named`: the store, for errors."""
         self._named = named
         self._changed = threading.Condition()
-        self._beside = 0
+        self._inside: set[object] = set()
+        """What entered and has not left: a count would drift where a Ctrl-C falls between two steps."""
         self._waiting = 0
         """Who waits to write."""
         self._steps_waiting = 0
@@ -35,13 +36,14 @@ class Crossing:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Be no step of a round; wait for the one at work. Within a step, it is part of it. Raises StoreLocked."""
-        self.enter()
+        entry = object()
         try:
+            self.enter(entry)
             yield
         finally:
-            self.leave()
+            self.leave(entry)
 
-    def enter(self) -> None:
+    def enter(self, entry: object) -> None:
         """Begin what `leave` ends, in whichever thread. Raises StoreLocked."""
         with self._changed:
             self._waiting += 1
@@ -54,19 +56,20 @@ class Crossing:
             finally:
                 self._waiting -= 1
                 self._changed.notify_all()
-            self._beside += 1
+            self._inside.add(entry)
 
     @property
     def mine(self) -> bool:
         """Return whether a step of a round is at work in this thread."""
         return self._alone == threading.get_ident()
 
-    def leave(self) -> None:
-        """End what `enter` began."""
+    def leave(self, entry: object) -> None:
+        """End what `enter` began, if it did."""
         with self._changed:
-            self._beside -= 1
-            self._step_was_last = False
-            self._changed.notify_all()
+            if entry in self._inside:
+                self._inside.remove(entry)
+                self._step_was_last = False
+                self._changed.notify_all()
 
     @contextmanager
     def alone(self, wait_seconds: float, what: str = A_STEP) -> Iterator[None]:
@@ -91,7 +94,7 @@ class Crossing:
         if self._alone is not None:
             return self.mine
         # Within what somebody has entered, a put that tells the index, say, nobody waits for a step that waits for it.
-        return bool(self._beside) or not self._steps_waiting or self._step_was_last
+        return bool(self._inside) or not self._steps_waiting or self._step_was_last
 
     def _may_be_alone(self) -> bool:
-        return self._alone is None and not self._beside and not (self._waiting and self._step_was_last)
+        return self._alone is None and not self._inside and not (self._waiting and self._step_was_last)

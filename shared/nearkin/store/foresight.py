@@ -78,7 +78,7 @@ class Foresight:
         self._blind = False
 
     def over(self, plans: Iterable[Placed]) -> Iterator[Placed]:
-        """Yield the plans of batches, each once the HORIZON_PLANS after it are known."""
+        """Yield the plans of batches, each once the HORIZON_PLANS after it are known, or nothing can be foreseen."""
         return seen_ahead(plans, self._see, HORIZON_PLANS)
 
     def batch_read(self) -> None:
@@ -102,10 +102,10 @@ class Foresight:
     def _named(self, block: int) -> BlockName:
         return self._containers[block >> NUMBER_BITS], block & NUMBER_MASK
 
-    def _see(self, plan: Plan) -> None:
-        """Take note of the batch after those that are known."""
+    def _see(self, plan: Plan) -> bool:
+        """Take note of the batch after those that are known; return whether that was of any use."""
         if self._blind:
-            return
+            return False
         try:
             self._wanted.append(self._wanted_by(plan))
         except (_Unforeseen, NearkinError):  # what is broken is told when it is read
@@ -113,6 +113,7 @@ class Foresight:
             self._last, self._done, self._leaning = {}, set(), {}
             self._wanted.clear()
         self._known += 1
+        return not self._blind
 
     def _wanted_by(self, plan: Plan) -> list[int]:
         """Return the blocks that a batch wants: its own, and what those lean on that will not be at hand."""

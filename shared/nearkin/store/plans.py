@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.errors import NearkinError
 from nearkin.frozen import frozen
 from nearkin.records import U8, U32, Bools, ContainerId, Locations
 
@@ -24,11 +25,12 @@ BlockName = tuple[ContainerId, int]
 class Plan:
     """How each wanted row is kept: `rows` CHUNK_ROW[n], zeros but for the length where the built-in zero chunk is.
 
-    Each column is a copy, contiguous as kernels want it.
+    Each column is a copy, contiguous as kernels want it. `since`: how many changes of containers were known by then.
     """
 
     locations: Locations
     rows: NDArray[np.void]
+    since: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,7 +83,7 @@ class Plan:
 
     def take(self, which: NDArray[np.intp] | Bools | slice) -> Plan:
         """Return some of the rows."""
-        return Plan(self.locations.take(which), self.rows[which])
+        return Plan(self.locations.take(which), self.rows[which], self.since)
 
 
 Placed = tuple[int, Plan]
@@ -121,14 +123,27 @@ def by_block(plan: Plan, wanted: NDArray[np.intp]) -> ByBlock:
     return ByBlock(wanted[order], bounds, names)
 
 
-def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], None], count: int) -> Iterator[Placed]:
-    """Yield all plans of batches, each once `see` was told of it and of `count` after it, or of ROWS_AHEAD_MAX rows."""
-    waiting, rows = deque[Placed](), 0
-    for placed in plans:
-        see(placed[1])
+def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], bool], count: int) -> Iterator[Placed]:
+    """Yield all plans of batches, each once `see` was told of it and of `count` after it, or of ROWS_AHEAD_MAX rows.
+
+    Once `see` says no, each as it is made. What is broken ahead is raised when all before it were yielded.
+    """
+    waiting, rows, broken = deque[Placed](), 0, list[NearkinError]()
+    for placed in _until_broken(plans, broken):
+        count = count if see(placed[1]) else 0
         waiting.append(placed)
         rows += len(placed[1])
         while waiting and (len(waiting) > count or rows > ROWS_AHEAD_MAX):
             rows -= len(waiting[0][1])
             yield waiting.popleft()
     yield from waiting
+    if broken:
+        raise broken.pop()
+
+
+def _until_broken(plans: Iterable[Placed], broken: list[NearkinError]) -> Iterator[Placed]:
+    """Yield plans; what making one raises ends them, and is put into `broken`."""
+    try:
+        yield from plans
+    except NearkinError as err:
+        broken.append(err)
