@@ -209,7 +209,7 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     if isinstance(cause, Refused):
         return ConfigError(f'{field} "{given}": {cause}{source}')
     if cause is not None:  # a section or the whole: the text names fields and values itself
-        return ConfigError(f"{field}: {cause}" if field else str(cause))
+        return ConfigError(f"{field}: {cause}{_set_together(field, str(cause), sources)}" if field else str(cause))
     if first["type"] == "unexpected_keyword_argument":
         section, dot, name = field.rpartition(".")
         near = [f"{section}{dot}{one}" for one in _near(name, _fields(section) if dot else _fields(None))]
@@ -253,6 +253,14 @@ def _near(name: str, known: Sequence[str]) -> list[str]:
 def _or_listed(near: Sequence[str]) -> str:
     """Return the remedy for a name that is not known."""
     return f"did you mean {' or '.join(near)}?" if near else "`nearkin config` lists them all"
+
+
+def _set_together(section: str, text: str, sources: Mapping[str, str]) -> str:
+    """Return who set those of a section's settings that a text names."""
+    words = set(re.findall(r"\w+", text))
+    named = [name for name in sources if name.startswith(f"{section}.") and name.rpartition(".")[2] in words]
+    said = dict.fromkeys(_named(sources[name], name) for name in named if sources[name] != "default")
+    return f" (set by {', '.join(said)})" if said else ""
 
 
 def _set_by(name: str, sources: Mapping[str, str]) -> str:

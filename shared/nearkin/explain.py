@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from numpy.typing import NDArray
 
+from nearkin.formats import layout
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import finder_name
 from nearkin.records import ZERO, ContainerId, Locations, grouped
@@ -34,7 +36,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         locations, _ = segment_chunks(location, source)
         plan, bases = reader.plan_with_bases(locations)
         base = iter(bases.names)
-        shares = _shares(plan, source)
+        shares = _with_gathered(_shares(plan, source), plan, bases, source).tolist()
         known = bool(manifest.known[sequence])
         chunks: list[ChunkExplained] = []
         for row in range(len(locations)):
@@ -76,7 +78,16 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
     )
 
 
-def _shares(plan: Plan, source: ContainerSource) -> list[int]:
+def _with_gathered(shares: NDArray[np.int64], plan: Plan, bases: Plan, source: ContainerSource) -> NDArray[np.int64]:
+    """Return the rows' shares, of those that refer to what was gathered with their part of that."""
+    deltas = np.flatnonzero(plan.depths > 0)
+    refer = plan.ranks[deltas] == layout.REFERENCE_RANK
+    rows, joined = deltas[refer], bases.take(refer)
+    shares[rows] += _shares(joined, source) * plan.lengths[rows].astype(np.int64) // np.maximum(joined.lengths, 1)
+    return shares
+
+
+def _shares(plan: Plan, source: ContainerSource) -> NDArray[np.int64]:
     """Return each row's share of its block as stored, bytes, by its encoding's part of what the block decodes to."""
     shares = plan.encoded.astype(np.int64)
     stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
@@ -84,8 +95,7 @@ def _shares(plan: Plan, source: ContainerSource) -> list[int]:
         mine, blocks = stored[rows], source.directory(ContainerId(container)).blocks
         numbers = plan.blocks[mine]
         shares[mine] = shares[mine] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)
-    told: list[int] = shares.tolist()
-    return told
+    return shares
 
 
 def _first_own(

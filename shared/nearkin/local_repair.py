@@ -79,8 +79,9 @@ class LocalRepair:
         copies: list[Copies] = [self._stored(tenants)]
         if kept:
             copies.append(self._kept(kept, held, tenants))
+        of_contents = FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents)
         if contents:
-            copies.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
+            copies.append(of_contents)
         copies.append(self._joined(tenants, tuple(copies)))
         repaired = repairer.repair([damage.object_name for damage in report.damage], copies, given)
         # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
@@ -96,6 +97,7 @@ class LocalRepair:
                 self.containers.forget_read()
                 report = self.verify()
                 break
+        of_contents.tell()
         added = 0
         for name in report.parity_missing:
             self.objects.add_parity(name, self.objects.get(name))
@@ -222,6 +224,20 @@ class FileCopies:
         self._fingerprinter = fingerprinter
         self._files = files
         self._domain = domain_of(settings.tenant)
+        self._of_use: dict[Path, bool] = {}
+
+    def tell(self) -> None:
+        """Say which files had none of what was looked for in them."""
+        cut = self._settings.chunker
+        for path in (path for path, of_use in self._of_use.items() if not of_use):
+            _log.warning(
+                "%s: no chunk that is broken is in it, cut by %s into %d to %d bytes: give it with the profile and "
+                "chunker.* that it was put with",
+                path,
+                cut.algorithm,
+                cut.min_bytes,
+                cut.max_bytes,
+            )
 
     def find(self, domain: bytes, names: frozenset[bytes]) -> Iterator[tuple[bytes, U8]]:
         """Yield (name, bytes) of chunks that a file has. Raises SourceFailed."""
@@ -229,9 +245,11 @@ class FileCopies:
             return
         missing = set(names)
         for path in self._files:
+            self._of_use.setdefault(path, False)
             for name, content in self._chunks(path):
                 if name in missing:
                     missing.discard(name)
+                    self._of_use[path] = True
                     yield name, content
             if not missing:
                 return

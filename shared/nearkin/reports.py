@@ -329,8 +329,8 @@ class GcReport:
     condemned_containers: int
     """Unreached, whole or in part: they go in a later round, once `due` is past, if they are unreached still."""
     freed_later_bytes: int
-    """What that will free if nothing else happens. Of a dry run exactly; a round that was done has not encoded again
-    what leans on it, which takes more then: its bytes and the record's, so that it will be this much at most.
+    """What that will free if nothing else happens. Of a dry run exactly; of a round that was done about as much: what
+    leans on it is encoded again then, and takes more, and what stays of its containers is written anew, and takes less.
     """
     due: datetime | None
     """When the first of what is condemned may go; None where nothing is."""

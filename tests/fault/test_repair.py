@@ -11,10 +11,12 @@ import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
+from nearkin.cli.verifying import repair_lines, verify_lines
 from nearkin.errors import Corrupt
 from nearkin.formats.container import decode_container
 from nearkin.formats.layout import BLOCK
 from nearkin.formats.parity import Scheme, encode_parity
+from nearkin.reports import RepairReport
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.histories import history
 from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes, check_parity_is_of_what_is_there
@@ -29,6 +31,7 @@ from nearkin.testing.stores import (
     objects,
     process,
     settings,
+    stored_bytes,
 )
 from nearkin_janitor.heal import Healer
 
@@ -241,6 +244,36 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
         assert broken(store, CONTENTS) == set()
 
 
+def test_content_that_is_cut_otherwise_heals_nothing_and_says_why(root, tmp_path, caplog):
+    content = tmp_path / "content"
+    content.write_bytes(random_bytes(400_000, 77))
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        store.put("k", content)
+    (victim,) = containers(tmp_path / "s")
+    for start in blocks_of(victim):
+        flip(victim, start + 30)
+    other = settings(CHOSEN, {"chunker": {"algorithm": "fixed", "target_bytes": 5000}})
+    with open_store(tmp_path / "s", settings=other) as store:
+        left = store.repair([content])
+        assert left.damage
+        assert f"{content}: no chunk that is broken is in it, cut by fixed" in caplog.text
+        (broken_blocks, *_) = remedies(left)
+        assert "chunker.*" in broken_blocks
+    caplog.clear()
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        assert store.repair([content]).damage == ()
+        assert "no chunk that is broken" not in caplog.text
+        (number,) = manifests(tmp_path / "s")
+        flip(number, 30)
+        told = store.repair()
+        assert remedies(told) == ["what is broken besides blocks needs parity or a copy: `nearkin repair --from COPY`"]
+        assert remedies(told) == [line for line in verify_lines(store.verify()) if "--from" in line]
+
+
+def remedies(report: RepairReport) -> list[str]:
+    return [line for line in repair_lines(report) if "--from" in line]
+
+
 def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Path) -> None:
     """Found by the crash engine: once a record was written, what compaction had taken out stayed in it for ever."""
     root = tmp_path / "store"
@@ -390,6 +423,14 @@ def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(cove
         assert (report.damage, report.quarantined_chunks) == ((), 0)
         assert store.verify().damage == ()
     assert path.read_bytes() == copy.read_bytes()
+
+
+def test_a_put_tells_of_its_parity_too(tmp_path):
+    with open_store(tmp_path / "s", settings=COVERED) as store:
+        before = stored_bytes(tmp_path / "s")
+        result = store.put("k", random_bytes(300_000, 5))
+        assert result.ledger.stored_bytes == stored_bytes(tmp_path / "s") - before > 300_000 * 1.2
+        assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
 
 
 def test_parity_goes_with_its_object(covered_root):

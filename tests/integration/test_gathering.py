@@ -217,14 +217,47 @@ def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock)
         assert stored_bytes(store.root) < 0.9 * stored_bytes(apart.root)
 
 
-def test_the_index_is_made_again_from_gathered_containers(store):
+def test_the_index_is_made_again_from_gathered_containers(store, clock):
     put(store, EVERY)
     store.gc()
     counted = store.stats().ledger
     assert store.rebuild_index().skipped == ()
     assert store.stats().ledger.stored_bytes == counted.stored_bytes
-    check(store, EVERY)
+    for number in range(1, 6):
+        store.delete("k", number)
+    collected(store, clock, rounds=3)
+    rebuilt, verified = store.rebuild_index(), store.verify()
+    assert rebuilt.chunks == verified.chunks
+    assert rebuilt.segments == store.stats().segments
+    check(store, range(6, 13))
     assert store.put("again", HISTORY[12]).ledger.unique_bytes == 0
+
+
+def test_what_is_counted_of_versions_stays_as_it_was(store):
+    """What was gathered is there twice, joined and as chunks that refer to it: dedup had saved less than nothing."""
+    put(store, EVERY)
+    before = store.stats()
+    store.gc()
+    assert blocks(store)[0]
+    for after in (store.stats(), (store.rebuild_index(), store.stats())[1]):
+        for name in ("logical_bytes", "unique_bytes", "chunks", "duplicate_chunks", "raw_chunks", "delta_chunks"):
+            assert getattr(after.ledger, name) == getattr(before.ledger, name), name
+        assert after.ledger.dedup_saved_bytes >= 0
+        assert after.ledger.compression_saved_bytes >= 0
+        assert after.ledger.dcr > before.ledger.dcr / 2
+        assert sum(after.found_by.values()) == after.ledger.delta_chunks
+
+
+def test_explained_shares_of_what_was_gathered_add_up_to_what_is_stored(store):
+    put(store, EVERY)
+    store.gc()
+    told = [store.explain("k", number) for number in EVERY]
+    explained = [chunk for one in told for segment in one.segments for chunk in segment.chunks]
+    assert "reference" in {chunk.found_by for chunk in explained}
+    stats = store.stats()
+    shares = sum(chunk.stored_estimate_bytes for chunk in explained)
+    assert 0.97 * stats.ledger.block_bytes < shares <= stats.ledger.block_bytes
+    assert sum(sum(one.found_by.values()) for one in told) == sum(stats.found_by.values())
 
 
 def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):

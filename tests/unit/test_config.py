@@ -456,3 +456,15 @@ def test_the_key_of_a_store_is_taken_from_the_environment_and_never_shown(monkey
 def test_every_name_the_package_promises_can_be_had_from_it():
     for name in nearkin.__all__:
         assert getattr(nearkin, name) is not None, name
+
+
+def test_settings_that_do_not_go_together_name_who_set_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEARKIN_CHUNKER__TARGET_BYTES", "4096")
+    file = toml(tmp_path, "[chunker]\nmin_bytes = 65536\n[features]\ncount = 12")
+    with pytest.raises(ConfigError) as refused:
+        load(file)
+    assert str(refused.value).endswith(f"(set by file {file}, environment NEARKIN_CHUNKER__TARGET_BYTES)")
+    monkeypatch.setenv("NEARKIN_FEATURES__COUNT", "13")
+    monkeypatch.delenv("NEARKIN_CHUNKER__TARGET_BYTES")
+    with pytest.raises(ConfigError, match=r"count 13: .* \(set by environment NEARKIN_FEATURES__COUNT\)$"):
+        load()

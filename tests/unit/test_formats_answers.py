@@ -59,6 +59,12 @@ def test_stats_and_an_explanation_come_back(said: dict[str, Any]) -> None:
     assert answers.explanation_from(value, explained.info) == explained
 
 
+def test_an_explanation_counts_what_sketched_its_segments_as_people_read_it(said: dict[str, Any]) -> None:
+    told = answers.explain_json(said["explanation"], segments=True)
+    assert sum(told["sketches"].values()) == told["segment_count"]  # type: ignore[attr-defined]
+    assert set(told["sketches"]) == {segment["sketch"] for segment in told["segments"]}  # type: ignore[call-overload,attr-defined]
+
+
 def test_names_that_a_later_nearkin_adds_are_passed_over(said: dict[str, Any]) -> None:
     assert answers.stats_from({**answers.stats_json(said["stats"]), "later": [1]}) == said["stats"]
 

@@ -94,8 +94,8 @@ def rebuild_index(
             else:
                 publisher.add(claims)
                 sound.add(container)
-                chunks += len(claims.directory.chunks)
-                segments += len(claims.directory.segments)
+                chunks += int(np.count_nonzero(claims.directory.chunks.there))  # collected ones leave their numbers
+                segments += int(np.count_nonzero(np.diff(claims.directory.segments.bounds)))
             if progress is not None:
                 progress(done + 1, len(ids) + len(names))
         publisher.finish()

@@ -123,7 +123,7 @@ def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
     yield f"{freed('freed', last['freed_bytes'])}: {gone}"
     if last["due"]:
         condemned = counted(last["condemned_containers"], "container")
-        yield f"condemned    {condemned}: up to {last['freed_later_bytes']:,} bytes more from {last['due']} on"
+        yield f"condemned    {condemned}: about {last['freed_later_bytes']:,} bytes more from {last['due']} on"
     if last["forgotten"]:
         yield f"deleted      {counted(last['forgotten'], 'version')} that retention.policies do not keep"
 
@@ -152,7 +152,7 @@ def gc_lines(report: GcReport) -> Iterator[str]:
         condemned = counted(report.condemned_containers, "container")
         bytes_more = f"{report.freed_later_bytes:,} bytes more"
         yield (
-            f"condemned    {condemned}: {bytes_more if report.dry_run else f'up to {bytes_more}'} from "
+            f"condemned    {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
     if report.forgotten:

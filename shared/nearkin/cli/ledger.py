@@ -33,7 +33,7 @@ def ledger_table(ledger: Ledger, seconds: float) -> Table:
         ("after dedup", unique_bytes, ledger.dedup_saved_bytes, duplicates),
         ("after delta", after_delta_bytes, ledger.delta_saved_bytes, f"{ledger.delta_chunks:,} delta"),
         ("after compression", ledger.block_bytes, ledger.compression_saved_bytes, f"{ledger.raw_chunks:,} raw"),
-        ("stored, with everything", ledger.stored_bytes, -overhead_bytes, "directories, recipes, manifests"),
+        ("stored, with everything", ledger.stored_bytes, -overhead_bytes, "directories, manifests, parity"),
     )
     for name, left_bytes, saved_bytes, chunks in steps:
         saved = "" if saved_bytes is None else human_bytes(saved_bytes)

@@ -73,8 +73,7 @@ def repair_lines(report: RepairReport) -> Iterable[str]:
     if report.parity_added:
         yield f"parity added to {counted(report.parity_added, 'object')}"
     yield from damage_lines(report.damage)
-    if any(one.object_name != "index" for one in report.damage):  # which names its own remedy
-        yield "put the same content again, or give a copy with --from, to heal what is left"
+    yield from _remedies(report.damage)
     left = counted(len(report.damage), "damaged object") if report.damage else "no damage"
     yield f"{left} left in {report.seconds:.2f} s"
 
@@ -106,6 +105,19 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
             yield f"  touches {printable(key)} version {version}"
         for tenant, key, version in one.of_other_tenants:
             yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
+
+
+def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
+    """Yield what heals what is broken and cannot be repaired by itself; the index names its own remedy."""
+    folders = {one.object_name.partition("/")[0] for one in damage if not one.repairable}
+    if "containers" in folders:
+        yield (
+            "put the same data again, cut the same way (the profile and `chunker.*` that they were put with), and what "
+            "is broken of blocks is stored anew, for older versions too; a container that is gone, or whose directory "
+            "is broken, needs parity or a copy (`nearkin repair --from`)"
+        )
+    if folders - {"containers", "index"}:
+        yield "what is broken besides blocks needs parity or a copy: `nearkin repair --from COPY`"
 
 
 def parse_since(text: str, now: datetime) -> datetime:
@@ -153,13 +165,10 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
         yield f"{counted(report.erased_objects, 'object')} of erased tenants, no damage: `nearkin gc` removes them"
     if report.untagged_containers:
         yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
-    if report.forgotten is not None:
-        yield (
-            "put the same data again and what is broken of blocks is stored anew, for older versions too; a container "
-            "that is gone, or whose directory is broken, needs parity or a copy (`nearkin repair --from`)"
-            if report.forgotten
-            else "the index still names what is broken, since a put is running: run verify again when it has ended"
-        )
+    if report.forgotten is False:
+        yield "the index still names what is broken, since a put is running: run verify again when it has ended"
+    else:
+        yield from _remedies(report.damage)
     found = counted(len(report.damage), "damaged object") if report.damage else "no damage"
     read = ", ".join(
         (counted(report.containers, "container"), counted(report.chunks, "chunk"), counted(report.versions, "version"))

@@ -11,6 +11,7 @@ parse raises ValueError: who reads knows where it came from.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -235,6 +236,7 @@ def gc_state_json(state: GcState) -> dict[str, Any]:
 def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, object]:
     """Return how a version is kept as JSON has it; with `segments` every segment and chunk of it."""
     known = sum(segment.known for segment in explanation.segments)
+    sketches = Counter(segment.sketch for segment in explanation.segments if segment.sketch)
     value: dict[str, object] = {
         "key": explanation.info.key,
         "version": explanation.info.version,
@@ -242,6 +244,7 @@ def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, objec
         "digest": explanation.info.digest,
         "segment_count": len(explanation.segments),
         "known_segments": known,
+        "sketches": dict(sorted(sketches.items())),
         "duplicate_chunks": explanation.duplicate_chunks,
         "zero_chunks": explanation.zero_chunks,
         "delta_chunks": explanation.delta_chunks,

@@ -12,6 +12,7 @@ from nearkin.formats import layout
 from nearkin.formats.directory import Directory
 from nearkin.frozen import frozen
 from nearkin.index.protocols import ContainerSummary
+from nearkin.records import Bools
 from nearkin.reports import FIRST_FIT_FINDER, Ledger
 
 
@@ -55,13 +56,17 @@ def summarise(claims: ContainerClaims) -> ContainerSummary:
 
 
 def summarise_directory(directory: Directory) -> ContainerSummary:
-    """Return what `stats` needs of a container, from its directory."""
+    """Return what `stats` needs of a container, from its directory.
+
+    What was gathered is there twice, joined and as chunks that refer to it: its bytes are counted once, where they lie,
+    its chunks as the deltas that versions name.
+    """
     chunks, blocks = directory.chunks, directory.blocks
-    there = chunks.there
-    vcdiff = there & (blocks.kinds[chunks.blocks] == layout.XDELTA3)
+    refer, named = chunks.there & (chunks.ranks == layout.REFERENCE_RANK), chunks.there & ~_joined(directory)
+    vcdiff = chunks.there & (blocks.kinds[chunks.blocks] == layout.XDELTA3)
     patched = int(blocks.stored[blocks.kinds == layout.PATCH].sum())
-    ranks = np.bincount(chunks.ranks[chunks.depths > 0], minlength=1)
     deltas = chunks.depths > 0
+    ranks = np.bincount(chunks.ranks[deltas & named], minlength=1)
     raw_blocks = blocks.depths == 0
     recipes = np.diff(directory.segments.bounds)
     counted = np.bincount(directory.segments.sketches[recipes > 0], minlength=len(directory.sketch_names))
@@ -70,16 +75,31 @@ def summarise_directory(directory: Directory) -> ContainerSummary:
         container_bytes=directory.container_bytes,
         directory_bytes=directory.directory_bytes,
         recipe_bytes=directory.recipe_bytes,
-        name_bytes=int(np.count_nonzero(there)) * 28,
+        name_bytes=int(np.count_nonzero(chunks.there)) * 28,
         blocks=int(np.count_nonzero(blocks.raw)),
         segments=int(np.count_nonzero(recipes)),
-        raw_chunks=int(np.count_nonzero(there & ~deltas)),
+        raw_chunks=int(np.count_nonzero(named & ~deltas)),
         raw_block_bytes=int(blocks.stored[raw_blocks].sum()),
         delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
-        unique_bytes=int(chunks.lengths.sum(dtype=np.uint64)),
-        delta_chunk_bytes=int(chunks.lengths[deltas].sum(dtype=np.uint64)),
+        unique_bytes=int(chunks.lengths[~refer].sum(dtype=np.uint64)),
+        delta_chunk_bytes=int(chunks.lengths[deltas & named].sum(dtype=np.uint64)),
         delta_bytes=int(chunks.encoded[vcdiff].sum(dtype=np.uint64)) + patched,
-        depths=tuple(int(n) for n in np.bincount(chunks.depths[there])),
+        depths=tuple(int(n) for n in np.bincount(chunks.depths[named])),
         sketches={name: int(n) for name, n in zip(directory.sketch_names, counted, strict=True) if n},
         found_by={finder_name(rank): int(ranks[rank]) for rank in np.flatnonzero(ranks).tolist()},
     )
+
+
+def _joined(directory: Directory) -> Bools:
+    """Return which chunks a round has joined of others, which refer to them: no version names these.
+
+    Of those that lean on nothing they lie behind all that the container's own recipes name; where some of these have
+    gone nobody can tell them from others.
+    """
+    segments, chunks = directory.segments, directory.chunks
+    joined: Bools = chunks.ranks == layout.GATHERED_RANK
+    if len(segments) and np.all(np.diff(segments.bounds) > 0):
+        own = segments.chunks.ordinals[segments.chunks.containers == np.uint64(directory.container)]
+        behind = np.arange(len(chunks)) > (int(own.max()) if len(own) else -1)
+        joined |= behind & (chunks.depths == 0)
+    return joined

@@ -328,7 +328,7 @@ class EmbeddedWriter:
             self._stored += Ledger(
                 block_bytes=summary.raw_block_bytes + summary.delta_block_bytes,
                 raw_block_bytes=summary.raw_block_bytes,
-                stored_bytes=summary.container_bytes,
+                stored_bytes=self._containers.takes_bytes(sealed.container, summary.container_bytes),
             )
             return
         self._publish()
@@ -357,7 +357,7 @@ class EmbeddedWriter:
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
     def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
-        self._stored += Ledger(stored_bytes=manifest_bytes)
+        self._stored += Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
         group = self._stored
         before = self._reported
         self._reported = group

@@ -21,6 +21,7 @@ from nearkin.records import U8, ContainerId
 from nearkin.store.cache import ByteBoundedCache
 from nearkin.store.objects import ObjectStore, Payload, SupportsSalvage
 from nearkin.store.parity import SupportsMending
+from nearkin.store.passing import takes_bytes
 from nearkin.store.plans import BlockName
 
 FOLDER = "containers"
@@ -210,6 +211,10 @@ class ContainerStore:
         self._objects.put_new(object_name(container, generation), *parts)
         if generation:
             self._is_now(container, generation)
+
+    def takes_bytes(self, container: ContainerId, container_bytes: int) -> int:
+        """Return what a container of so many bytes takes where it lies: its parity included, and its seal."""
+        return takes_bytes(self._objects, object_name(container), container_bytes)
 
     def delete(self, container: ContainerId, generation: int) -> None:
         """Remove one generation of a container, durably. Again is fine.

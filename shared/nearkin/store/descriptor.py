@@ -55,7 +55,11 @@ def _decoded(data: bytes, _name: str) -> Descriptor:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place adds the remedy
         fields = json.loads(data)
-        if fields["format"] != FORMAT or type(fields["format_version"]) is not int:
+        if (
+            not isinstance(fields, dict)
+            or fields.get("format") != FORMAT
+            or type(fields.get("format_version")) is not int
+        ):
             raise ValueError("not a Nearkin store's descriptor")  # noqa: TRY301
         if fields["format_version"] == ENCRYPTED_VERSION and "encryption" in fields and decode_envelope(data, NAME):
             raise ConfigError(

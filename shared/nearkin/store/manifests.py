@@ -82,6 +82,11 @@ class ManifestStore:
         self._objects.put_new(object_name(manifest.tenant, manifest.key, manifest.version), data)
         return len(data)
 
+    def stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> int:
+        """Return what a manifest of so many bytes takes where it lies: its parity included, and its seal."""
+        name = object_name(manifest.tenant, manifest.key, manifest.version)
+        return takes_bytes(self._objects, name, manifest_bytes)
+
     def get(self, tenant: str, key: str, version: int) -> Manifest:
         """Return one version's manifest, of a deleted one too. Raises NotFound, Corrupt or StoreUnavailable."""
         check_tenant(self._objects, tenant)
