@@ -7,10 +7,9 @@ manifest -> segments -> chunk locations -> (a few MiB at a time) plan, fetch, ve
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from nearkin.errors import Corrupt
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
+from nearkin.one_ahead import OneAhead
 from nearkin.parallel import ALONE, Helpers, all_cores
 from nearkin.records import U8, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
 from nearkin.reports import VersionInfo
@@ -38,6 +38,19 @@ PLANS_AHEAD = 4
 DIRECTORIES_AHEAD_MAX = 64
 FORESEEN_SHARE = 8
 """Of a range that is smaller than this part of the cache all fits into it, mostly."""
+
+
+class Pieces(Protocol):
+    """An iterator of verified pieces; who stops early closes it."""
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Return this."""
+
+    def __next__(self) -> memoryview:
+        """Return the next piece. Raises what reading it does."""
+
+    def close(self) -> None:
+        """Read no more, and wait for what is being read."""
 
 
 class Blob:
@@ -62,31 +75,31 @@ class Blob:
         self._fingerprinter = fingerprinter
         self._start, self._stop = start, stop
 
-    def __iter__(self) -> Generator[memoryview, None, None]:
-        """Yield the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is yielded.
+    def __iter__(self) -> Pieces:
+        """Return the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is given out.
 
-        Whoever stops early closes it: that waits for what is being read.
-
-        While one piece is out the next is read and verified. Where the store is far more are planned, and on their
-        way; of a near one many are planned, so that what none of them wants is let go. Far away that would be the
-        directories of all that they lean on, one trip each, before the first byte.
+        Whoever stops early closes it: that waits for what is being read. While one piece is out the next is read and
+        verified.
         """
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
-            yield from self._pieces(None, None)
-            return
+            return self._pieces(None, None)
+        return OneAhead("nearkin-restore", self._reading)
+
+    @contextmanager
+    def _reading(self) -> Iterator[Iterator[memoryview]]:
+        """Give the pieces, read with all cores.
+
+        Where the store is far some more are planned, and on their way; of a near one many are planned, so that what
+        none of them wants is let go. Far away that would be the directories of all that they lean on, one trip each,
+        before the first byte.
+        """
         ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
         foresight = Foresight(self._source) if ahead is None and self._is_long else None
-        thread = ThreadPoolExecutor(1, "nearkin-restore")
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             if ahead is not None:
                 steps.callback(ahead.close)
             steps.enter_context(self._source.restores.one_more())
-            pieces = self._pieces(ahead, foresight, steps.enter_context(all_cores("nearkin-decode")))
-            steps.callback(thread.shutdown, cancel_futures=True)
-            following = thread.submit(next, pieces, None)
-            while (piece := following.result()) is not None:
-                following = thread.submit(next, pieces, None)
-                yield piece
+            yield self._pieces(ahead, foresight, steps.enter_context(all_cores("nearkin-decode")))
 
     @property
     def _is_long(self) -> bool:
@@ -94,7 +107,7 @@ class Blob:
 
     def _pieces(
         self, ahead: ReadAhead | None, foresight: Foresight | None, helpers: Helpers = ALONE
-    ) -> Iterator[memoryview]:
+    ) -> Generator[memoryview, None, None]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
         reader = ChunkReader(self._source if ahead is None else ahead, helpers)
         hasher = blake3()
@@ -147,7 +160,8 @@ class Blob:
 
     def write_to(self, file: BinaryIO, progress: Callable[[int], None] | None = None) -> int:
         """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
-        return write_pieces(self, file, progress)
+        with closing(iter(self)) as pieces:
+            return write_pieces(pieces, file, progress)
 
     def _verified(self, reader: ChunkReader, plan: Plan) -> U8:
         payload = reader.fetch(plan)

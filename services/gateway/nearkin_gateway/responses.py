@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from nearkin import metrics
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import Corrupt, NearkinError
+from nearkin.restore import Pieces
 
 SLICE_BYTES = 256 * 1024
 _log = logging.getLogger("nearkin.gateway")
@@ -26,7 +27,7 @@ class BlobResponse(Response):
 
     def __init__(
         self,
-        pieces: Generator[memoryview, None, None],
+        pieces: Pieces,
         first: memoryview | None,
         status: int,
         headers: Mapping[str, str],

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from nearkin import restore
+from nearkin.one_ahead import OneAhead
 from nearkin.testing.gateways import Running, drained, embedded, process, running
 from nearkin.testing.waiting import until
 
@@ -261,12 +260,13 @@ def test_a_reader_that_leaves_does_not_make_the_others_wait_for_what_is_being_re
     """What reads ahead is ended by who waits for it: never by the loop, which serves everybody."""
     ended: list[str] = []
 
-    class Watched(ThreadPoolExecutor):
-        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-            ended.append(threading.current_thread().name)
-            super().shutdown(wait, cancel_futures=cancel_futures)
+    close = OneAhead.close
 
-    monkeypatch.setattr(restore, "ThreadPoolExecutor", Watched)
+    def watched(pieces: OneAhead[memoryview]) -> None:
+        ended.append(threading.current_thread().name)
+        close(pieces)
+
+    monkeypatch.setattr(OneAhead, "close", watched)
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         client.put("/v1/blobs/left", content=os.urandom(40 * MIB))
         with client.stream("GET", "/v1/blobs/left") as answer:
