@@ -373,6 +373,10 @@ class LocalIndex:
         else:  # one was missing: what it holds is not counted any more, nor who holds its segments
             self.rebuild()
 
+    def list_again(self) -> None:
+        """List versions whose manifests are back since the index was made without them. The lock is held."""
+        self._mending.catch_up(self.writable())
+
     def forget_missing(self, listed: Collection[ContainerId]) -> None:
         """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held."""
         self._mending.forget_missing(self.writable(), listed)

@@ -87,6 +87,8 @@ class LocalRepair:
         # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
         while repaired and report.damage:
             self.containers.forget_read()
+            if any(one.object_name.startswith("manifests/") for one in repaired):
+                self.index.list_again()
             report = self.verify()
             more = repairer.repair([damage.object_name for damage in report.damage], copies, given)
             if not more:

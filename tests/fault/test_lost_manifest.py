@@ -160,3 +160,20 @@ def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(t
         told = store.gc(dry_run=True)
         assert told.freed_bytes == store.gc().freed_bytes > 100_000
         assert store.get("a").read() == random_bytes(100_000, 2)
+
+
+def test_a_version_whose_manifest_is_brought_back_is_listed_though_the_index_was_made_without_it(
+    tmp_path: Path,
+) -> None:
+    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        for number in range(3):
+            store.put("k", random_bytes(50_000, number))
+        newest = manifests(tmp_path / "s")[-1]
+        copy = shutil.copy(newest, tmp_path / "copy.nkm")
+        flip(newest, 40)
+        assert store.rebuild_index().skipped
+        assert [each.version for each in store.versions("k", all_versions=True)] == [1, 2]
+        report = store.repair([Path(copy)])
+        assert report.damage == ()
+        assert [each.version for each in store.versions("k", all_versions=True)] == [1, 2, 3]
+        assert store.verify().damage == ()

@@ -89,6 +89,9 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
     nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
+    What deltas saved of one put is an estimate, since blocks are compressed together with their bases; stats tells what
+    they did of all that is stored.
+
     With -r, symbolic links and special files are skipped with a notice. What cannot be read is named, all else is
     stored, and the exit code is 1. A name that cannot be a key, since it is no UTF-8 or longer than 1024 bytes, stops
     all of it before anything is stored.
