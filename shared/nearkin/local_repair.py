@@ -79,9 +79,10 @@ class LocalRepair:
         copies: list[Copies] = [self._stored(tenants)]
         if kept:
             copies.append(self._kept(kept, held, tenants))
-        of_contents = FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents)
+        of_contents = list[FileCopies]()
         if contents:
-            copies.append(of_contents)
+            of_contents.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
+        copies += of_contents
         copies.append(self._joined(tenants, tuple(copies)))
         repaired = repairer.repair([damage.object_name for damage in report.damage], copies, given)
         # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
@@ -99,7 +100,8 @@ class LocalRepair:
                 self.containers.forget_read()
                 report = self.verify()
                 break
-        of_contents.tell()
+        for one in of_contents:
+            one.tell()
         added = 0
         for name in report.parity_missing:
             self.objects.add_parity(name, self.objects.get(name))
@@ -249,9 +251,10 @@ class FileCopies:
         for path in self._files:
             self._of_use.setdefault(path, False)
             for name, content in self._chunks(path):
+                if name in names:
+                    self._of_use[path] = True
                 if name in missing:
                     missing.discard(name)
-                    self._of_use[path] = True
                     yield name, content
             if not missing:
                 return

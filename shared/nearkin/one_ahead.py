@@ -8,6 +8,7 @@ cycle: with whatever locks that thread holds. A restore's thread wanted one of t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,34 +26,43 @@ class _End(NamedTuple):
     failure: BaseException | None
 
 
+class _Line(Generic[Item]):
+    """Between a reader and its thread, which does not hold the reader: else nobody could drop it."""
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[bool] = SimpleQueue()
+        self.told: SimpleQueue[Item | _End] = SimpleQueue()
+        self.ended = threading.Event()
+
+
 class OneAhead(Generic[Item]):
-    """Items that a thread makes, each while the one before is out. For one reader; begun by its first `next`."""
+    """Items that a thread makes, each while the one before is out; begun by the first `next`. One reads it; any thread
+    may close it.
+    """
 
     def __init__(self, name: str, making: Callable[[], AbstractContextManager[Iterator[Item]]]) -> None:
         """`making` gives the items; it is entered and left on a thread called `name`."""
         self._name = name
         self._making = making
-        self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._told: SimpleQueue[Item | _End] = SimpleQueue()
-        self._begun = self._over = False
+        self._line: _Line[Item] = _Line()
+        self._begun_by = 0
+        """The process that its thread is in."""
+        self._closed = False
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
-        if self._over:
+        if self._closed:
             raise StopIteration
         try:
-            if not self._begun:
-                self._begin()
-            told = self._told.get()
-            if not isinstance(told, _End):
-                self._asked.put(True)
-                return told
+            told = self._next()
         except BaseException:
             self.close()
             raise
-        self._over = True
+        if not isinstance(told, _End):
+            return told
+        self._closed = True
         failure = told.failure
         del told
         if failure is None:
@@ -62,46 +72,54 @@ class OneAhead(Generic[Item]):
         finally:
             del failure  # not kept by its own traceback
 
+    def _next(self) -> Item | _End:
+        """Return what is told next, and ask for what comes after it."""
+        if not self._begun_by:
+            self._begin()
+        elif self._begun_by != os.getpid():
+            raise RuntimeError("what was begun before a fork is read on by the process that began it")
+        told = self._line.told.get()
+        if self._closed:
+            raise RuntimeError("was closed while it was read")
+        if not isinstance(told, _End):
+            self._line.asked.put(True)
+        return told
+
     def _begin(self) -> None:
-        self._asked.put(True)
-        thread = threading.Thread(
-            target=_make, args=(self._making, self._asked, self._told), name=self._name, daemon=True
-        )
+        self._line.asked.put(True)
+        thread = threading.Thread(target=_make, args=(self._making, self._line), name=self._name, daemon=True)
         with interrupts_wait():
             thread.start()
-            self._begun = True
+            self._begun_by = os.getpid()
 
     def close(self) -> None:
         """Make no more, and wait for what is being made; again is fine."""
-        if self._over:
-            return
-        self._over = True
-        if self._begun:
-            self._asked.put(False)
-            while not isinstance(self._told.get(), _End):
-                pass
+        self._closed = True
+        if self._begun_by == os.getpid():
+            self._line.asked.put(False)
+            self._line.ended.wait()
 
     def __del__(self) -> None:
         """Make no more. This may run anywhere: it takes no lock (SimpleQueue is made for that), and waits for none."""
-        if self._begun and not self._over:
-            self._asked.put(False)
+        self._line.asked.put(False)
 
 
-def _make(
-    making: Callable[[], AbstractContextManager[Iterator[Item]]],
-    asked: SimpleQueue[bool],
-    told: SimpleQueue[Item | _End],
-) -> None:
+def _make(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _Line[Item]) -> None:
     failure: BaseException | None = None
     try:
-        with making() as items:
-            if asked.get():
-                for item in items:
-                    told.put(item)
-                    del item  # it is the reader's now, and goes with it
-                    if not asked.get():
-                        break
+        _made(making, line)
     except BaseException as err:
         failure = err
-    told.put(_End(failure))
+    line.told.put(_End(failure))
     del failure
+    line.ended.set()
+
+
+def _made(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _Line[Item]) -> None:
+    with making() as items:
+        if line.asked.get():
+            for item in items:
+                line.told.put(item)
+                del item  # it is the reader's now, and goes with it
+                if not line.asked.get():
+                    return

@@ -137,6 +137,7 @@ def sum_up(
         depths.update(dict(enumerate(container.depths)))
         sketches.update(container.sketches)
         found_by.update(container.found_by)
+    unique_bytes = sum(c.unique_bytes for c in found)
     raw_chunks = sum(c.raw_chunks for c in found)
     delta_chunks = depths.total() - raw_chunks
     return Stats(
@@ -148,8 +149,9 @@ def sum_up(
             delta_chunks=delta_chunks,
             raw_chunks=raw_chunks,
             zero_chunks=ledger.zero_chunks,
-            unique_bytes=sum(c.unique_bytes for c in found),
-            delta_chunk_bytes=sum(c.delta_chunk_bytes for c in found),
+            unique_bytes=unique_bytes,
+            # Of what was gathered the chunks that refer are counted, and where it lies its bytes.
+            delta_chunk_bytes=min(unique_bytes, sum(c.delta_chunk_bytes for c in found)),
             delta_bytes=sum(c.delta_bytes for c in found),
             block_bytes=parts["raw_blocks"] + parts["delta_blocks"],
             raw_block_bytes=parts["raw_blocks"],

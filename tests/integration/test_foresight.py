@@ -12,10 +12,11 @@ import pytest
 from nearkin import open_store, restore
 from nearkin.errors import Corrupt
 from nearkin.limits import MIB
-from nearkin.records import ContainerId
+from nearkin.records import ContainerId, Locations
 from nearkin.restore import Blob
 from nearkin.store import foresight as module
 from nearkin.store import plans as plans_module
+from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.foresight import Foresight
 from nearkin.store.objects import LocalObjects
@@ -253,3 +254,28 @@ def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
         fresh = list(store.get("k", 7)._of_range())
         assert any(old.rows.tobytes() != new.rows.tobytes() for (_, old), (_, new) in zip(plans, fresh, strict=True))
         assert found + b"".join(pieces) == bytes(content)
+
+
+def test_a_plan_in_whose_midst_a_later_generation_comes_is_made_anew(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who shares the caches noted it once the older one was read: the one at hand is the one that is there."""
+    root, _ = made
+    source = opened(root, 2_000_000, 1)._source
+    container = min(container for container, _ in source.ids())
+    count = len(source.directory(container).chunks)
+    last = Locations(np.array([container], np.uint64), np.array([count - 1], np.uint32))
+    tables, calls = ChunkReader.tables, list[int]()
+
+    def older(self: ChunkReader, locations: Locations):  # type: ignore[no-untyped-def]
+        which, containers, found = tables(self, locations)
+        calls.append(len(calls))
+        if len(calls) == 1:
+            source._noted.note(container)
+            return which, containers, [None if rows is None else rows[:-1] for rows in found]
+        return which, containers, found
+
+    monkeypatch.setattr(ChunkReader, "tables", older)
+    assert len(ChunkReader(source).plan(last)) == 1
+    assert len(calls) == 2
+    beyond = Locations(np.array([container], np.uint64), np.array([count], np.uint32))
+    with pytest.raises(Corrupt, match=f"has {count} chunks, number {count} is wanted"):
+        ChunkReader(source).plan(beyond)

@@ -166,10 +166,6 @@ def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
 
 
 def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path, monkeypatch):
-    class Interrupted:
-        def get(self):
-            raise KeyboardInterrupt
-
     content = text_like(6_000_000, 1)
     monkeypatch.setattr(parallel, "cores", lambda: 3)
     with open_store(tmp_path / "store") as store:
@@ -180,9 +176,10 @@ def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path,
         next(pieces)
         decoders = {one for one in threading.enumerate() if one.name.startswith("nearkin-decode")}
         assert decoders
-        pieces._told = Interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            pieces.close()
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(threading.Event, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                pieces.close()
         until(lambda: not decoders & set(threading.enumerate()))
         until(lambda: store._containers.restores.count == 0)
         assert list(pieces) == []

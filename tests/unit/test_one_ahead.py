@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
-from nearkin import open_store
+from nearkin import one_ahead, open_store
 from nearkin.one_ahead import OneAhead
 from nearkin.testing.generated import text_like
 from nearkin.testing.waiting import until
@@ -98,6 +103,86 @@ def test_who_drops_it_ends_it_and_an_item_goes_with_its_reader() -> None:
     del items
     assert making.left.wait(10)
     assert len(making.made) == 2
+
+
+def test_ctrl_c_wherever_it_falls_as_the_end_is_taken_leaves_nobody_waiting() -> None:
+    """Before each step of the last `next`, one after another: what was taken once is not waited for again."""
+    step, interrupted = 0, True
+    while interrupted:
+        items, interrupted, steps = OneAhead("test", Making(1)), False, 0
+        assert next(items)[0] == 0
+        until(lambda: items._line.ended.is_set())  # noqa: B023 - called at once
+
+        def trace(frame: FrameType, event: str, _: object) -> object:
+            nonlocal steps, interrupted
+            if frame.f_code.co_filename != one_ahead.__file__ or interrupted:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                steps += 1
+                if steps > step:  # noqa: B023
+                    interrupted = True
+                    raise KeyboardInterrupt
+            return trace
+
+        def last(items: OneAhead[np.ndarray] = items) -> None:
+            sys.settrace(trace)  # type: ignore[arg-type]
+            try:
+                with suppress(KeyboardInterrupt):
+                    next(items, None)
+            finally:
+                sys.settrace(None)
+            items.close()
+
+        reader = threading.Thread(target=last, daemon=True)
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive(), step
+        assert items._line.ended.is_set()
+        step += 1
+    assert step > 20
+
+
+def test_whoever_closes_what_another_thread_reads_ends_and_so_does_who_reads() -> None:
+    for attempt in range(60):
+        making = Making(10_000)
+        items = OneAhead("test", making)
+        found, failed = list[int](), list[RuntimeError]()
+
+        def reading(items: OneAhead[np.ndarray] = items, found: list[int] = found, failed=failed) -> None:
+            try:
+                found += [int(item[0]) for item in items]
+            except RuntimeError as err:
+                failed.append(err)
+
+        reader, closer = (
+            threading.Thread(target=reading, daemon=True),
+            threading.Thread(target=items.close, daemon=True),
+        )
+        reader.start()
+        time.sleep(attempt / 20_000)
+        closer.start()
+        reader.join(10)
+        closer.join(10)
+        assert not reader.is_alive()
+        assert not closer.is_alive()
+        assert making.left.is_set()
+        assert failed or found == list(range(10_000)) or found == list(range(len(found)))
+
+
+def test_what_was_begun_before_a_fork_is_closed_in_the_child_and_read_on_by_its_parent() -> None:
+    items = OneAhead("test", Making(5))
+    assert next(items)[0] == 0
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        with suppress(RuntimeError):
+            next(items)
+            os._exit(1)
+        items.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert read(items) == [1, 2, 3, 4]
 
 
 def dropped_in_a_cycle(begin: Callable[[], object]) -> None:

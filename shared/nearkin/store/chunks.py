@@ -118,7 +118,7 @@ class ChunkReader:
         row = take_rows(tables, which, locations.ordinals, rows)
         if row < len(rows):
             container, kept = int(locations.containers[row]), tables[which[row]]
-            if self._moved([container]):
+            if self._moved([container], since):
                 return self.plan(locations)
             counted = 0 if kept is None else len(kept)
             raise Corrupt(
@@ -128,7 +128,7 @@ class ChunkReader:
         rows["lengths"][zero] = locations.ordinals[zero]
         if not rows["lengths"].all():
             row = int(np.flatnonzero(rows["lengths"] == 0)[0])
-            if self._moved([int(locations.containers[row])]):
+            if self._moved([int(locations.containers[row])], since):
                 return self.plan(locations)
             name = object_name(ContainerId(int(locations.containers[row])))
             raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
@@ -143,7 +143,7 @@ class ChunkReader:
             try:
                 return plan, self.plan(plan.bases.take(plan.depths > 0))
             except Corrupt:
-                if not self._moved(sorted(set(locations.containers.tolist()))):
+                if not self._moved(sorted(set(locations.containers.tolist())), plan.since):
                     raise
         plan = self.plan(locations)
         return plan, self.plan(plan.bases.take(plan.depths > 0))
@@ -316,7 +316,7 @@ class ChunkReader:
 
         What was written since leans on that one, and an older one that is there still was read.
         """
-        if self._moved(sorted(set(bases.locations.containers.tolist()))):
+        if self._moved(sorted(set(bases.locations.containers.tolist())), bases.since):
             return _later(why)
         return Corrupt(why)
 
