@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,13 +22,11 @@ from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, StoreLocked, StoreUnavailable
-from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of
 from nearkin.frozen import frozen
-from nearkin.interrupts import interrupts_wait
-from nearkin.limits import MIB
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
+from nearkin.local_puts import LocalPuts
 from nearkin.memory import give_back_free
 from nearkin.parallel import all_cores
 from nearkin.reports import (
@@ -54,16 +50,14 @@ from nearkin.sources import (
     Source,
     check_bound,
     check_key,
-    check_metadata,
     check_prefix,
     check_version,
-    feed,
 )
 from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions, user_and_host
-from nearkin.store.encrypted import EncryptedObjects, check_keys
+from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.keyring import Keyring
 from nearkin.store.lock import NAMES as LOCKS
 from nearkin.store.manifests import ManifestStore
@@ -79,7 +73,6 @@ from nearkin.store.shown import check_newest, shown, units, with_unnamed
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
     from nearkin.local_repair import LocalRepair
-    from nearkin.runners.embedded import EmbeddedWriter, Spares
     from nearkin_janitor import Choice, Scrubber, Unsound
     from nearkin_janitor.scrub import Step
 
@@ -88,9 +81,6 @@ __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
 FORGET_REASON = "forget"
 CLOSE_SECONDS = 30.0
 """So long the closing of a store waits for a put in another thread."""
-BESIDE_ROUND_BYTES = 48 * MIB
-"""Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
-over."""
 _log = logging.getLogger("nearkin")
 
 
@@ -194,8 +184,7 @@ class Store:
         )
         self._fingerprinter = self._fingerprinters(settings.tenant)
         domain = self._fingerprinter.domain
-        self._cache_bytes = int(settings.restore.cache_bytes)
-        self._containers = ContainerStore(self._covered, domain, self._cache_bytes)
+        self._containers = ContainerStore(self._covered, domain, int(settings.restore.cache_bytes))
         self._manifests = ManifestStore(self._covered)
         self._index = LocalIndex(
             root, objects, covered, settings, self._fingerprinters, self._containers, self._manifests
@@ -210,12 +199,17 @@ class Store:
             guard=guard_of(settings.retention, clock),
             restate=self._index.restate_collected,
         )
-        self._putting = False
-        self._put_by = 0
-        """The thread that began the put at work."""
-        self._writer: EmbeddedWriter | None = None
-        """Of that put."""
-        self._spares: Spares | None = None
+        self._puts = LocalPuts(
+            root,
+            settings,
+            covered,
+            self._fingerprinter,
+            self._containers,
+            self._manifests,
+            self._index,
+            clock,
+            self._heal,
+        )
         _STORES.add(self)
 
     def __enter__(self) -> Self:
@@ -233,25 +227,22 @@ class Store:
         steps alone. A put_many of this thread that was left in the middle ends here: what it has not committed it never
         will, for without the lock another process could collect what it leans on.
         """
-        crossing, left = self._index.crossing, self._writer
-        if left is not None and self._put_by == threading.get_ident():
-            left.abort()
-            wanted = crossing.beside()
-        else:
-            wanted = crossing.alone(CLOSE_SECONDS, "the closing of the store") if left else crossing.beside()
+        crossing, elsewhere = self._index.crossing, self._puts.writes_elsewhere
+        self._puts.abort_mine()
+        wanted = crossing.alone(CLOSE_SECONDS, "the closing of the store") if elsewhere else crossing.beside()
         try:
             with wanted:
                 self._index.close()
         except StoreLocked as err:  # a step, or a put, that takes long: the process is to end all the same
             _log.warning("%s; closed", err)
             self._index.close()
-        self._spares = None
+        self._puts.let_go()
         self._containers.forget_read()
         self._containers.buffers.let_go()
 
     def forked(self) -> None:
         """Begin anew in a process that was forked."""
-        self._putting, self._writer, self._spares = False, None, None
+        self._puts.forked()
         self._index.forked()
 
     # --- put ---------------------------------------------------------------------------------------------------------
@@ -270,87 +261,20 @@ class Store:
         `sha256` is what the caller holds the content to be. Raises BadInput (nothing stored), StoreLocked,
         StoreUnavailable (nothing visible stored; the same put may be tried again).
         """
-        (result,) = self._put_all([(key, source, metadata or {}, sha256)], progress)
+        (result,) = self._puts.put([(key, source, metadata or {}, sha256)], progress)
         return result
 
     def put_many(
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
     ) -> Iterator[PutResult]:
         """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit."""
-        return self._put_all(
+        return self._puts.put(
             (
                 (item.key, item.source, item.metadata, item.sha256) if isinstance(item, Item) else (*item, {}, None)
                 for item in items
             ),
             progress,
         )
-
-    def _put_all(
-        self,
-        items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]],
-        progress: Progress | None,
-    ) -> Iterator[PutResult]:
-        if self._putting:
-            raise StoreLocked(f"store {self.root}: this Store is in the middle of another put; let that end first")
-        check_tenant(self._covered, self.settings.tenant)
-        crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
-        entry = object()
-        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
-            steps.callback(crossing.leave, entry)  # by whichever thread ends this
-            crossing.enter(entry)
-            steps.callback(self._put_ended)
-            self._putting, self._put_by = True, threading.get_ident()
-            self._containers.blocks.bound(int(self.settings.base.cache_bytes))  # a put has much else in memory
-            yield from self._put_in_groups(items, progress)
-
-    def _put_ended(self) -> None:
-        with interrupts_wait():
-            self._putting, self._writer = False, None
-            self._index.put_ends()
-            blocks = self._containers.blocks  # what is at hand serves whoever reads next
-            blocks.bound(max(self._cache_bytes, blocks.used_bytes))
-
-    def _put_in_groups(
-        self, items: Iterable[tuple[str, Source, Mapping[str, str], bytes | None]], progress: Progress | None
-    ) -> Iterator[PutResult]:
-        with interrupts_wait():
-            from nearkin.runners.embedded import EmbeddedWriter, Spares
-
-        if self._spares is None:
-            self._spares = Spares.of(self.settings)
-        index = self._index.put_begins()
-        check_keys(self._covered, self.settings.tenant, index.catalog)
-        listed = [container for container, _ in self._containers.ids()]
-        self._index.forget_missing(listed)
-        failpoint("put.begun")
-        last = max(listed, default=0)
-        with ExitStack() as steps:
-            with interrupts_wait():  # one in the midst of it would leave the threads that it has begun for ever
-                writer = self._writer = steps.enter_context(
-                    EmbeddedWriter(
-                        self.settings,
-                        self._fingerprinter,
-                        self._containers,
-                        self._manifests,
-                        index,
-                        last,
-                        self._clock,
-                        self._spares,
-                    )
-                )
-            waiting = []
-            for key, source, metadata, sha256 in items:
-                check_key(key)
-                check_metadata(metadata)
-                waiting.append(feed(writer, key, source, metadata, sha256, progress))
-                if waiting[0].done():
-                    yield from (done.result() for done in waiting if done.done())
-                    waiting = [pending for pending in waiting if not pending.done()]
-            writer.flush()
-            self._index.behind = False
-            failpoint("put.settled")
-            self._heal()
-            yield from (done.result() for done in waiting)
 
     # --- get ---------------------------------------------------------------------------------------------------------
 
@@ -602,8 +526,8 @@ class Store:
         both would make the same next generation. `progress` hears how far the verification is. Raises BadInput,
         StoreLocked, StoreUnavailable.
         """
-        if self._putting and self._put_by == threading.get_ident():
-            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        if self._puts.is_mine:
+            raise self._puts.in_the_middle()
         with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
             return self._repairs(progress).run([Path(file) for file in files])
 
@@ -665,26 +589,19 @@ class Store:
             self._fingerprinters,
             self._clock,
             self.pauses,
-            self._leave_to_round,
+            self._puts.bound_for_round,
         )
         if deleted_too and not dry_run:
             raise BadInput("deleted_too: only a dry run goes by what has not happened")
         if dry_run:
             return collection.preview(steps, deleted_too=deleted_too)
-        if self._putting and not wait_seconds:
-            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        if not wait_seconds:
+            self._puts.check_none()
         try:
             return collection.run(wait_seconds, go_on, steps)
         finally:
-            if not self._putting:
-                blocks = self._containers.blocks
-                blocks.bound(max(self._cache_bytes, blocks.used_bytes))
+            self._puts.bound_for_reading()
             give_back_free()
-
-    def _leave_to_round(self) -> None:
-        """Have less at hand while a round writes. A put that is at work takes what it needs."""
-        if not self._putting:
-            self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._cache_bytes))
 
     def erase_tenant(self, tenant: str) -> int:
         """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there were.
@@ -695,8 +612,7 @@ class Store:
         """
         if not isinstance(self._covered, EncryptedObjects):
             raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
-        if self._putting:
-            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        self._puts.check_none()
         from nearkin_janitor.erased import forget_erased
 
         with self._index.crossing.beside():
@@ -730,8 +646,7 @@ class Store:
 
         Nothing is put or deleted meanwhile. Raises StoreLocked, StoreUnavailable.
         """
-        if self._putting:
-            raise StoreLocked(f"store {self.root}: this Store is in the middle of a put; let that end first")
+        self._puts.check_none()
         with self._index.crossing.alone(BESIDE_SECONDS, "a rebuild of the index"):
             return self._index.rebuild(progress)
 

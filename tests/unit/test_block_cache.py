@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import BESIDE_ROUND_BYTES
 from nearkin.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin.limits import MIB
+from nearkin.local_puts import BESIDE_ROUND_BYTES
 from nearkin.store.cache import ByteBoundedCache
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import settings

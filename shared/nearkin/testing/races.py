@@ -196,7 +196,7 @@ def collect_while_putting(folder: Path, every: int = 1) -> int:
                 finally:
                     if collecting is not store:
                         collecting.close()
-                if store._putting:
+                if store._puts.at_work:
                     raise Violation("a round was done while a put was at work")
 
     return at_each_step(folder, held, other, every=every)

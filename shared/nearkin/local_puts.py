@@ -1,0 +1,177 @@
+"""Puts into a local store. Invariant: one at a time; whatever ends one, interrupts too, leaves the store to the next.
+
+items -> an EmbeddedWriter's groups -> committed -> what is quarantined heals from them
+
+What is decoded stays at hand within a bound: a put's while one is at work, a restore's or a round's before and after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nearkin.config import Settings
+from nearkin.errors import StoreLocked
+from nearkin.failpoints import failpoint
+from nearkin.fingerprints import Fingerprinter
+from nearkin.interrupts import interrupts_wait
+from nearkin.limits import MIB
+from nearkin.local_index import LocalIndex
+from nearkin.reports import PutResult
+from nearkin.sources import Progress, Source, check_key, check_metadata, feed
+from nearkin.store.containers import ContainerStore
+from nearkin.store.encrypted import check_keys
+from nearkin.store.manifests import ManifestStore
+from nearkin.store.objects import check_tenant
+from nearkin.store.parity import ParityObjects
+
+if TYPE_CHECKING:
+    from nearkin.runners.embedded import EmbeddedWriter, Spares
+
+BESIDE_ROUND_BYTES = 48 * MIB
+"""Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
+over."""
+PutItem = tuple[str, Source, Mapping[str, str], bytes | None]
+"""Key, content, metadata, and the SHA-256 that the content is held to have."""
+
+
+class LocalPuts:
+    """Carries out the puts of one open store."""
+
+    def __init__(
+        self,
+        root: Path,
+        settings: Settings,
+        covered: ParityObjects,
+        fingerprinter: Fingerprinter,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        index: LocalIndex,
+        clock: Callable[[], float],
+        heal: Callable[[], None],
+    ) -> None:
+        """`heal` is called once what a put stored is committed."""
+        self._root = root
+        self._settings = settings
+        self._covered = covered
+        self._fingerprinter = fingerprinter
+        self._containers = containers
+        self._manifests = manifests
+        self._index = index
+        self._clock = clock
+        self._heal = heal
+        self._reading_bytes = int(settings.restore.cache_bytes)
+        self._spares: Spares | None = None
+        self.forked()
+
+    def forked(self) -> None:
+        """Begin anew in a process that was forked."""
+        self.at_work = False
+        self._by = 0
+        """The thread that began the put at work."""
+        self._writer: EmbeddedWriter | None = None
+        """Of that put."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep no memory for the next put."""
+        self._spares = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Return whether a put of this thread is at work."""
+        return self.at_work and self._by == threading.get_ident()
+
+    @property
+    def writes_elsewhere(self) -> bool:
+        """Return whether a put of another thread is writing."""
+        return self._writer is not None and not self.is_mine
+
+    def check_none(self) -> None:
+        """Raise StoreLocked while a put is at work."""
+        if self.at_work:
+            raise self.in_the_middle()
+
+    def in_the_middle(self, of: str = "a put") -> StoreLocked:
+        """Return the error of what cannot be done within a put."""
+        return StoreLocked(f"store {self._root}: this Store is in the middle of {of}; let that end first")
+
+    def abort_mine(self) -> None:
+        """End a put of this thread that was left in the middle: what it has not committed it never will."""
+        if self._writer is not None and self.is_mine:
+            self._writer.abort()
+
+    def bound_for_reading(self) -> None:
+        """Have as much at hand as restores may, and what is there already: it serves whoever reads next."""
+        if not self.at_work:
+            blocks = self._containers.blocks
+            blocks.bound(max(self._reading_bytes, blocks.used_bytes))
+
+    def bound_for_round(self) -> None:
+        """Have less at hand while a round writes. A put that is at work takes what it needs."""
+        if not self.at_work:
+            self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._reading_bytes))
+
+    def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult]:
+        """Put blobs; yield results as groups commit. Raises what `Store.put` does."""
+        if self.at_work:
+            raise self.in_the_middle("another put")
+        check_tenant(self._covered, self._settings.tenant)
+        crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
+        entry = object()
+        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
+            steps.callback(crossing.leave, entry)  # by whichever thread ends this
+            crossing.enter(entry)
+            steps.callback(self._ended)
+            self.at_work, self._by = True, threading.get_ident()
+            self._containers.blocks.bound(int(self._settings.base.cache_bytes))  # a put has much else in memory
+            yield from self._in_groups(items, progress)
+
+    def _ended(self) -> None:
+        with interrupts_wait():
+            self.at_work, self._writer = False, None
+            self._index.put_ends()
+            self.bound_for_reading()
+
+    def _in_groups(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult]:
+        with interrupts_wait():
+            from nearkin.runners.embedded import EmbeddedWriter, Spares
+
+        if self._spares is None:
+            self._spares = Spares.of(self._settings)
+        index = self._index.put_begins()
+        check_keys(self._covered, self._settings.tenant, index.catalog)
+        listed = [container for container, _ in self._containers.ids()]
+        self._index.forget_missing(listed)
+        failpoint("put.begun")
+        last = max(listed, default=0)
+        with ExitStack() as steps:
+            with interrupts_wait():  # one in the midst of it would leave the threads that it has begun for ever
+                writer = self._writer = steps.enter_context(
+                    EmbeddedWriter(
+                        self._settings,
+                        self._fingerprinter,
+                        self._containers,
+                        self._manifests,
+                        index,
+                        last,
+                        self._clock,
+                        self._spares,
+                    )
+                )
+            waiting = []
+            for key, source, metadata, sha256 in items:
+                check_key(key)
+                check_metadata(metadata)
+                waiting.append(feed(writer, key, source, metadata, sha256, progress))
+                if waiting[0].done():
+                    yield from (done.result() for done in waiting if done.done())
+                    waiting = [pending for pending in waiting if not pending.done()]
+            writer.flush()
+            self._index.behind = False
+            failpoint("put.settled")
+            self._heal()
+            yield from (done.result() for done in waiting)
