@@ -80,10 +80,15 @@ def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
 
 def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipeline, tmp_path: Path) -> None:
     versions = [FIRST, mutated(FIRST, 2, edits=40, edit_bytes_max=90)]
+    told_bytes = 0
     for tenant in ("db", "web"):
         for data in versions:
             event = uploaded(pipeline, tenant, "a-secret-key", data)
             assert event["state"] == "committed", (event, pipeline.logs())
+            told_bytes += event["ledger"]["stored_bytes"]
+    of_versions = ("containers/", "manifests/", "parity/containers/", "parity/manifests/")
+    lies = {name: len(data) for name, data in objects(tmp_path / "objects").items() if name.startswith(of_versions)}
+    assert told_bytes == sum(lies.values()) > sum(size for name, size in lies.items() if not name.startswith("parity"))
     for name, data in objects(tmp_path / "objects").items():
         assert data[:4] == b"NKE1" or name.startswith(("keys/", "parity/")) or name == "nearkin.json", name
         assert b"a-secret-key" not in data

@@ -255,8 +255,11 @@ class CommitHandler:
         self._confirm(lane, manifest, durable_us - end.began_us)
         self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
-        self._tell_committed(end, manifest, ledger + Ledger(stored_bytes=manifest_bytes), traceparent)  # 3
+        self._tell_committed(end, manifest, ledger + self._stored(manifest, manifest_bytes), traceparent)  # 3
         failpoint("version.told")
+
+    def _stored(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
+        return Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
 
     @staticmethod
     def _catalogue(lane: Lane, manifest: Manifest, manifest_bytes: int) -> None:
@@ -353,7 +356,8 @@ class CommitHandler:
             if end is not None and earlier is not None:
                 manifest, manifest_bytes = earlier
                 _log.warning("blob %s: is version %d; since then: %s", origin.hex(), manifest.version, failure)
-                self._tell_committed(end, manifest, manifest.ledger + Ledger(stored_bytes=manifest_bytes), traceparent)
+                ledger = manifest.ledger + self._stored(manifest, manifest_bytes)
+                self._tell_committed(end, manifest, ledger, traceparent)
             else:
                 metrics.BLOBS.labels("failed").inc()
                 _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)

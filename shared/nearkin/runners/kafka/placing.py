@@ -370,7 +370,8 @@ class PlaceHandler:
             job.lane.pending.published([container.container])
             job.lane.in_flight.durable(container.claims.directory)
             count_sealed(container.claims.directory)
-            held = _with_shares(container, held)
+            taken_bytes = job.lane.containers.takes_bytes(container.container, container.size_bytes)
+            held = _with_shares(container, held, taken_bytes)
         for one in held:
             envelope = one.message.envelope
             kind = "end" if isinstance(one.message, End) else "placed"
@@ -453,8 +454,8 @@ def _ledger(outcome: DeltaOutcome, rows: slice) -> Ledger:
     )
 
 
-def _with_shares(container: SealedContainer, held: Sequence[_Held]) -> list[_Held]:
-    """Return what is held with each message's share of the container, by weight; the shares add up to it."""
+def _with_shares(container: SealedContainer, held: Sequence[_Held], taken_bytes: int) -> list[_Held]:
+    """Return what is held with each message's share of the container, by weight; the shares add up to what it takes."""
     summary = summarise(container.claims)
     weights = np.array([one.weight for one in held], np.float64)
     reached = np.concatenate([np.zeros(1), np.cumsum(weights)]) / max(1.0, float(weights.sum()))
@@ -462,7 +463,7 @@ def _with_shares(container: SealedContainer, held: Sequence[_Held]) -> list[_Hel
     totals = (
         summary.raw_block_bytes + summary.delta_block_bytes,
         summary.raw_block_bytes,
-        container.size_bytes,
+        taken_bytes,
     )
     block, raw, stored = (np.diff(np.floor(reached * total).astype(np.int64)).tolist() for total in totals)
     result = []
