@@ -50,7 +50,7 @@ def _made(cls: type[Any], **shared: Any) -> type[Any]:
 
 def _is_plain(cls: type[Any]) -> bool:
     """Return whether all that a class says of its fields is their types and, of some, a value."""
-    if hasattr(cls, "__post_init__") or cls.__bases__ != (object,):
+    if hasattr(cls, "__post_init__") or "__init__" in vars(cls) or cls.__bases__ != (object,):
         return False
     if any(isinstance(value, Field) for value in vars(cls).values()):
         return False

@@ -27,7 +27,10 @@ class _End(NamedTuple):
 
 
 class _Line(Generic[Item]):
-    """Between a reader and its thread, which does not hold the reader: else nobody could drop it."""
+    """Between a reader and its thread, which does not hold the reader: else nobody could drop it.
+
+    One item lies in it at most, since one is asked for at a time, and the end.
+    """
 
     def __init__(self) -> None:
         self.asked: SimpleQueue[bool] = SimpleQueue()

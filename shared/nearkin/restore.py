@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 from blake3 import blake3
@@ -38,19 +38,8 @@ PLANS_AHEAD = 4
 DIRECTORIES_AHEAD_MAX = 64
 FORESEEN_SHARE = 8
 """Of a range that is smaller than this part of the cache all fits into it, mostly."""
-
-
-class Pieces(Protocol):
-    """An iterator of verified pieces; who stops early closes it."""
-
-    def __iter__(self) -> Iterator[memoryview]:
-        """Return this."""
-
-    def __next__(self) -> memoryview:
-        """Return the next piece. Raises what reading it does."""
-
-    def close(self) -> None:
-        """Read no more, and wait for what is being read."""
+VerifiedPieces = Generator[memoryview, None, None] | OneAhead[memoryview]
+"""An iterator; who stops early closes it."""
 
 
 class Blob:
@@ -75,7 +64,7 @@ class Blob:
         self._fingerprinter = fingerprinter
         self._start, self._stop = start, stop
 
-    def __iter__(self) -> Pieces:
+    def __iter__(self) -> VerifiedPieces:
         """Return the range's bytes in order, a few MiB at a time. Raises Corrupt before anything wrong is given out.
 
         Whoever stops early closes it: that waits for what is being read. While one piece is out the next is read and

@@ -13,7 +13,7 @@ from nearkin.interrupts import interrupts_wait
 from nearkin.runners import embedded
 from nearkin.runners.workers import Worker
 from nearkin.store.cache import ByteBoundedCache
-from nearkin.store.containers import Restores
+from nearkin.store.reads import Restores
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import process
 from nearkin.testing.waiting import until

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from nearkin import metrics
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import Corrupt, NearkinError
-from nearkin.restore import Pieces
+from nearkin.restore import VerifiedPieces
 
 SLICE_BYTES = 256 * 1024
 _log = logging.getLogger("nearkin.gateway")
@@ -27,7 +27,7 @@ class BlobResponse(Response):
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: VerifiedPieces,
         first: memoryview | None,
         status: int,
         headers: Mapping[str, str],

@@ -24,14 +24,12 @@ def gathered(directory: Directory) -> Bools:
     Of those that lean on nothing: chunks behind all those that the container's own recipes name; where some of these
     are gone, blocks whose chunks do not lie one behind the other among those that lean on nothing. What is put lies so.
     """
-    segments, chunks = directory.segments, directory.chunks
+    chunks, own_rows = directory.chunks, directory.own_rows
     found = np.zeros(len(directory.blocks), np.bool_)
     rows = np.flatnonzero(chunks.there & (chunks.depths == 0))
     blocks = chunks.blocks[rows]
-    if len(segments) and np.all(np.diff(segments.bounds) > 0):
-        own = segments.chunks
-        ordinals = own.ordinals[own.containers == np.uint64(directory.container)]
-        found[blocks[rows > (int(ordinals.max()) if len(ordinals) else -1)]] = True
+    if own_rows is not None:
+        found[blocks[rows >= own_rows]] = True
     elif len(rows):
         first = np.append(True, blocks[1:] != blocks[:-1])
         found[np.bincount(blocks[first], minlength=len(found)) > 1] = True

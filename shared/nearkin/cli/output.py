@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Stats,
         VersionInfo,
     )
-    from nearkin.store.containers import ReadCosts
+    from nearkin.store.reads import ReadCosts
 
 
 def print_version(*, as_json: bool) -> None:

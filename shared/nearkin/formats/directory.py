@@ -173,6 +173,18 @@ class Directory:
         return tables_bytes + segment_bytes + name_bytes + DIRECTORY_BYTES
 
     @property
+    def own_rows(self) -> int | None:
+        """Return up to which row the container's own recipes name its chunks: behind lies what a round appended.
+
+        None where some of these recipes have gone: then nobody can tell.
+        """
+        segments = self.segments
+        if not len(segments) or np.any(segments.bounds[1:] == segments.bounds[:-1]):
+            return None
+        own = segments.chunks.ordinals[segments.chunks.containers == np.uint64(self.container)]
+        return int(own.max()) + 1 if len(own) else 0
+
+    @property
     def rows(self) -> NDArray[np.void]:
         """Return CHUNK_ROW[chunks]: the chunk table, and the kind of each chunk's block."""
         if not self._rows:

@@ -96,10 +96,8 @@ def _joined(directory: Directory) -> Bools:
     Of those that lean on nothing they lie behind all that the container's own recipes name; where some of these have
     gone nobody can tell them from others.
     """
-    segments, chunks = directory.segments, directory.chunks
+    chunks, own_rows = directory.chunks, directory.own_rows
     joined: Bools = chunks.ranks == layout.GATHERED_RANK
-    if len(segments) and np.all(np.diff(segments.bounds) > 0):
-        own = segments.chunks.ordinals[segments.chunks.containers == np.uint64(directory.container)]
-        behind = np.arange(len(chunks)) > (int(own.max()) if len(own) else -1)
-        joined |= behind & (chunks.depths == 0)
+    if own_rows is not None:
+        joined[own_rows:] |= chunks.depths[own_rows:] == 0
     return joined

@@ -128,22 +128,16 @@ def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], bool], count: int)
 
     Once `see` says no, each as it is made. What is broken ahead is raised when all before it were yielded.
     """
-    waiting, rows, broken = deque[Placed](), 0, list[NearkinError]()
-    for placed in _until_broken(plans, broken):
-        count = count if see(placed[1]) else 0
-        waiting.append(placed)
-        rows += len(placed[1])
-        while waiting and (len(waiting) > count or rows > ROWS_AHEAD_MAX):
-            rows -= len(waiting[0][1])
-            yield waiting.popleft()
-    yield from waiting
-    if broken:
-        raise broken.pop()
-
-
-def _until_broken(plans: Iterable[Placed], broken: list[NearkinError]) -> Iterator[Placed]:
-    """Yield plans; what making one raises ends them, and is put into `broken`."""
+    waiting, rows = deque[Placed](), 0
     try:
-        yield from plans
-    except NearkinError as err:
-        broken.append(err)
+        for placed in plans:
+            count = count if see(placed[1]) else 0
+            waiting.append(placed)
+            rows += len(placed[1])
+            while waiting and (len(waiting) > count or rows > ROWS_AHEAD_MAX):
+                rows -= len(waiting[0][1])
+                yield waiting.popleft()
+    except NearkinError:
+        yield from waiting
+        raise
+    yield from waiting
