@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 from pathlib import Path
@@ -15,11 +14,10 @@ from nearkin.cli.verifying import repair_lines, verify_lines
 from nearkin.errors import Corrupt
 from nearkin.formats.container import decode_container
 from nearkin.formats.layout import BLOCK
-from nearkin.formats.parity import Scheme, encode_parity
 from nearkin.reports import RepairReport
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.histories import history
-from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes, check_parity_is_of_what_is_there
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
 from nearkin.testing.stores import (
     SMALL,
     attempt,
@@ -31,7 +29,6 @@ from nearkin.testing.stores import (
     objects,
     process,
     settings,
-    stored_bytes,
 )
 from nearkin_janitor.heal import Healer
 
@@ -321,160 +318,7 @@ def test_repair_of_a_sound_store_changes_no_byte(root, covered_root):
         assert objects(folder) == before
 
 
-# ------------------------------------------------------------------ copies from before a round of collection
-
-
-# ------------------------------------------------------------------ parity
-
-
-def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_back(covered_root):
-    before, draw = objects(covered_root), random.Random(5)
-    names = sorted(before)
-    for name in [*draw.sample(names, 12), "nearkin.json"]:
-        flip(covered_root / name, draw.randrange(len(before[name])), draw.randrange(8))
-        with open_store(covered_root, settings=COVERED) as store:
-            assert broken(store, CONTENTS) == set()
-            damage = store.verify().damage
-            if name != "nearkin.json":
-                assert [one.object_name for one in damage] == [name]
-                assert damage[0].repairable or name.startswith("parity/")
-            report = store.repair()
-            assert [one.object_name for one in report.repaired] == [name]
-            assert report.damage == ()
-        after = objects(covered_root)
-        assert after == before, [n for n in after.keys() | before.keys() if after.get(n) != before.get(n)]
-
-
-def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root):
-    before = objects(covered_root)
-    path = max(containers(covered_root), key=lambda path: path.stat().st_size)
-    data = bytearray(path.read_bytes())
-    stretch = len(data) // 9
-    data[stretch : 2 * stretch] = bytes(stretch)
-    path.write_bytes(data)
-    with open_store(covered_root, settings=COVERED) as store:
-        assert broken(store, CONTENTS) == set()
-        assert store.repair().damage == ()
-    assert objects(covered_root) == before
-
-
-def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(covered_root):
-    path = max(containers(covered_root), key=lambda path: path.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[: len(data) // 2] = bytes(len(data) // 2)
-    path.write_bytes(data)
-    with open_store(covered_root, settings=COVERED) as store:
-        harmed = broken(store, CONTENTS)
-        assert harmed
-        report = store.repair()
-        assert {version for damage in report.damage for version in damage.versions} == harmed
-        assert not any(damage.repairable for damage in report.damage)
-
-
-def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(root):
-    with open_store(root, settings=COVERED) as store:
-        report = store.verify()
-        assert report.damage == ()
-        covered = [name for name in objects(root) if not name.startswith(("parity/", "gc/"))]
-        assert sorted(report.parity_missing) == covered
-        assert store.repair().parity_added == len(covered)
-        assert store.verify().parity_missing == ()
-        stats = store.stats()
-        assert stats.parts["parity"] == sum(len(d) for name, d in objects(root).items() if name.startswith("parity/"))
-        assert stats.ledger.stored_bytes == sum(stats.parts.values()) == sum(map(len, objects(root).values()))
-    flip(containers(root)[0], 50)
-    with open_store(root, settings=CHOSEN) as store:  # parity is off now, and what there is of it is used
-        assert broken(store, CONTENTS) == set()
-        assert store.repair().damage == ()
-
-
-def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root):
-    """Parity of the damaged bytes was made: repair put these in the place of what was damaged later."""
-    before = objects(root)
-    for path in (containers(root)[0], manifests(root)[0]):
-        flip(path, 50)
-    with open_store(root, settings=COVERED) as store:
-        damaged = {damage.object_name for damage in store.repair().damage}
-        assert damaged == {named(root, containers(root)[0]), named(root, manifests(root)[0])}
-    for name in damaged:
-        assert not (root / "parity" / f"{name}.nkp").exists()
-        (root / name).write_bytes(before[name])
-    with open_store(root, settings=COVERED) as store:
-        report = store.repair()
-        assert (report.damage, report.parity_added) == ((), len(damaged))
-    for name in damaged:
-        flip(root / name, 70)
-    with open_store(root, settings=COVERED) as store:
-        assert store.repair().damage == ()
-    assert {name: (root / name).read_bytes() for name in damaged} == {name: before[name] for name in damaged}
-
-
-def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(covered_root, tmp_path):
-    """Its parity is of bytes that were damaged already: these come back first, and then what the copy holds."""
-    path = max(containers(covered_root), key=lambda path: path.stat().st_size)
-    copy = Path(shutil.copy(path, tmp_path / path.name))
-    flip(path, 50)
-    made = encode_parity(named(covered_root, path), path.read_bytes(), Scheme(8, 2))
-    (covered_root / "parity" / f"{named(covered_root, path)}.nkp").write_bytes(made)
-    flip(path, 70)
-    with open_store(covered_root, settings=COVERED) as store:
-        report = store.repair([copy])
-        assert [one.by for one in report.repaired] == ["parity", "a copy"]
-        assert (report.damage, report.quarantined_chunks) == ((), 0)
-        assert store.verify().damage == ()
-    assert path.read_bytes() == copy.read_bytes()
-
-
-def test_a_put_tells_of_its_parity_too(tmp_path):
-    with open_store(tmp_path / "s", settings=COVERED) as store:
-        before = stored_bytes(tmp_path / "s")
-        result = store.put("k", random_bytes(300_000, 5))
-        assert result.ledger.stored_bytes == stored_bytes(tmp_path / "s") - before > 300_000 * 1.2
-        assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
-
-
-def test_parity_goes_with_its_object(covered_root):
-    chosen = settings(COVERED, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
-    with open_store(covered_root, settings=chosen) as store:
-        for key in ("history", "alone", "mixed", "empty"):
-            store.delete(key)
-        for _ in range(3):
-            store.gc()
-        assert store.verify().damage == ()
-    left = objects(covered_root)
-    assert len([name for name in left if name.startswith("containers/")]) == 1  # of what can be brought back
-    of = [name.removeprefix("parity/").removesuffix(".nkp") for name in left if name.startswith("parity/")]
-    assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
-
-
-def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_root):
-    """It was said to be repaired, and told as damage by every verify from then on."""
-    path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
-    path.write_bytes(bytes(path.stat().st_size))
-    with open_store(covered_root, settings=CHOSEN) as store:  # parity is off now
-        report = store.repair()
-        assert [one.object_name for one in report.repaired] == [named(covered_root, path)]
-        assert report.damage == store.verify().damage == ()
-    assert not path.exists()
-    with open_store(covered_root, settings=COVERED) as store:
-        assert store.repair().parity_added == 1
-
-
-def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root):
-    """A Store that had once found no parity took it that there was none until it was closed for good."""
-    collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
-    with open_store(root, settings=settings(CHOSEN, collecting)) as store:
-        assert store.verify().damage == ()
-        store.close()
-        with open_store(root, settings=COVERED) as other:
-            assert other.repair().parity_added
-        for key in ("history", "mixed"):
-            store.delete(key)
-        for _ in range(3):
-            store.gc()
-        check_parity_is_of_what_is_there(store)
-        flip(containers(root)[0], 50)
-        assert [damage.repairable for damage in store.verify().damage] == [True]
+# ------------------------------------------------------------------ who dies, and who reads beside it
 
 
 def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(root):

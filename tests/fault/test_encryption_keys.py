@@ -1,0 +1,224 @@
+"""Keys of an encrypted store: missing, lost and found, rotated, and a tenant's erased for good."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, Retryable
+from nearkin.formats.key import name_of
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.histories import filled, history
+from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
+from nearkin.testing.stores import (
+    ENCRYPTED,
+    SMALL,
+    attempt,
+    broken,
+    containers,
+    manifests,
+    objects,
+    settings,
+    stored_bytes,
+)
+
+CHOSEN = settings(SMALL, ENCRYPTED, {"delta": {"max_depth": 3}, "gc": {"grace_seconds": 0}})
+COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
+CLEAR = settings(CHOSEN, {"storage": {"encryption": "none", "key": None}})
+OTHER = settings(CHOSEN, {"tenant": "other"})
+CONTENTS = history()
+
+
+def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'is encrypted: set storage\.encryption = "aes-256-gcm"'):
+        open_store(root, settings=CLEAR)
+    wrong = settings(CHOSEN, {"storage": {"key": "b3RoZXIgdGVzdHMsIHRoZSBrZXkgb2YgMzIgYnl0ZXM="}})
+    with pytest.raises(ConfigError, match=r"storage\.key: .*wrapped by key-encryption key [0-9a-f]{16}"):
+        open_store(root, settings=wrong)
+    clear = filled(tmp_path / "clear", CLEAR)
+    with pytest.raises(ConfigError, match="was made without"):
+        open_store(clear, settings=CHOSEN)
+    with open_store(clear, settings=CLEAR) as store:
+        assert broken(store, CONTENTS) == set()
+        with pytest.raises(BadInput, match="not encrypted"):
+            store.erase_tenant("default")
+
+
+def test_a_store_whose_keys_are_gone_says_so_and_comes_back_with_them(root: Path, tmp_path: Path) -> None:
+    shutil.move(root / "keys", tmp_path / "keys")
+    with pytest.raises(Corrupt, match="restore the folder from a copy"):
+        open_store(root, settings=CHOSEN)
+    shutil.move(tmp_path / "keys", root / "keys")
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()
+
+
+def keys_taken_away(root: Path, to: Path) -> Path:
+    """Take the data keys of the tenant away; return where they were."""
+    (folder,) = [path for path in (root / "keys").iterdir() if set(path.name) != {"0"}]
+    shutil.move(folder, to)
+    return folder
+
+
+def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobody_can_read(root, tmp_path) -> None:
+    folder = keys_taken_away(root, tmp_path / "keys")
+    with open_store(root, settings=CHOSEN) as store:
+        before = objects(root)
+        for content in (CONTENTS["alone", 1], random_bytes(50_000, 9)):
+            with pytest.raises(Corrupt, match=r"data keys of tenant .default. are gone.*from a copy"):
+                store.put("anew", content)
+        assert objects(root) == before
+    with open_store(root, settings=OTHER) as store:
+        assert store.put("theirs", b"theirs").info.version == 1
+    shutil.copytree(tmp_path / "keys", folder)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, CONTENTS) == set()
+        assert store.put("anew", CONTENTS["alone", 1]).ledger.unique_bytes == 0
+
+
+def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sealed(root, tmp_path) -> None:
+    contents = {**CONTENTS, ("anew", 1): random_bytes(50_000, 9)}
+    folder = keys_taken_away(root, tmp_path / "keys")
+    with open_store(root, settings=CHOSEN) as store:
+        store.keyring.rotate("default")
+        store.put("anew", contents["anew", 1])
+    shutil.copytree(tmp_path / "keys", folder, dirs_exist_ok=True)
+    with open_store(root, settings=CHOSEN) as store:
+        assert broken(store, contents) == set()
+        assert store.verify().damage == ()
+
+
+def test_a_store_that_died_between_its_keys_and_its_descriptor_is_made_by_the_next_put(tmp_path: Path) -> None:
+    root = filled(tmp_path / "store", COVERED)
+    for entry in root.iterdir():
+        if entry.name not in ("keys", "lock", "lock.holder"):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    with open_store(root, settings=COVERED) as store:
+        store.put("a", b"content")
+        assert store.get("a").read() == b"content"
+
+
+def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new_key(tmp_path: Path) -> None:
+    def numbers() -> list[int]:
+        return [int.from_bytes(path.read_bytes()[16:20], "little") for path in containers(root)]
+
+    root, now = tmp_path / "store", time.time()
+    contents = {(f"key{number}", 1): random_bytes(60_000, 20 + number) for number in range(4)}
+    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+        list(store.put_many((key, content) for (key, _), content in contents.items()))
+        (first,) = set(numbers())
+        second = store.keyring.rotate("default")
+        store.put("new", random_bytes(50_000, 9))
+        assert set(numbers()) == {first, second}
+        assert broken(store, contents) == set()
+        store.delete("key1")
+        store.delete("key3")
+        left = {name: content for name, content in contents.items() if name[0] not in ("key1", "key3")}
+        now += 1e7
+        assert sum(store.gc().containers_rewritten for _ in range(4)) > 0
+        assert set(numbers()) == {second}
+        assert broken(store, left) == set()
+        assert store.verify().damage == ()
+
+
+def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path) -> None:
+    with open_store(root, settings=OTHER) as store:
+        store.put("theirs", CONTENTS["alone", 1])
+        before = objects(root)
+        assert store.erase_tenant("default") == 1
+        assert not [name for name in objects(root) if (said := name_of(name)) and said.owner.hex() not in "".join(
+            key.owner for key in store.keyring.listed()
+        )]  # fmt: skip
+    with open_store(root, settings=CHOSEN) as store:
+        for ask in (
+            lambda: store.get("history"),
+            lambda: store.get("history", 2),
+            lambda: store.versions(),
+            lambda: store.put("history", b"anew"),
+            lambda: store.delete("history"),
+        ):
+            with pytest.raises(Erased, match="tenant 'default': its keys were erased"):
+                ask()
+        report = store.verify()
+        assert report.damage == ()
+        assert report.erased_objects == len([n for n in before if n.startswith(("containers", "manifests"))]) - 2
+    with open_store(root, settings=OTHER) as store:
+        assert store.get("theirs").read() == CONTENTS["alone", 1]
+        assert store.verify().damage == ()
+        told = store.gc(dry_run=True)
+        report_of_gc = store.gc()
+        assert told.freed_bytes == report_of_gc.freed_bytes > 0
+        assert store.verify().erased_objects == 0
+        assert len(containers(root)) == len(manifests(root)) == 1
+        assert store.get("theirs").read() == CONTENTS["alone", 1]
+        store.put("theirs", CONTENTS["history", 1])
+        store.rebuild_index()
+        assert store.verify().damage == ()
+    with open_store(root, settings=CHOSEN) as store, pytest.raises(Erased):
+        store.put("history", b"anew")
+
+
+def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_sum_that_drifts(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearkin.store.keyring.FRESH_SECONDS", 0.0)  # it is heard of at once
+    at_once = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+    with open_store(root, settings=at_once) as store:
+        store.put("gone", b"its last mark stays")
+        store.delete("gone")
+        store.gc()
+    erased: list[int] = []
+
+    def erase(name: str) -> None:
+        if name == "ledger.written" and not erased:  # manifests are listed, and not read yet
+            with open_store(root, settings=OTHER) as other:
+                erased.append(other.erase_tenant("default"))
+
+    with open_store(root, settings=settings(OTHER, {"gc": {"mode": "hybrid"}})) as store:
+        store.put("theirs", CONTENTS["alone", 1])
+        store.close()
+        failpoints.arm((), erase)
+        try:
+            with pytest.raises(Retryable, match="while a round was at work"):
+                store.gc()
+        finally:
+            failpoints.disarm()
+        assert erased == [1]
+        assert store.gc().freed_bytes > 0
+        assert store.stats().ledger.stored_bytes == stored_bytes(root)
+        assert store.verify().damage == ()
+        check_index_is_the_one_a_rebuild_makes(store)
+        assert store.get("theirs").read() == CONTENTS["alone", 1]
+
+
+def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(root: Path) -> None:
+    stored = objects(root)
+    with open_store(root, settings=CHOSEN) as store:
+        store.erase_tenant("default")
+    shutil.rmtree(root / "keys" / "erased")  # as if it had never been said
+    with open_store(root, settings=CHOSEN) as store:
+        for key, version in CONTENTS:
+            given, err = attempt(store, key, version)
+            assert given == b""
+            assert isinstance(err, Corrupt)
+            assert "is not in keys/" in str(err)
+    assert {name: stored[name] for name in objects(root) if name.startswith("containers")} == {
+        name: data for name, data in stored.items() if name.startswith("containers")
+    }
+
+
+def test_an_erasure_counts_as_swept_only_when_no_writer_can_hold_the_key_any_more(root: Path) -> None:
+    with open_store(root, settings=OTHER) as store:
+        store.put("theirs", b"something")
+        store.erase_tenant("default")
+        store.gc()
+        assert store.keyring.unswept()
+        store.keyring._wall = lambda: time.time() + timedelta(hours=1).total_seconds()
+        store.gc()
+        assert not store.keyring.unswept()
+        assert (root / "keys" / "erased").is_dir()
