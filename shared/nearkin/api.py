@@ -201,7 +201,7 @@ class Store:
         )
         self._puts = LocalPuts(
             root,
-            settings,
+            lambda: self.settings,
             covered,
             self._fingerprinter,
             self._containers,

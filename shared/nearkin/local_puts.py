@@ -44,7 +44,7 @@ class LocalPuts:
     def __init__(
         self,
         root: Path,
-        settings: Settings,
+        settings: Callable[[], Settings],
         covered: ParityObjects,
         fingerprinter: Fingerprinter,
         containers: ContainerStore,
@@ -53,7 +53,7 @@ class LocalPuts:
         clock: Callable[[], float],
         heal: Callable[[], None],
     ) -> None:
-        """`heal` is called once what a put stored is committed."""
+        """`settings` are asked for at each put: hot ones change. `heal` is called once what it stored is committed."""
         self._root = root
         self._settings = settings
         self._covered = covered
@@ -63,7 +63,7 @@ class LocalPuts:
         self._index = index
         self._clock = clock
         self._heal = heal
-        self._reading_bytes = int(settings.restore.cache_bytes)
+        self._reading_bytes = int(settings().restore.cache_bytes)
         self._spares: Spares | None = None
         self.forked()
 
@@ -119,7 +119,8 @@ class LocalPuts:
         """Put blobs; yield results as groups commit. Raises what `Store.put` does."""
         if self.at_work:
             raise self.in_the_middle("another put")
-        check_tenant(self._covered, self._settings.tenant)
+        settings = self._settings()
+        check_tenant(self._covered, settings.tenant)
         crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
         entry = object()
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
@@ -127,8 +128,8 @@ class LocalPuts:
             crossing.enter(entry)
             steps.callback(self._ended)
             self.at_work, self._by = True, threading.get_ident()
-            self._containers.blocks.bound(int(self._settings.base.cache_bytes))  # a put has much else in memory
-            yield from self._in_groups(items, progress)
+            self._containers.blocks.bound(int(settings.base.cache_bytes))  # a put has much else in memory
+            yield from self._in_groups(settings, items, progress)
 
     def _ended(self) -> None:
         with interrupts_wait():
@@ -136,14 +137,16 @@ class LocalPuts:
             self._index.put_ends()
             self.bound_for_reading()
 
-    def _in_groups(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult]:
+    def _in_groups(
+        self, settings: Settings, items: Iterable[PutItem], progress: Progress | None
+    ) -> Iterator[PutResult]:
         with interrupts_wait():
             from nearkin.runners.embedded import EmbeddedWriter, Spares
 
         if self._spares is None:
-            self._spares = Spares.of(self._settings)
+            self._spares = Spares.of(settings)
         index = self._index.put_begins()
-        check_keys(self._covered, self._settings.tenant, index.catalog)
+        check_keys(self._covered, settings.tenant, index.catalog)
         listed = [container for container, _ in self._containers.ids()]
         self._index.forget_missing(listed)
         failpoint("put.begun")
@@ -152,7 +155,7 @@ class LocalPuts:
             with interrupts_wait():  # one in the midst of it would leave the threads that it has begun for ever
                 writer = self._writer = steps.enter_context(
                     EmbeddedWriter(
-                        self._settings,
+                        settings,
                         self._fingerprinter,
                         self._containers,
                         self._manifests,

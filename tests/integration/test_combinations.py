@@ -116,3 +116,15 @@ def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
         assert max(store.stats().depths) == depth
         for version, was in enumerate(history, 1):
             assert store.get("k", version).read() == was
+
+
+def test_settings_that_are_set_anew_count_from_the_next_put_on(tmp_path):
+    """As the gateway does with hot ones: the same store stays open."""
+    data = text_like(300_000, 1)
+    with open_store(tmp_path / "s", settings=settings(SMALL, {"features": {"algorithm": "finesse"}})) as store:
+        store.put("k", data)
+        store.settings = settings(SMALL, {"features": {"algorithm": "odess"}, "delta": {"codec": "none"}})
+        store.put("k", mutated(data, 2, edits=30))
+        assert {name.partition("/")[0] for name in store.stats().sketches} == {"finesse", "odess"}
+        assert store.stats().ledger.delta_chunks == 0
+        assert store.get("k", 1).read() == data
