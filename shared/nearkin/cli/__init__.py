@@ -55,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         return _pipe_gone()
     except OSError as err:  # stdout's last bytes did not fit, such as on a full disk
+        from nearkin.cli.restored import STDOUT
+
+        if err.errno is not None and err.filename is None:
+            err.filename = STDOUT
         code = _fail("OSError", str(err), EXIT_STORE, as_json)
         return _drop_stdout(code)
     except KeyboardInterrupt:

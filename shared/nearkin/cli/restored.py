@@ -11,6 +11,9 @@ from typing import BinaryIO
 
 from nearkin.errors import BadInput
 
+STDOUT = "standard output"
+"""What an error calls it."""
+
 
 class Restored:
     """A context that gives the file to write to: stdout for None and `-`. Raises BadInput if it cannot be written."""
@@ -63,8 +66,8 @@ class Restored:
 
     def _name(self, err: OSError) -> None:
         """Say of which file it is that there was, say, no room for it."""
-        if err.errno is not None and err.filename is None and self._target is not None:
-            err.filename = str(self._target)
+        if err.errno is not None and err.filename is None:
+            err.filename = STDOUT if self._target is None else str(self._target)
 
     def _end(self, kind: type[BaseException] | None) -> None:
         try:
