@@ -31,9 +31,9 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         holder = ContainerId(int(location.containers[0]))
         directory = source.directory(holder)
         ordinal = int(location.ordinals[0])
+        locations, _ = segment_chunks(location, source)  # first: it looks whether there is such a segment
         sketch = directory.sketch_names[directory.segments.sketches[ordinal]]
         fresh_from = _first_own(directory.segments.chunks, directory.segments.bounds, ordinal, holder)
-        locations, _ = segment_chunks(location, source)
         plan, bases = reader.plan_with_bases(locations)
         base = iter(bases.names)
         shares = _with_gathered(_shares(plan, source), plan, bases, source).tolist()

@@ -98,6 +98,8 @@ class Blob:
         self, ahead: ReadAhead | None, foresight: Foresight | None, helpers: Helpers = ALONE
     ) -> Generator[memoryview, None, None]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
+        if whole and not self._stop and len(self._manifest.segments):
+            raise self._longer()
         reader = ChunkReader(self._source if ahead is None else ahead, helpers)
         hasher = blake3()
         for position, plan in self._planned(ahead, foresight):
@@ -111,6 +113,8 @@ class Blob:
             if foresight is not None:
                 foresight.batch_read()
             if whole:
+                if position + total > self._stop:
+                    raise self._longer()
                 hasher.update(payload)
                 if position + total >= self._stop and hasher.digest() != self._manifest.blake3:
                     # Before the last piece is given out: a wrong whole must not look like a good one.
@@ -164,6 +168,9 @@ class Blob:
                 f"{object_name(container)}: run `nearkin verify`"
             )
         return payload
+
+    def _longer(self) -> Corrupt:
+        return Corrupt(f"{self._named()}: its chunks go on behind byte {self.info.size_bytes}: run `nearkin verify`")
 
     def _named(self) -> str:
         return f"{self.info.key!r} version {self.info.version}"

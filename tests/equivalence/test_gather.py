@@ -115,6 +115,15 @@ def test_a_buffer_may_be_its_own_destination(kernel: Any) -> None:
     assert out == b"0101234567"
 
 
+def test_what_is_checked_holds_where_it_is_the_memory_that_is_written(kernel: Any) -> None:
+    memory = np.zeros(64, np.uint8)
+    lengths = memory[:16].view(np.uint32)
+    lengths[:] = 8, 4, 0, 0
+    which, offsets, _, places = arrays([(0, 0, 0, 4), (0, 0, 0, 20), (0, 0, 0, 0), (0, 0, 0, 0)])
+    kernel.gather([np.full(1000, 0x7F, np.uint8)], which, offsets, lengths, memory, places)
+    assert np.flatnonzero(memory == 0x7F).tolist() == [*range(4, 12), *range(20, 24)]
+
+
 def test_any_contiguous_buffer_is_read_and_any_writable_one_written(kernel: Any) -> None:
     wide = np.arange(4, dtype=np.uint16).reshape(2, 2)
     out = np.zeros((2, 4), np.uint16)

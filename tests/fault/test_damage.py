@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import lmdb
+import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.formats.manifest import decode_manifest, encode_manifest
+from nearkin.index.entries import MARK_HEAD
+from nearkin.records import Locations
 from nearkin.reports import Damage
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, settings
@@ -397,6 +402,54 @@ def test_what_another_table_keeps_is_not_taken_for_a_version(root):
             txn.put(cursor.key(), cursor.value(), db=to)
     with open_store(root, settings=CHOSEN) as store, pytest.raises(IndexDamaged, match="rebuild-index"):
         store.stats()
+
+
+def test_what_is_noted_of_marks_at_another_length_is_damage(root):
+    with open_store(root, settings=CHOSEN) as store:
+        store.delete("alone", 2)
+    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True, db=meta) as txn:
+            ((key, value),) = [(key, value) for key, value in txn.cursor() if key.startswith(MARK_HEAD)]
+            txn.put(key, value[:-1])
+    with open_store(root, settings=CHOSEN) as store:
+        for call in (store.stats, lambda: list(store.versions()), store.deleted, lambda: store.undelete("alone", 2)):
+            with pytest.raises(IndexDamaged, match="rebuild-index"):
+                call()
+        assert [damage.object_name for damage in store.verify().damage] == ["index"]
+        store.rebuild_index()
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda manifest: replace(manifest, size_bytes=manifest.size_bytes - 1), "go on behind byte"),
+        (lambda manifest: replace(manifest, size_bytes=0), "go on behind byte 0"),
+        (lambda manifest: replace(manifest, size_bytes=manifest.size_bytes + 1), "end at byte"),
+        (
+            lambda manifest: replace(
+                manifest, segments=Locations(manifest.segments.containers, manifest.segments.ordinals + np.uint32(9999))
+            ),
+            "recipes",
+        ),
+    ],
+    ids=["shorter", "none", "longer", "recipes"],
+)
+def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, words):
+    path = next(path for path in manifests(root) if "alone" in decode_manifest(path.read_bytes(), "m").key)
+    manifest = decode_manifest(path.read_bytes(), "m")
+    path.chmod(0o644)
+    path.write_bytes(encode_manifest(changed(manifest)))
+    with open_store(root, settings=CHOSEN) as store:
+        with pytest.raises(Corrupt, match=words):
+            store.get("alone", manifest.version).read()
+        if words == "recipes":
+            with pytest.raises(Corrupt, match=words):
+                store.explain("alone", manifest.version)
+        assert ("alone", manifest.version) in {
+            version for damage in store.verify().damage for version in damage.versions
+        }
 
 
 @pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])

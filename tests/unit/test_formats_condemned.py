@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +11,10 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 
 from nearkin import failpoints
-from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.errors import BadInput, Corrupt, FormatTooNew
+from nearkin.formats import columns, condemned
 from nearkin.formats.columns import check_bytes
-from nearkin.formats.condemned import Condemned, decode_record, encode_record
+from nearkin.formats.condemned import FIXED, MAGIC, Condemned, decode_record, encode_record, fitting
 from nearkin.store.clients import memory_objects
 from nearkin.store.condemned import CondemnedStore, record_bytes
 from nearkin.store.objects import AlreadyExists, LocalObjects
@@ -62,6 +65,39 @@ def test_another_format_is_told_from_damage(at, value, error):
     body[at : at + 2] = value.to_bytes(2, "little")
     with pytest.raises(error):
         decode_record(bytes(body) + check_bytes(bytes(body)), "r")
+
+
+def runs_of(starts: list[int], counts: list[int], entries: int) -> bytes:
+    """A record of which every entry has the same runs, of chunks alone; nothing of it is expanded here."""
+    body = FIXED.pack(MAGIC, 1, 0, 3, entries) + np.zeros(entries, "<i8").tobytes()
+    runs_each = np.full(entries, len(starts), "<u4")
+    body += columns.pack([np.arange(5, 5 + entries, dtype="<u8"), np.zeros(entries, "u1"), runs_each, 0 * runs_each])
+    body += columns.pack([np.tile(np.array(starts, "<u4"), entries), np.tile(np.array(counts, "<u4"), entries)])
+    return body + check_bytes(body)
+
+
+def test_a_few_bytes_do_not_name_more_than_memory_holds():
+    record = decode_record(runs_of([0, 9], [8, 2], 3), "r")[1]
+    assert [entry.chunks.tolist() for entry in record.values()] == [[*range(8), 9, 10]] * 3
+    many = runs_of([0], [1 << 23], 60)
+    assert len(many) < 700
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match="r: 503316480 chunks and segments, at most 134217728"):
+            decode_record(many, "r")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_does_not_fit_into_one_record_waits(monkeypatch):
+    record = example()
+    assert fitting(record) == record
+    monkeypatch.setattr(condemned, "ORDINALS_MAX", 8)
+    assert plain(fitting(record)) == plain(dict(list(record.items())[:1]))
+    encode_record(1, fitting(record))
+    with pytest.raises(BadInput, match="20 condemned chunks and segments: want at most 8"):
+        encode_record(1, record)
 
 
 def test_the_highest_record_holds_and_lower_ones_go():

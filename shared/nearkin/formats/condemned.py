@@ -29,6 +29,8 @@ assert FIXED.size == 20  # docs/formats/condemned.md
 ENTRIES_MAX = 1 << 22
 """Containers condemned at a time: 16 TiB of them at 4 MiB. What is more waits for a later round."""
 RUNS_MAX = 1 << 24
+ORDINALS_MAX = 1 << 27
+"""In all runs together: a terabyte of chunks of 8 KiB, 512 MiB in memory. A run of any length takes 8 bytes."""
 _ENTRY_COLUMNS = [np.dtype(t) for t in ("<u8", "u1", "<u4", "<u4")]
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4")]
 
@@ -51,13 +53,15 @@ Record = Mapping[int, Condemned]
 
 
 def encode_record(sequence: int, record: Record, magic: bytes = MAGIC) -> bytes:
-    """Return a record's bytes. Raises BadInput for more than ENTRIES_MAX containers or RUNS_MAX runs."""
+    """Return a record's bytes. Raises BadInput for more than ENTRIES_MAX containers, RUNS_MAX runs or ORDINALS_MAX."""
     ids = sorted(record)
     parts = [_runs(rows) for container in ids for rows in (record[container].chunks, record[container].segments)]
     starts = np.concatenate([np.zeros(0, np.uint32), *(start for start, _ in parts)])
     counts = np.concatenate([np.zeros(0, np.uint32), *(count for _, count in parts)])
     if len(ids) > ENTRIES_MAX or len(starts) > RUNS_MAX:
         raise BadInput(f"{len(ids)} condemned containers in {len(starts)} runs: want {ENTRIES_MAX} and {RUNS_MAX}")
+    if (ordinals := _total(counts)) > ORDINALS_MAX:
+        raise BadInput(f"{ordinals} condemned chunks and segments: want at most {ORDINALS_MAX}")
     of_each = np.array([len(start) for start, _ in parts], "<u4").reshape(-1, 2)
     body = FIXED.pack(magic, VERSION, 0, sequence, len(ids))
     body += np.array([record[container].at_us for container in ids], "<i8").tobytes()
@@ -79,11 +83,12 @@ def fitting(record: Record) -> dict[int, Condemned]:
     2^24 runs are 16,000 containers that are condemned here and there, in 1,000 places each.
     """
     found: dict[int, Condemned] = {}
-    runs = 0
+    runs = ordinals = 0
     for container in sorted(record, key=lambda container: (record[container].at_us, container)):
         entry = record[container]
         runs += len(_runs(entry.chunks)[0]) + len(_runs(entry.segments)[0])
-        if runs > RUNS_MAX or len(found) >= ENTRIES_MAX:
+        ordinals += len(entry.chunks) + len(entry.segments)
+        if runs > RUNS_MAX or ordinals > ORDINALS_MAX or len(found) >= ENTRIES_MAX:
             break
         found[container] = entry
     return found
@@ -125,6 +130,8 @@ def _decode(view: memoryview, entries: int, what: str) -> dict[int, Condemned]:
     of_each = np.stack([of_chunks, of_segments], axis=1).ravel().astype(np.int64)
     if int(of_each.sum()) != len(starts) or (len(counts) and not counts.min()):
         raise Corrupt(f"{what}: its runs do not add up")
+    if (ordinals := _total(counts)) > ORDINALS_MAX:
+        raise Corrupt(f"{what}: {ordinals} chunks and segments, at most {ORDINALS_MAX} are named in one")
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(of_each)])
     found = {}
     for row, container in enumerate(ids.tolist()):
@@ -134,6 +141,10 @@ def _decode(view: memoryview, entries: int, what: str) -> dict[int, Condemned]:
         )
         found[container] = Condemned(int(at_us[row]), chunks, segments, bool(wholes[row]))
     return found
+
+
+def _total(counts: U32) -> int:
+    return int(counts.sum(dtype=np.uint64))
 
 
 def _runs(ordinals: U32) -> tuple[U32, U32]:

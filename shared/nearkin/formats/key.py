@@ -93,7 +93,7 @@ def data_key(owner: bytes, number: int, unwrapped: bytes, what: str) -> DataKey:
         )  # fmt: skip
         if len(found.secret) != KEY_BYTES:
             raise ValueError("a key of another length")  # noqa: TRY301 - one place names the record
-    except (ValueError, KeyError, TypeError, OverflowError) as err:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise Corrupt(f"{what}: what it unwraps to is no data key") from err
     return found
 

@@ -12,6 +12,7 @@ meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,8 @@ class LmdbIndex:
         try:
             with self._in_use(), self._env.begin(buffers=buffers) as txn:
                 yield txn
+        except struct.error as err:
+            raise damaged(err) from err
         except lmdb.Error as err:
             raise _unavailable(err) from err
 
@@ -147,6 +150,8 @@ class LmdbIndex:
                     yield txn
                     failpoint("index.writing")
                 failpoint("index.written")
+        except struct.error as err:  # a count, or what is noted of marks, of another length
+            raise damaged(err) from err
         except lmdb.Error as err:
             raise _unavailable(err) from err
 

@@ -26,5 +26,5 @@ def rows_beside(
 
     `which` int32[n], `ordinals` uint32[n], `moved` bool[n], `bounds` uint32[g + 1]. Tables are one-dimensional and
     contiguous, of one dtype with fields `lengths` and `blocks` uint32, `depths` and `kinds` uint8. Raises BadInput for
-    arrays that do not agree. The GIL is released.
+    arrays that do not agree. The GIL is released; the caller must not change the arrays meanwhile.
     """

@@ -89,9 +89,10 @@ cdef class _Pieces:
         cdef uint64_t total_bytes
         cdef bint inside = True
         try:
-            if payload is None:
-                raise TypeError("None has no buffer")
-            self.view = payload
+            given = memoryview(payload)
+            if given.format != "B" or given.ndim != 1 or not given.c_contiguous:
+                raise TypeError("no bytes")  # and Cython's own reading of a struct's format may end in a null pointer
+            self.view = given
         except (TypeError, ValueError, BufferError) as err:
             raise BadInput(f"payload {type(payload).__name__}: needs a C-contiguous buffer of bytes") from err
         _array("offsets", offsets, np.uint64, 1)

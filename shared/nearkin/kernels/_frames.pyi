@@ -34,7 +34,7 @@ def decode_frames(
 
     The others refer to what is not there, or are refused for what `decode_frame` raises Corrupt for; their buffers hold
     anything. Raises BadInput for slices that leave their buffer, if that is there or filled, and for arrays that do not
-    agree. The GIL is released once for all of them.
+    agree. The GIL is released once for all of them; the caller must not change the arrays meanwhile.
 
     `share` calls what it is given, from as many threads as it likes, and returns once all calls have: each call
     decodes frames that no other has begun, until none is left. None: the caller's thread decodes them.

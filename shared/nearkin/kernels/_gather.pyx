@@ -73,11 +73,14 @@ cdef int _check_entries(str name, Py_ssize_t found, Py_ssize_t slices) except -1
 
 
 cdef object array_of(str name, object values, object dtype):
-    """Return `values` C-contiguous; refuse another dtype or more than one dimension."""
+    """Return a copy of `values`, C-contiguous: what is checked must not change, were it the memory that is written to.
+
+    Refuses another dtype and more than one dimension.
+    """
     if not isinstance(values, np.ndarray) or values.dtype != dtype or values.ndim != 1:
         found = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
         raise BadInput(f"{name} {found}: pass a one-dimensional numpy array of {dtype}")
-    return np.ascontiguousarray(values)
+    return np.array(values, order="C")
 
 
 cdef int _copy(

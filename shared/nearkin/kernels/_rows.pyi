@@ -26,5 +26,6 @@ def take_rows(
 
     `which` int32[n], `ordinals` uint32[n], `out` and every table one-dimensional, contiguous, of one dtype of plain
     bytes; `out` has n rows. Returns the first i of which the table has no such row, n where all do; what comes after it
-    in `out` is undefined. Raises BadInput for arrays that do not agree. The GIL is released.
+    in `out` is undefined. Raises BadInput for arrays that do not agree. The GIL is released; the caller must not change
+    the tables meanwhile.
     """

@@ -100,8 +100,8 @@ def take_rows(tables, which, ordinals, out):
         return 0
     cdef size_t row_bytes = <size_t>out.dtype.itemsize
     cdef Tables known = Tables(tables)
-    cdef const int32_t[::1] of = np.ascontiguousarray(which)
-    cdef const uint32_t[::1] ordinal = np.ascontiguousarray(ordinals)
+    cdef const int32_t[::1] of = np.array(which, order="C")  # copies: `out` may be their memory
+    cdef const uint32_t[::1] ordinal = np.array(ordinals, order="C")
     cdef uint8_t[::1] target = out.view(np.uint8)
     cdef uint8_t *to = &target[0]
     cdef table_rows *one

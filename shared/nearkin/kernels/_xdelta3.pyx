@@ -55,11 +55,14 @@ cdef class _Payload:
 
 
 cdef object _array(str name, object values, object dtype):
-    """Return `values` C-contiguous; refuse another dtype or more than one dimension."""
+    """Return a copy of `values`, C-contiguous: what is checked must not change while the GIL is released.
+
+    Refuses another dtype and more than one dimension.
+    """
     if not isinstance(values, np.ndarray) or values.dtype != dtype or values.ndim != 1:
         found = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
         raise BadInput(f"{name} {found}: pass a one-dimensional numpy array of {dtype}")
-    return np.ascontiguousarray(values)
+    return np.array(values, order="C")
 
 
 cdef int _check_ranges(
