@@ -198,6 +198,7 @@ class Store:
             clock=clock,
             guard=guard_of(settings.retention, clock),
             restate=self._index.restate_collected,
+            in_vain=self._index.noted_in_vain,
         )
         self._puts = LocalPuts(
             root,

@@ -226,6 +226,11 @@ class LocalIndex:
         with self.crossing.beside():
             return self.writable()
 
+    def noted_in_vain(self) -> None:
+        """Say that marks were noted and not all written: who writes next, if after `close`, looks what is there."""
+        with self._changing:
+            self._said, self.behind, self._noted = False, True, False
+
     def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of marks of versions that a round has collected in place of what was noted of them since.
 
@@ -351,7 +356,10 @@ class LocalIndex:
         with self._changing:
             self._replaced(None)
             self._said = False
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder.is_dir() and not self._folder.is_symlink():
+                shutil.rmtree(self._folder, ignore_errors=True)
+            else:  # whatever stands in its place
+                self._folder.unlink(missing_ok=True)
             failpoint("rebuild.removed")
             try:
                 os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again

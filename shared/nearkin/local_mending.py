@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nearkin.errors import Erased, Permanent
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.condemned import Record
+from nearkin.formats.mark import Kind
 from nearkin.index.protocols import Marked
 from nearkin.interrupts import interrupts_wait
 from nearkin.records import U8, U32, U64, ContainerId
@@ -120,9 +121,20 @@ class Mending:
             for entry in entries:
                 there = histories.get(entry.version)
                 sequence, marks_bytes = (there.sequence, there.marks_bytes) if there else (0, 0)
+                if sequence and self._collects(tenant, key, entry.version, sequence):
+                    sequence -= 1  # listed until the round goes on: as deleted
                 if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
                     stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
         index.restate_marks(stated)
+
+    def _collects(self, tenant: str, key: str, version: int, sequence: int) -> bool:
+        """Return whether a mark says that the version never comes back: only an even one can."""
+        if sequence % 2:
+            return False
+        try:
+            return self._manifests.mark(tenant, key, version, sequence).kind is Kind.COLLECTED
+        except Permanent:
+            return False
 
     def collected_marks(self, tenant: str, key: str, versions: Collection[int]) -> list[Marked]:
         """Return what is there of marks of those of these versions that a round has collected."""

@@ -69,9 +69,11 @@ class LocalPuts:
 
     def forked(self) -> None:
         """Begin anew in a process that was forked."""
-        self.at_work = False
+        self._claim: object | None = None
+        """Of the put at work."""
+        self._claiming = threading.Lock()
         self._by = 0
-        """The thread that began the put at work."""
+        """The thread that began it."""
         self._writer: EmbeddedWriter | None = None
         """Of that put."""
         self.let_go()
@@ -81,14 +83,19 @@ class LocalPuts:
         self._spares = None
 
     @property
+    def at_work(self) -> bool:
+        """Return whether a put is at work."""
+        return self._claim is not None
+
+    @property
     def is_mine(self) -> bool:
         """Return whether a put of this thread is at work."""
         return self.at_work and self._by == threading.get_ident()
 
     @property
     def writes_elsewhere(self) -> bool:
-        """Return whether a put of another thread is writing."""
-        return self._writer is not None and not self.is_mine
+        """Return whether a put of another thread is at work."""
+        return self.at_work and not self.is_mine
 
     def check_none(self) -> None:
         """Raise StoreLocked while a put is at work."""
@@ -126,14 +133,19 @@ class LocalPuts:
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             steps.callback(crossing.leave, entry)  # by whichever thread ends this
             crossing.enter(entry)
-            steps.callback(self._ended)
-            self.at_work, self._by = True, threading.get_ident()
+            steps.callback(self._ended, entry)
+            with self._claiming:  # here: two may have waited for the same step of a round
+                if self.at_work:
+                    raise self.in_the_middle("another put")
+                self._claim, self._by = entry, threading.get_ident()
             self._containers.blocks.bound(int(settings.base.cache_bytes))  # a put has much else in memory
             yield from self._in_groups(settings, items, progress)
 
-    def _ended(self) -> None:
+    def _ended(self, claim: object) -> None:
         with interrupts_wait():
-            self.at_work, self._writer = False, None
+            if self._claim is not claim:
+                return
+            self._claim, self._writer = None, None
             self._index.put_ends()
             self.bound_for_reading()
 

@@ -452,6 +452,22 @@ def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, wo
         }
 
 
+@pytest.mark.parametrize("instead", ["file", "link"])
+def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_path, instead):
+    shutil.rmtree(root / "index")
+    if instead == "file":
+        (root / "index").write_bytes(b"mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "mine").write_bytes(b"mine")
+        (root / "index").symlink_to(tmp_path / "elsewhere")
+    with open_store(root, settings=CHOSEN) as store:
+        store.rebuild_index()
+        assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
+        assert store.verify().damage == ()
+    assert instead == "file" or (tmp_path / "elsewhere" / "mine").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
 def test_what_lmdb_says_of_a_file_that_is_not_as_it_was_written_is_damage(root, monkeypatch, said):
     with open_store(root, settings=CHOSEN) as store:

@@ -140,6 +140,51 @@ def test_a_put_that_comes_while_the_index_is_rebuilt_waits_for_it(store: Store) 
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
 
+def test_of_two_puts_that_waited_for_the_same_rebuild_one_is_refused(store: Store) -> None:
+    putting: list[threading.Thread] = []
+    came: list[object] = []
+
+    def tried(key: str) -> None:
+        try:
+            came.append(store.put(key, CONTENT).info.version)
+        except StoreLocked as err:
+            came.append(err)
+
+    def watch(name: str) -> None:
+        if name == "rebuild.marks":
+            putting.extend(beside(lambda key=key: tried(key)) for key in ("b", "c"))
+            putting[0].join(0.3)
+            assert all(thread.is_alive() for thread in putting)
+        elif name == "commit.begun" and len(putting) == 2:
+            next(thread for thread in putting if thread is not threading.current_thread()).join(0.3)
+
+    failpoints.arm((), watch)
+    store.rebuild_index()
+    for thread in putting:
+        thread.join(WAIT_SECONDS)
+    assert sorted(map(type, came), key=str) == [int, StoreLocked]
+    assert "in the middle of another put" in str(next(one for one in came if isinstance(one, StoreLocked)))
+    assert not store._puts.at_work
+    failpoints.disarm()
+    assert store.put("d", CONTENT).info.version == 1
+
+
+def test_a_store_that_is_closed_beside_a_put_that_has_just_begun_waits_for_it(store: Store) -> None:
+    closing: list[threading.Thread] = []
+
+    def watch(name: str) -> None:
+        if name == "put.begun":
+            closing.append(beside(store.close))
+            closing[0].join(0.2)
+            assert closing[0].is_alive()
+
+    failpoints.arm((), watch)
+    assert store.put("b", CONTENT).info.version == 1
+    closing[0].join(WAIT_SECONDS)
+    failpoints.disarm()
+    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+
+
 def test_verify_says_that_a_put_at_work_may_lean_on_what_it_found_broken(store: Store) -> None:
     damaged(store)
     came = once("put.container", lambda: (store.verify().forgotten, is_locked(store)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nearkin import failpoints
 from nearkin.api import open_store
 from nearkin.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin.formats.manifest import Manifest
@@ -500,3 +502,71 @@ def test_a_version_with_all_marks_that_it_may_have_keeps_no_other_from_being_for
         assert left == [("a", 1), ("a", 2), ("b", 2)]
         reasons = {decision.info.version: decision.reasons for decision in store.forget("a")}
         assert reasons == {1: ("marks",), 2: ("last",)}
+
+
+def counted(path: Path) -> tuple[int, int, list[int]]:
+    with open_store(path) as store:
+        stats = store.stats()
+        return stats.versions, stats.deleted_versions, [one.version for one in store.versions(all_versions=True)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize(("point", "left"), [("delete.noted", [1, 2]), ("delete.older", [2])])
+def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, point, left, reopened):
+    path = tmp_path / "s"
+    with open_store(path) as store:
+        for _ in range(2):
+            store.put("a", b"content" * 100)
+        failpoints.arm(f"{point}:1:error")
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.delete("a")
+        finally:
+            failpoints.disarm()
+        if not reopened:
+            stats = store.stats()
+            assert (stats.versions, stats.deleted_versions) == (len(left), 2 - len(left))
+    assert counted(path) == (len(left), 2 - len(left), left)
+    with open_store(path) as store:
+        store.put("b", b"other")
+        store.delete("a")
+    assert counted(path) == (1, 2, [1])
+
+
+def test_what_was_noted_of_an_undeletion_that_failed_is_counted_no_more(tmp_path):
+    path = tmp_path / "s"
+    with open_store(path) as store:
+        store.put("a", b"content")
+        store.delete("a")
+        failpoints.arm("delete.noted:1:error")
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.undelete("a")
+        finally:
+            failpoints.disarm()
+    assert counted(path) == (0, 1, [])
+
+
+def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path):
+    path = tmp_path / "s"
+    chosen = settings({"deletion": {"undelete_seconds": 0}})
+    with open_store(path, settings=chosen) as store:
+        for key in "ab":
+            store.put(key, key.encode() * 5000)
+        store.delete("a")
+        time.sleep(0.01)
+        failpoints.arm("gc.sentenced:1:error")
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.gc()
+            failpoints.arm("put.begun:1:error")
+            with pytest.raises(StoreUnavailable):
+                store.put("c", b"c")
+        finally:
+            failpoints.disarm()
+        assert [one.key for one in store.versions()] == ["b"]
+    assert counted(path) == (1, 1, [1])
+    with open_store(path, settings=chosen) as store:
+        assert [entry.marks_bytes > 0 for entry in store._index.read(lambda index: list(index.catalog("default", "a")))]
+        store.gc()
+    assert counted(path) == (1, 0, [1])

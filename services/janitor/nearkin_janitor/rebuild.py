@@ -200,7 +200,8 @@ def _marked(
         except Permanent:
             skipped.append(name)
         else:
-            yield Marked(mark.tenant, mark.key, mark.version, sequence, marks_bytes)
+            ending = mark.kind is Kind.COLLECTED and manifest in known  # listed until the round goes on: as deleted
+            yield Marked(mark.tenant, mark.key, mark.version, sequence - ending, marks_bytes)
 
 
 def _leans_on(containers: ContainerStore, container: int) -> list[int]:

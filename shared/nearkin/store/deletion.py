@@ -21,6 +21,7 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import moment_of
 from nearkin.formats.mark import Kind, Mark, encode_mark
 from nearkin.index.protocols import Marked
+from nearkin.interrupts import interrupts_wait
 from nearkin.reports import Damage, Deletion, VersionInfo
 from nearkin.sources import check_key, check_reason, check_version
 from nearkin.store.manifests import History, ManifestStore, mark_name
@@ -55,9 +56,11 @@ class Deletions:
         clock: Callable[[], float] = time.time,
         guard: Guard | None = None,
         restate: Restate = lambda *_: None,
+        in_vain: Callable[[], None] = lambda: None,
     ) -> None:
         self._guard = guard
         self._restate = restate
+        self._in_vain = in_vain
         self._manifests = manifests
         self._note = note
         self._clock = clock
@@ -234,6 +237,13 @@ class Deletions:
 
     def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
         """Write the marks of a key's versions, by version; return how many were not taken by another call."""
+        try:
+            return self._noted_and_written(before, marks)
+        except BaseException:
+            self._in_vain()
+            raise
+
+    def _noted_and_written(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
         self._note(
             [
                 Marked(
@@ -255,7 +265,9 @@ class Deletions:
             failpoint("undelete.newest")
         if older:
             with ThreadPoolExecutor(MARK_THREADS if len(older) > 1 else 1) as threads:
-                written += threads.map(self._written, older)  # 2
+                with interrupts_wait():  # one in the midst of it would leave a thread that nobody waits for
+                    others = threads.map(self._written, older)
+                written += others  # 2
             failpoint("delete.older")
         if newest.kind is Kind.DELETED:
             written.append(self._written(newest))  # 3
