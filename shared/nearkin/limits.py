@@ -9,6 +9,10 @@ GIB = 1024 * MIB
 FRAME_BYTES_MAX = 900 * KIB
 """Frames and segments stay below Kafka's default message limit of 1 MiB, headers included."""
 SEGMENT_BYTES_MAX = FRAME_BYTES_MAX
+OBJECT_BYTES_MAX = 2 * GIB
+"""A container has half of it at most, and may be sealed; what is larger nobody wrote."""
+MANIFEST_BYTES_MAX = 512 * MIB
+"""2^24 runs of 13 bytes, and as many containers, with nothing saved by compression."""
 KEY_BYTES_MAX = 1024
 """UTF-8 bytes of a key: S3's own limit, so that any object name is a key."""
 METADATA_BYTES_MAX = 64 * KIB

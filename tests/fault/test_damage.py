@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -450,6 +451,37 @@ def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, wo
         assert ("alone", manifest.version) in {
             version for damage in store.verify().damage for version in damage.versions
         }
+
+
+@pytest.mark.parametrize("harm", ["empty", "gone", "flipped"])
+def test_verify_of_an_open_store_reads_its_descriptor(root, harm):
+    path = root / "nearkin.json"
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.verify().damage == ()
+        if harm == "gone":
+            path.unlink()
+        elif harm == "empty":
+            path.write_bytes(b"")
+        else:
+            flip(path, len(path.read_bytes()) // 2, 1)
+        assert [(damage.object_name, damage.versions) for damage in store.verify().damage] == [("nearkin.json", ())]
+
+
+@pytest.mark.parametrize("of", ["container", "manifest", "index"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of):
+    path = {"container": containers(root)[0], "manifest": manifests(root)[0], "index": root / "index" / "data.mdb"}[of]
+    path.unlink()
+    os.mkfifo(path)
+    with open_store(root, settings=CHOSEN) as store:
+        if of == "index":
+            with pytest.raises(IndexDamaged, match="rebuild-index"):
+                store.stats()
+            store.rebuild_index()
+            assert store.verify().damage == ()
+        else:
+            failing = broken(store, CONTENTS)
+            assert failing
+            assert {version for damage in store.verify().damage for version in damage.versions} >= failing
 
 
 @pytest.mark.parametrize("instead", ["file", "link"])

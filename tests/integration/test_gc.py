@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked
+from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked, StoreUnavailable
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest
 from nearkin.records import Locations
@@ -53,6 +53,36 @@ def test_what_nothing_needs_goes_and_all_else_restores(opened, clock):
     assert stored_bytes(store.root) - alone < 200  # the mark that keeps the number taken
     assert store.get("kept").read() == kept
     assert store.put("gone", b"again").info.version == 3
+
+
+@pytest.mark.parametrize("instead", ["empty", "file", "link"])
+def test_no_round_takes_manifests_that_are_not_there_for_none(opened, clock, instead, tmp_path):
+    """Their disk is not mounted, and the index is lost, which would have told it."""
+    store = opened()
+    content = random_bytes(300_000, 1)
+    store.put("k", content)
+    store.close()
+    kept = tmp_path / "elsewhere"
+    (store.root / "manifests").rename(kept)
+    shutil.rmtree(store.root / "index")
+    if instead == "empty":
+        (store.root / "manifests").mkdir()
+    elif instead == "file":
+        (store.root / "manifests").write_bytes(b"")
+    else:
+        (store.root / "manifests").symlink_to(tmp_path / "nowhere")
+    store = opened()
+    for _ in range(3):
+        clock.now += 7 * DAY
+        with pytest.raises(StoreUnavailable, match=r"^manifests"):
+            store.gc()
+    if instead != "empty":
+        with pytest.raises(StoreUnavailable, match=r"^manifests"):
+            store.verify()
+    store.close()
+    (store.root / "manifests").rmdir() if instead == "empty" else (store.root / "manifests").unlink()
+    kept.rename(store.root / "manifests")
+    assert opened().get("k").read() == content
 
 
 @pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])

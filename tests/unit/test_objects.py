@@ -15,6 +15,7 @@ import obstore
 import pytest
 
 from nearkin.errors import Corrupt, NotFound, Retryable, StoreUnavailable
+from nearkin.limits import MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
 from nearkin.store import clients
 from nearkin.store import objects as module
 from nearkin.store.clients import memory_objects
@@ -222,11 +223,35 @@ def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
     (tmp_path / "other disk").mkdir()
     (tmp_path / "other disk/y").write_bytes(b"12345")
     (tmp_path / "s/a/linked").symlink_to(tmp_path / "other disk")
-    (tmp_path / "s/a/gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "s/a/empty").mkdir()
     os.mkfifo(tmp_path / "s/a/pipe")
     assert sorted(objects.names("a")) == sorted(objects.names("a/")) == [("a/linked/y", 5), ("a/x", 3)]
-    assert list(objects.names("a/x")) == []
+    assert list(objects.names("none")) == []
+    with pytest.raises(NotFound):
+        objects.get("a/pipe")
+
+
+@pytest.mark.parametrize("instead", ["file", "link", "link below"])
+def test_what_is_not_mounted_is_not_taken_for_empty(tmp_path: Path, instead: str) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.put_new("a/b/x", b"123")
+    if instead == "link below":
+        (tmp_path / "a/c").symlink_to(tmp_path / "nowhere")
+    else:
+        (tmp_path / "a").rename(tmp_path / "elsewhere")
+        (tmp_path / "a").write_bytes(b"") if instead == "file" else (tmp_path / "a").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreUnavailable, match="^a: .*Not a directory" if instead == "file" else "^a.*is not there"):
+        list(objects.names("a"))
+
+
+def test_what_is_larger_than_any_object_is_not_read(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    for name, most in (("manifests/x", MANIFEST_BYTES_MAX), ("containers/x", OBJECT_BYTES_MAX)):
+        (tmp_path / name).parent.mkdir()
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(most + 1)
+        with pytest.raises(Corrupt, match=f"^{name}: {most + 1} bytes, where none has more than {most}"):
+            objects.get(name)
 
 
 def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from nearkin.config_keeping import MARK_SWEEP, GcSettings
-from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Permanent, Retryable
+from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Permanent, Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned, fitting
 from nearkin.formats.directory import Directory
@@ -165,7 +165,7 @@ class Collector:
         started, sums, state = time.perf_counter(), Sums(counted), turns.state()
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
-        roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else self._now_us())
+        roots = self._roots(generations, CREATED_US_MAX + 1 if deleted_too else self._now_us())
         if not self._to_mark(generations, roots):
             return self._report(sums, self._unmarked(generations, roots, turns, sums), started)
         young = self._young(generations)
@@ -264,6 +264,19 @@ class Collector:
             held=sums.held,
             seconds=time.perf_counter() - started,
         )
+
+    def _roots(self, generations: Collection[int], now_us: int) -> Roots:
+        """Return all versions. Raises StoreUnavailable where manifests cannot be where they were, Corrupt.
+
+        Of each key a manifest or its last mark stays, whatever is freed: none of either means a disk that is not there.
+        """
+        roots = find_roots(self._manifests, now_us)
+        if not roots.highest and (old := len(generations) - len(self._young(generations))):
+            raise StoreUnavailable(
+                f"manifests: there is none, and no mark, beside {old} containers: if they lie on a disk of their own "
+                "mount it. What a put left that failed before any version was committed is freed once one is"
+            )
+        return roots
 
     def _young(self, containers: Collection[int]) -> list[int]:
         """Return those whose versions may still be on their way: all of them is needed. Ids begin with their time."""

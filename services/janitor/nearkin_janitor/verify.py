@@ -243,13 +243,15 @@ class Verifier:
                     self._findings.found(store.name(sequence), str(err))
 
     def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
-        """Compare parity with what it is of, where there is any or should be; return what is sound and has none yet."""
-        if self._objects is None or not (self._objects.adds or self._objects.has_some):
+        """Read the descriptor, and compare parity with what it is of; return what is sound and should have some."""
+        if self._objects is None:
             return ()
         try:
             descriptor.read(self._objects.bare)
         except Permanent as err:
             self._findings.found(descriptor.NAME, str(err))
+        if not (self._objects.adds or self._objects.has_some):
+            return ()
         check = ParityCheck(self._objects)
         for container in sorted(chosen):
             check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -228,10 +229,16 @@ def _fill_up(env: Any, folder: Path) -> None:
 
 
 def _file(folder: Path) -> tuple[int, int] | None:
+    """Return what tells the data file from others, None where there is none. Raises IndexDamaged for what is no file.
+
+    LMDB would wait for ever for who writes into a pipe.
+    """
     try:
         status = (folder / "data.mdb").stat()
     except FileNotFoundError:
         return None
+    if not stat.S_ISREG(status.st_mode):
+        raise damaged(f"{folder / 'data.mdb'} is no file")
     return status.st_dev, status.st_ino
 
 

@@ -12,7 +12,7 @@ from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
 from nearkin.errors import NearkinError, NotFound
-from nearkin.store.objects import AlreadyExists, Payload, unavailable, whole
+from nearkin.store.objects import AlreadyExists, Payload, check_size, unavailable, whole
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -39,7 +39,9 @@ class ObstoreObjects:
 
     def get(self, name: str) -> bytes:  # noqa: D102
         try:
-            return bytes(obstore.get(self._client, name).bytes())
+            found = obstore.get(self._client, name)
+            check_size(name, found.meta["size"])
+            return bytes(found.bytes())
         except REFUSALS as err:
             raise self._translated(name, err) from err
 

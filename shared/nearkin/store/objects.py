@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from nearkin.buffers import SMALLEST_BYTES, Buffers
 from nearkin.errors import Corrupt, NoRoom, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
-from nearkin.limits import KIB, MIB
+from nearkin.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
 
 if TYPE_CHECKING:
     from nearkin.store.clients import ObstoreObjects
@@ -50,7 +50,7 @@ class ObjectStore(Protocol):
         """
 
     def get(self, name: str) -> bytes:
-        """Return a whole object. Raises NotFound or StoreUnavailable."""
+        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt for one that is too large to be one."""
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable.
@@ -141,6 +141,8 @@ class LocalObjects:
         """Yield (name, size in bytes) below the folder `prefix`, in no order. Raises StoreUnavailable.
 
         What is no file, or went meanwhile, is left out. Bytes of other programs' names that are no UTF-8 are escaped.
+        What stands where the folder should be, and a link to what is not there, are errors: a disk that is not mounted
+        would else be taken for a store that holds nothing, and all be freed that its manifests name.
         """
         folders = [prefix.rstrip("/")]
         while folders:
@@ -153,10 +155,21 @@ class LocalObjects:
                             folders.append(name)
                         elif (size_bytes := _file_bytes(entry)) is not None:
                             yield os.fsencode(name).decode(errors="backslashreplace"), size_bytes
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+                        elif entry.is_symlink():
+                            self._check_link(name)
+            except FileNotFoundError:
+                self._check_link(folder)
             except OSError as err:
                 raise unavailable(folder, err) from err
+
+    def _check_link(self, name: str) -> None:
+        """Raise StoreUnavailable where a name is there, as a link to what is not."""
+        path = self._root / name
+        if path.is_symlink() and not path.exists():
+            raise StoreUnavailable(
+                f"{os.fsencode(name).decode(errors='backslashreplace')}: a link to {os.readlink(path)!r}, which is not "
+                "there; mount it, or put what it led to in its place"
+            )
 
     def stamp(self, name: str) -> tuple[int, str | None]:
         """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
@@ -216,8 +229,11 @@ class LocalObjects:
                 _remove(temporary)
 
     def get(self, name: str) -> bytes:
-        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt where the device cannot read it."""
+        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt where the device cannot read it, or no
+        object is so large.
+        """
         with self._reading(name) as (descriptor, size_bytes):
+            check_size(name, size_bytes)
             return _read_bytes(descriptor, 0, size_bytes)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
@@ -253,11 +269,12 @@ class LocalObjects:
     def _reading(self, name: str) -> Iterator[tuple[int, int]]:
         """Open an object for as long as the block runs: (descriptor, bytes)."""
         try:
-            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+            # O_NONBLOCK: a pipe in its place would have this wait for ever for who writes into it
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 status = os.fstat(descriptor)
-                if stat.S_ISDIR(status.st_mode):
-                    raise FileNotFoundError(errno.ENOENT, "is a folder")
+                if not stat.S_ISREG(status.st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "is no file")
                 yield descriptor, status.st_size
             finally:
                 os.close(descriptor)
@@ -386,6 +403,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_size(name: str, size_bytes: int) -> None:
+    """Raise Corrupt for an object that is larger than any: before its bytes take memory."""
+    most = MANIFEST_BYTES_MAX if name.startswith("manifests/") else OBJECT_BYTES_MAX
+    if size_bytes > most:
+        raise Corrupt(f"{name}: {size_bytes} bytes, where none has more than {most}: run `nearkin verify`")
 
 
 def unavailable(name: str, err: Exception) -> StoreUnavailable:

@@ -32,7 +32,7 @@ from nearkin.config_keeping import ObjectStoreSettings
 from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
 from nearkin.store import descriptor
 from nearkin.store.clients import REFUSALS, ObstoreObjects
-from nearkin.store.objects import AlreadyExists, Payload, whole
+from nearkin.store.objects import AlreadyExists, Payload, check_size, whole
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -129,6 +129,7 @@ class S3Objects(ObstoreObjects):
         try:
             found = obstore.get(self._client, name)
             self._check_answer(name, found.meta)
+            check_size(name, found.meta["size"])
             return bytes(found.bytes())
         except REFUSALS as err:
             raise self._translated(name, err) from err
