@@ -207,6 +207,11 @@ class SegmentBatch:
         """Return the bytes of all chunks."""
         return int(self.lengths.sum(dtype=np.uint64))
 
+    @property
+    def segment_lengths(self) -> U32:
+        """Return uint32[s], the bytes of each segment; none is without chunks."""
+        return np.add.reduceat(self.lengths, self.chunk_bounds[:-1].astype(np.intp), dtype=np.uint32)
+
     def cut(self, segments: slice, chunks: slice, payload: U8) -> SegmentBatch:
         """Return some segments, one behind the other, that have these chunks; their offsets are into `payload`."""
         return SegmentBatch(

@@ -20,7 +20,7 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
 from nearkin.one_ahead import OneAhead
 from nearkin.parallel import ALONE, Helpers, all_cores
-from nearkin.records import U8, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
+from nearkin.records import U8, U32, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
 from nearkin.reports import VersionInfo
 from nearkin.sources import write_pieces
 from nearkin.store.ahead import ReadAhead
@@ -130,13 +130,15 @@ class Blob:
             return foresight.over(plans)
         if ahead is None:
             return plans
-        ahead.directories(distinct(self._manifest.segments.containers).tolist()[:DIRECTORIES_AHEAD_MAX])
+        first, last, _ = self._segments
+        of = distinct(self._manifest.segments.containers[first:last])
+        ahead.directories(of.tolist()[:DIRECTORIES_AHEAD_MAX])
         return seen_ahead(plans, ahead.want, PLANS_AHEAD)
 
     def _of_range(self) -> Iterator[Placed]:
         """Yield the plan of each batch that has bytes of the range. Raises Corrupt where the range goes on."""
-        position = 0
-        for plan in planned_batches(self._manifest, self._source):
+        first, last, position = self._segments
+        for plan in planned_batches(self._manifest, self._source, first, last):
             here, position = position, position + int(plan.lengths.sum(dtype=np.int64))
             if here >= self._stop:
                 return
@@ -146,6 +148,20 @@ class Blob:
             raise Corrupt(
                 f"{self._named()}: its segments end at byte {position} of {self.info.size_bytes}: run `nearkin verify`"
             )
+
+    @property
+    def _segments(self) -> tuple[int, int, int]:
+        """Return (the first segment to plan, behind the last one, where in the blob the first begins).
+
+        All, where the manifest does not tell how long they are: then each must be looked at up to the range.
+        """
+        lengths = self._manifest.lengths
+        if lengths is None or not len(lengths):
+            return 0, len(self._manifest.segments), 0
+        ends = np.cumsum(lengths, dtype=np.int64)
+        first = int(np.searchsorted(ends, self._start, side="right"))
+        last = int(np.searchsorted(ends, self._stop)) + 1
+        return first, last, int(ends[first - 1]) if first else 0
 
     def read(self) -> bytes:
         """Return the range's bytes."""
@@ -176,17 +192,38 @@ class Blob:
         return f"{self.info.key!r} version {self.info.version}"
 
 
-def planned_batches(manifest: Manifest, source: ContainerSource) -> Iterator[Plan]:
-    """Yield how a version's chunks are kept, in order, about BATCH_BYTES of chunks at a time."""
-    reader = ChunkReader(source)
-    for segments in _groups(manifest.segments, source):
-        chunks, _ = segment_chunks(segments, source)
+def planned_batches(
+    manifest: Manifest, source: ContainerSource, first_segment: int = 0, last_segment: int | None = None
+) -> Iterator[Plan]:
+    """Yield how the chunks of a version's segments are kept, in order, about BATCH_BYTES of chunks at a time.
+
+    From the first of them to before the last: all. Raises Corrupt where one is not as long as its manifest says.
+    """
+    reader, some = ChunkReader(source), slice(first_segment, last_segment)
+    lengths, position = None if manifest.lengths is None else manifest.lengths[some], 0
+    for segments in _groups(manifest.segments.take(some), source):
+        chunks, counts = segment_chunks(segments, source)
         plan = reader.plan(chunks)
+        if lengths is not None:
+            _check_lengths(manifest, plan, counts, lengths[position : position + len(segments)])
+            position += len(segments)
         portion = np.cumsum(plan.lengths, dtype=np.int64) // BATCH_BYTES
         bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(chunks)]
         for first, last in pairwise(bounds):
             if last > first:  # all are zero where a version is empty
                 yield plan.take(slice(first, last))
+
+
+def _check_lengths(manifest: Manifest, plan: Plan, counts: NDArray[np.int64], lengths: U32) -> None:
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(plan.lengths, dtype=np.int64)])
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    found = ends[bounds[1:]] - ends[bounds[:-1]]
+    wrong = (found != lengths).nonzero()[0]
+    if len(wrong):
+        raise Corrupt(
+            f"{manifest.key!r} version {manifest.version}: a segment of {lengths[wrong[0]]} bytes has chunks of "
+            f"{found[wrong[0]]}: run `nearkin verify`"
+        )
 
 
 def _groups(segments: Locations, source: ContainerSource) -> Iterator[Locations]:

@@ -34,6 +34,7 @@ def test_the_same_input_gives_the_frozen_bytes() -> None:
     assert digest(samples.small_container()) == "1ef0a489f23a9ec0c3be26eb4bb434bd"
     assert digest(samples.patched_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
     assert digest(encode_manifest(samples.small_manifest())) == "0ffd61dad6314f92aa140701b03fe6d3"
+    assert digest(encode_manifest(samples.measured_manifest())) == "6c7c7326a5cfbd24c98366581b25f5a2"
 
 
 def test_what_is_not_compressed_is_frozen_whatever_the_library() -> None:
@@ -72,9 +73,17 @@ def test_the_frozen_patch_blocks_are_still_read() -> None:
     assert found.prefixes.bases.ordinals.tolist() == [0, 77]
 
 
-def test_the_frozen_manifest_is_still_read() -> None:
-    found = decode_manifest((HERE / "manifest_v2.bin").read_bytes(), "frozen")
-    made = samples.small_manifest()
+@pytest.mark.parametrize("version", [2, 3])
+def test_the_frozen_manifest_is_still_read(version: int) -> None:
+    data = (HERE / f"manifest_v{version}.bin").read_bytes()
+    assert data[4:6] == bytes([version, 0])
+    found = decode_manifest(data, "frozen")
+    made = samples.small_manifest() if version == 2 else samples.measured_manifest()
+    if made.lengths is None:
+        assert found.lengths is None
+    else:
+        assert found.lengths is not None
+        assert found.lengths.tolist() == made.lengths.tolist()
     assert (found.tenant, found.key, found.version) == ("default", "backups/täglich.tar", 3)
     assert (found.created_us, found.size_bytes, found.seconds) == (1_764_000_000_123_456, 1_234_567, 1.25)
     assert (found.blake3, found.sha256, found.ledger) == (made.blake3, made.sha256, made.ledger)

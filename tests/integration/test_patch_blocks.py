@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nearkin import open_store
 from nearkin.config import Settings
+from nearkin.errors import Corrupt
 from nearkin.formats import layout
+from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.limits import MIB
 from nearkin.store.chunks import ChunkReader
 from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, containers, settings
+from nearkin.testing.stores import SMALL, containers, manifests, settings
 from nearkin_delta.gaps import OWN_BYTES
 
 FROZEN = Path(__file__).parent.parent / "golden" / "store_v2.tar"
@@ -180,3 +184,56 @@ def test_a_paper_profile_has_no_patch_blocks(tmp_path):
         assert set(stats.found_by) <= {"SF0", "SF1", "SF2"}
         for container in store._index.readable().container_ids().tolist():
             assert layout.PATCH not in store._containers.directory(container).blocks.kinds
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tmp_path: Path, told: bool) -> None:
+    """Not of all before it; but for a version whose manifest does not tell how long its segments are."""
+    content = random_bytes(40_000_000, 5)
+    small = settings({"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}})
+    with open_store(tmp_path / "s", settings=small) as store:
+        store.put("k", content)
+    many = len(containers(tmp_path / "s"))
+    assert many > 15
+    if not told:
+        (path,) = manifests(tmp_path / "s")
+        manifest = decode_manifest(path.read_bytes(), "m")
+        path.chmod(0o644)
+        path.write_bytes(encode_manifest(replace(manifest, lengths=None)))
+    for start, stop in ((0, 11), (20_000_000, 20_000_011), (39_999_989, 40_000_000), (7_000_000, 8_048_576)):
+        with open_store(tmp_path / "s", settings=small) as store:
+            blob = store.get("k", start=start, stop=stop)
+            assert blob.read() == content[start:stop]
+            if told:
+                assert blob.costs.directory_reads <= (2 if stop - start == 11 else 4)
+            elif start:
+                assert blob.costs.directory_reads >= many * start // len(content)
+    chance = random.Random(6)
+    with open_store(tmp_path / "s", settings=small) as store:
+        for _ in range(60):
+            start = chance.randrange(len(content) + 1)
+            stop = min(len(content), start + chance.choice([0, 1, 4096, 300_000, 9_000_000]))
+            assert store.get("k", start=start, stop=stop).read() == content[start:stop]
+
+
+def test_a_segment_that_is_not_as_long_as_its_manifest_says_ends_a_restore(tmp_path: Path) -> None:
+    content = random_bytes(900_000, 7)
+    with open_store(tmp_path / "s") as store:
+        store.put("k", content)
+    (path,) = manifests(tmp_path / "s")
+    manifest = decode_manifest(path.read_bytes(), "m")
+    assert manifest.lengths is not None
+    lengths = manifest.lengths.copy()
+    lengths[1] -= 1
+    lengths[2] += 1
+    path.chmod(0o644)
+    path.write_bytes(encode_manifest(replace(manifest, lengths=lengths)))
+    with open_store(tmp_path / "s") as store:
+        for bounds in ({}, {"start": int(lengths[0]), "stop": int(lengths[0]) + 5}, {"start": 899_000}):
+            reads = store.get("k", **bounds)
+            if bounds.get("start") == 899_000:  # behind both: what it asks for is where it is said to be
+                assert reads.read() == content[899_000:]
+            else:
+                with pytest.raises(Corrupt, match=f"segment of {lengths[1]} bytes has chunks of {lengths[1] + 1}"):
+                    reads.read()
+        assert {version for damage in store.verify().damage for version in damage.versions} == {("k", 1)}

@@ -52,6 +52,47 @@ def test_a_manifest_says_what_was_put_into_it() -> None:
     assert replace(found, segments=nothing[0], known=None) == replace(made, segments=nothing[0], known=None)
 
 
+@pytest.mark.parametrize("segments", [0, 1, 2])
+def test_lengths_are_kept_where_they_are_not_plain(segments: int) -> None:
+    lengths = np.full(segments, 900, np.uint32)
+    where = Locations(np.full(segments, 9, np.uint64), np.arange(segments, dtype=np.uint32))
+    made = Manifest(
+        "t", "k", 1, 0, 900 * segments, bytes(32), None, 0.0, Ledger(), where, np.ones(segments, np.bool_),
+        lengths=lengths,
+    )  # fmt: skip
+    data = encode_manifest(made)
+    assert data[4] == (3 if segments > 1 else 2)
+    for told in (data, encode_manifest(replace(made, lengths=None))):
+        found = decode_manifest(told, "m").lengths
+        if segments > 1 and told is not data:
+            assert found is None
+        else:
+            assert found is not None
+            assert (found.dtype, found.tolist()) == (np.uint32, lengths.tolist())
+
+
+@pytest.mark.parametrize(
+    "lengths", [[617_283, 617_284], [1_234_567] + 6 * [0], 7 * [176_367], 6 * [176_367] + [176_366]]
+)
+def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
+    wrong = np.array(lengths, "<u4")
+    with pytest.raises(BadInput, match=f"{len(lengths)} lengths of 7 segments"):
+        encode_manifest(replace(samples.small_manifest(), lengths=wrong))
+    data = body() + columns.pack([wrong])
+    data[4] = 3
+    with pytest.raises(Corrupt, match=f"m: {len(lengths)} lengths of 7 segments, {sum(lengths)} bytes of 1234567"):
+        decode_manifest(resealed(data), "m")
+
+
+def test_a_manifest_of_many_lengths_costs_two_bytes_for_each() -> None:
+    segments = 4000
+    lengths = np.random.default_rng(1).integers(64 << 10, 192 << 10, segments).astype(np.uint32)
+    where = Locations(np.full(segments, 9, np.uint64), np.arange(segments, dtype=np.uint32))
+    known, size = np.ones(segments, np.bool_), int(lengths.sum())
+    made = Manifest("t", "k", 1, 0, size, bytes(32), None, 0.0, Ledger(), where, known, lengths=lengths)
+    assert len(encode_manifest(made)) - len(encode_manifest(replace(made, lengths=None))) < 2.3 * segments
+
+
 def test_the_manifest_of_an_empty_blob_is_small() -> None:
     empty = Manifest("t", "k", 1, 0, 0, bytes(32), None, 0.0, Ledger(), Locations.empty(), np.zeros(0, np.bool_))
     data = encode_manifest(empty)
@@ -103,7 +144,7 @@ def test_random_changes_under_a_checksum_that_agrees_are_refused_or_parse() -> N
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "error"), [(4, 3, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
+    ("at", "value", "error"), [(4, 4, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
 )
 def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
     wrong = body()

@@ -299,7 +299,7 @@ class Verifier:
     def _touching(self, manifest: Manifest) -> dict[str, str]:
         """Return what breaks this version: object name -> problem."""
         culprits: dict[str, str] = {}
-        length, domain = 0, domain_of(manifest.tenant)
+        lengths, domain = np.zeros(len(manifest.segments), np.int64), domain_of(manifest.tenant)
         for container, rows in grouped(manifest.segments.containers):
             name = object_name(ContainerId(container))
             directory = self._soundness.directory(container, domain)
@@ -310,21 +310,26 @@ class Verifier:
             if int(ordinals.max()) >= len(table):
                 culprits[name] = f"{name}: has {len(table)} recipes, number {int(ordinals.max())} is wanted"
                 continue
-            times = np.repeat(np.bincount(ordinals, minlength=len(table)), np.diff(table.bounds))
-            used = times > 0
-            length += self._chunks_of(table.chunks.take(used), times[used], domain, culprits)
-        if not culprits and length != manifest.size_bytes:
-            name = f"{manifest.key!r} version {manifest.version}"
-            culprits[name] = f"{name}: its segments hold {length} bytes, the manifest says {manifest.size_bytes}"
+            of_each = np.diff(table.bounds)
+            used = np.repeat(np.bincount(ordinals, minlength=len(table)) > 0, of_each)
+            chunks = self._chunks_of(table.chunks.take(used), domain, culprits)
+            segment = np.repeat(np.arange(len(table)), of_each)[used]
+            lengths[rows] = np.bincount(segment, chunks, len(table)).astype(np.int64)[ordinals]
+        name = f"{manifest.key!r} version {manifest.version}"
+        if not culprits and (total := int(lengths.sum())) != manifest.size_bytes:
+            culprits[name] = f"{name}: its segments hold {total} bytes, the manifest says {manifest.size_bytes}"
+        elif not culprits and manifest.lengths is not None and len(wrong := (lengths != manifest.lengths).nonzero()[0]):
+            found, said = int(lengths[wrong[0]]), int(manifest.lengths[wrong[0]])
+            culprits[name] = f"{name}: segment {wrong[0]} holds {found} bytes, the manifest says {said}"
         return culprits
 
-    def _chunks_of(self, chunks: Locations, times: NDArray[np.int64], domain: bytes, culprits: dict[str, str]) -> int:
-        """Add what breaks the chunks to `culprits`; return the bytes of the others, each counted `times`."""
+    def _chunks_of(self, chunks: Locations, domain: bytes, culprits: dict[str, str]) -> NDArray[np.int64]:
+        """Add what breaks the chunks to `culprits`; return the bytes of each of the others, 0 for these."""
         blamed = self._soundness.blame(chunks, domain)
         for container in np.unique(blamed[blamed != 0]):
             culprit = object_name(ContainerId(int(container)))
             culprits.setdefault(culprit, self._soundness.problems.get(culprit, f"{culprit}: a chunk is gone"))
-        total = 0
+        found = np.zeros(len(chunks), np.int64)
         for container, named in grouped(chunks.containers):
             rows = named[blamed[named] == 0]
             if not len(rows):
@@ -337,5 +342,5 @@ class Verifier:
                     culprits.setdefault(name, self._soundness.problems[name])
                     continue
                 lengths = directory.chunks.lengths[lengths]
-            total += int((lengths.astype(np.int64) * times[rows]).sum())
-        return total
+            found[rows] = lengths
+        return found

@@ -1,7 +1,7 @@
 """Manifest. Invariant: it names every segment of one committed version; it is written once and never changed.
 
     0      4     6       8    12
-    | NKM1 | ver | flags | id ... fixed fields | tenant | key | metadata | segment runs | check 8 |
+    | NKM1 | ver | flags | id ... fixed fields | tenant | key | metadata | segment runs | lengths | check 8 |
 
 Segments are named as runs of (container, ordinal), like chunks in a recipe. docs/formats/manifest.md.
 """
@@ -22,11 +22,13 @@ from nearkin.formats import columns, runs
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
-from nearkin.records import CONTAINER_ID_MIN, ZERO, Bools, Locations
+from nearkin.records import CONTAINER_ID_MIN, U32, ZERO, Bools, Locations
 from nearkin.reports import Ledger, VersionInfo
 
-VERSION = 2
-"""1 named containers by u16; no release ever wrote it."""
+VERSION = 3
+"""2 has no segment lengths: read, and written where there are none to tell, or they are plain: of one segment, or none.
+1 named containers by u16; no release ever wrote it."""
+VERSION_MIN = 2
 NO_ORIGIN = bytes(16)
 """Of a version that was put by a caller who waited for the answer."""
 HOLDER = 0
@@ -40,10 +42,12 @@ CREATED_US_MAX = 253_402_300_799_999_999
 """The last microsecond of the year 9999, where Python's datetime ends."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _HAS_SHA256 = 1
+_U32_MAX = 0xFFFFFFFF
 _TENANT_BYTES_AT = 116
 assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/formats/manifest.md
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
+_LENGTH_COLUMNS = [np.dtype("<u4")]
 
 _LEDGER_FIELDS = (
     "chunks",
@@ -77,6 +81,8 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     origin: bytes = NO_ORIGIN
     """16 bytes that two attempts to store the same thing share, so that it is committed once."""
+    lengths: U32 | None = None
+    """uint32[s], bytes of each segment: where in the blob it lies. None in what was written before these were kept."""
 
     @property
     def info(self) -> VersionInfo:
@@ -118,8 +124,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         problem = f"segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most"
     if problem is None and len(ordinals) and int(manifest.segments.containers.min()) < CONTAINER_ID_MIN:
         problem = f"a segment of container {int(manifest.segments.containers.min())}, which is none"
+    if problem is None and manifest.lengths is not None:
+        problem = _lengths_problem(manifest.lengths, len(ordinals), manifest.size_bytes)
     if problem is not None:
         raise BadInput(f"{manifest.key!r}: {problem}")
+    lengths = manifest.lengths if len(ordinals) > 1 else None
     table, refs = runs.container_table(manifest.segments.containers, HOLDER)
     changes = np.flatnonzero(manifest.known[1:] != manifest.known[:-1]) + 1
     bounds = np.r_[0, changes, len(refs)].astype(np.uint32)
@@ -128,7 +137,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     known = manifest.known[run_starts].astype(np.uint8)
     fixed = FIXED.pack(
         b"NKM1",
-        VERSION,
+        VERSION_MIN if lengths is None else VERSION,
         _HAS_SHA256 if manifest.sha256 else 0,
         manifest.version,
         manifest.created_us,
@@ -136,7 +145,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         manifest.blake3,
         manifest.sha256 or b"",
         manifest.origin,
-        min(round(manifest.seconds * 1000), 0xFFFFFFFF),
+        min(round(manifest.seconds * 1000), _U32_MAX),
         len(tenant),
         len(key),
         len(metadata),
@@ -144,6 +153,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     )
     body = fixed + tenant + key + metadata + columns.pack([table.astype("<u8")])
     body += columns.pack([run_refs, steps, counts, known])
+    if lengths is not None:
+        body += columns.pack([lengths.astype("<u4", copy=False)])
     return body + columns.check_bytes(body)
 
 
@@ -192,7 +203,7 @@ def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
         raise FormatTooNew(
             f"{what}: manifest format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
         )
-    if version < VERSION:
+    if version < VERSION_MIN:
         raise Corrupt(f"{what}: manifest format {version}, which no release of Nearkin wrote")
     try:
         return _decode(view, what)
@@ -202,7 +213,7 @@ def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
 
 def _decode(view: memoryview, what: str) -> Manifest:
     fields = FIXED.unpack_from(view)
-    _, _, flags, number, created_us, size_bytes, blake3, sha256, origin, millis = fields[:10]
+    _, version, flags, number, created_us, size_bytes, blake3, sha256, origin, millis = fields[:10]
     tenant_bytes, key_bytes, metadata_bytes = fields[10:13]
     problem = _problem(tenant_bytes, key_bytes, metadata_bytes, created_us, 0)
     if problem is not None:
@@ -217,13 +228,22 @@ def _decode(view: memoryview, what: str) -> Manifest:
     (table,), used = columns.unpack(view[position:], _REF_COLUMNS, runs.TABLE_MAX, what)
     position += used
     (run_refs, steps, counts, known), used = columns.unpack(view[position:], _RUN_COLUMNS, SEGMENTS_MAX, what)
-    if position + used != len(view):
-        raise Corrupt(f"{what}: {len(view) - position - used} bytes left over")
+    position += used
+    lengths: U32 | None = None
+    if version > VERSION_MIN:
+        (lengths,), used = columns.unpack(view[position:], _LENGTH_COLUMNS, SEGMENTS_MAX, what)
+        position += used
+    if position != len(view):
+        raise Corrupt(f"{what}: {len(view) - position} bytes left over")
     if len(run_refs) and (int(run_refs.min()) <= ZERO or int(known.max()) > 1):
         raise Corrupt(f"{what}: a segment that lies in no container")
     refs, ordinals = runs.expand(run_refs, steps, counts, SEGMENTS_MAX, what)
     if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:  # who marks what is named has a bit or more for each below
         raise Corrupt(f"{what}: segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most")
+    if lengths is not None and (problem := _lengths_problem(lengths, len(ordinals), size_bytes)) is not None:
+        raise Corrupt(f"{what}: {problem}")
+    if lengths is None and len(ordinals) <= 1 and size_bytes <= _U32_MAX:
+        lengths = np.full(len(ordinals), size_bytes, np.uint32)
     ledger = Ledger(logical_bytes=size_bytes, **dict(zip(_LEDGER_FIELDS, fields[13:21], strict=True)))
     return Manifest(
         tenant=tenant,
@@ -239,7 +259,16 @@ def _decode(view: memoryview, what: str) -> Manifest:
         known=np.repeat(known.astype(np.bool_), counts),
         metadata=metadata,
         origin=origin,
+        lengths=lengths,
     )
+
+
+def _lengths_problem(lengths: U32, segments: int, size_bytes: int) -> str | None:
+    """Return what is wrong with the lengths of segments, if anything is."""
+    total = int(lengths.sum(dtype=np.uint64))
+    if len(lengths) != segments or total != size_bytes or not lengths.all():
+        return f"{len(lengths)} lengths of {segments} segments, {total} bytes of {size_bytes}"
+    return None
 
 
 def _metadata(text: str, what: str) -> dict[str, str]:

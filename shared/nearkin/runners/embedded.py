@@ -37,7 +37,7 @@ from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system, one_heap
 from nearkin.parallel import Helpers, cores
-from nearkin.records import Bools, FreshBatch, Locations, SegmentBatch
+from nearkin.records import U32, Bools, FreshBatch, Locations, SegmentBatch
 from nearkin.reports import Ledger, PutResult
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
@@ -75,6 +75,7 @@ class _Blob:
     hasher: blake3 = field(default_factory=blake3)
     segments: list[Locations] = field(default_factory=list)
     known: list[Bools] = field(default_factory=list)
+    lengths: list[U32] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     done: Future[PutResult] = field(default_factory=Future)
 
@@ -287,7 +288,7 @@ class EmbeddedWriter:
                 placed.segment_ids,
                 placed.segments,
             )
-        self._account(outcome)
+        self._account(outcome, item.segment_lengths)
         for container in outcome.finished:
             self._hand_on(container)
         self._arenas.give_back(item.payload)  # all that is kept was copied into blocks
@@ -296,13 +297,14 @@ class EmbeddedWriter:
         self._in_flight.finished(container)
         self._committer.put(container)
 
-    def _account(self, outcome: DeltaOutcome) -> None:
-        """Give each blob its segments and its share of the ledger: sums by blob, then a step a blob."""
+    def _account(self, outcome: DeltaOutcome, lengths: U32) -> None:
+        """Give each blob its segments, of these lengths, and its share of the ledger: sums by blob, a step a blob."""
         changes = np.flatnonzero(np.diff(outcome.blobs)) + 1
         for start, stop in pairwise([0, *changes.tolist(), len(outcome.blobs)]):
             blob = self._by_number[int(outcome.blobs[start])]
             blob.segments.append(outcome.segments.take(slice(start, stop)))
             blob.known.append(outcome.segment_known[start:stop])
+            blob.lengths.append(lengths[start:stop])
         for number, share in _shares(outcome.counts):
             self._by_number[number].ledger += Ledger(*share)
 
@@ -391,6 +393,7 @@ class EmbeddedWriter:
                 segments=Locations.join(blob.segments),
                 known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
                 metadata=dict(blob.metadata),
+                lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
             )
             try:
                 manifest_bytes = self._manifests.put(manifest)  # 3

@@ -369,7 +369,8 @@ def _ingest_settings() -> Settings:
 
 def _manifests() -> list[bytes]:
     small = samples.small_manifest()
-    return _both(partial(encode_manifest, small), partial(encode_manifest, replace(small, metadata={}, sha256=None)))
+    measured = replace(samples.measured_manifest(), metadata={}, sha256=None)
+    return _both(partial(encode_manifest, small), partial(encode_manifest, measured))
 
 
 def _parities() -> list[bytes]:

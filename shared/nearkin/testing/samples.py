@@ -7,6 +7,7 @@ recipes that name their own chunks, other containers' chunks and holes.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 from backports.zstd import CompressionParameter
@@ -199,6 +200,12 @@ def small_manifest() -> Manifest:
         origin=bytes(range(16)),
         metadata={"host": "db-1", "note": 'ein "Zitat"'},
     )
+
+
+def measured_manifest() -> Manifest:
+    """Return the same with the lengths of its segments."""
+    lengths = np.array([131_072, 98_765, 400_000, 1, 204_800, 300_000, 99_929], np.uint32)
+    return replace(small_manifest(), lengths=lengths)
 
 
 def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:

@@ -24,8 +24,9 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest, moment_of
 from nearkin.formats.message import End, Envelope, Placed
+from nearkin.frozen import frozen
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
-from nearkin.records import Locations
+from nearkin.records import U32, Bools, Locations
 from nearkin.reports import LEDGER_FIELDS, Ledger
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
@@ -249,13 +250,14 @@ class CommitHandler:
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
         lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
-        segments, known, ledger = _gathered(blob, end)
-        manifest, manifest_bytes, durable_us = self._committed(end, segments, known, ledger)  # 1
+        gathered = _gathered(blob, end)
+        manifest, manifest_bytes, durable_us = self._committed(end, gathered)  # 1
         failpoint("version.manifest")
         self._confirm(lane, manifest, durable_us - end.began_us)
         self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
-        self._tell_committed(end, manifest, ledger + self._stored(manifest, manifest_bytes), traceparent)  # 3
+        ledger = gathered.ledger + self._stored(manifest, manifest_bytes)
+        self._tell_committed(end, manifest, ledger, traceparent)  # 3
         failpoint("version.told")
 
     def _stored(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
@@ -295,9 +297,7 @@ class CommitHandler:
             self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
             raise Permanent(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
 
-    def _committed(
-        self, end: End, segments: Locations, known: np.ndarray[Any, np.dtype[np.bool_]], ledger: Ledger
-    ) -> tuple[Manifest, int, int]:
+    def _committed(self, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
         """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2)."""
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
@@ -315,17 +315,18 @@ class CommitHandler:
                 blake3=end.blake3,
                 sha256=end.sha256,
                 seconds=round(max(0, now_us - end.began_us) / 1e6, 3),
-                ledger=ledger,
-                segments=segments,
-                known=known,
+                ledger=gathered.ledger,
+                segments=gathered.segments,
+                known=gathered.known,
                 metadata=dict(end.metadata),
                 origin=end.origin,
+                lengths=gathered.lengths,
             )
             try:
                 manifest_bytes = self._manifests.put(manifest)
             except AlreadyExists:
                 continue  # another put took the number, or this one did and its answer was lost
-            metrics.count_committed(ledger, manifest_bytes, manifest.seconds)
+            metrics.count_committed(gathered.ledger, manifest_bytes, manifest.seconds)
             return manifest, manifest_bytes, time.time_ns() // 1000
         raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
@@ -407,18 +408,29 @@ def _name(partition: int, envelope: Envelope) -> _Name:
     return partition, envelope.blob, envelope.tenant, envelope.key
 
 
-def _gathered(blob: _Open, end: End) -> tuple[Locations, np.ndarray[Any, np.dtype[np.bool_]], Ledger]:
+@frozen
+class _Gathered:
+    """What a version is made of."""
+
+    segments: Locations
+    known: Bools
+    lengths: U32
+    ledger: Ledger
+
+
+def _gathered(blob: _Open, end: End) -> _Gathered:
     """Return a blob's segments in order. Raises Corrupt when they do not fit together."""
     runs, reached = blob.runs()
     if reached != end.segments:
         raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} segments came of {end.segments}")
-    logical_bytes = sum(int(run.lengths[told:].sum(dtype=np.uint64)) for run, told in runs)
+    lengths = np.concatenate([np.zeros(0, np.uint32), *(run.lengths[told:] for run, told in runs)])
+    logical_bytes = int(lengths.sum(dtype=np.uint64))
     if logical_bytes != end.size_bytes:
         raise Corrupt(f"blob {blob.envelope.blob.hex()}: {logical_bytes} bytes placed of {end.size_bytes}")
     ledger = sum((_share(run, told) for run, told in runs), Ledger())
     known = np.concatenate([np.zeros(0, np.bool_), *(run.known[told:] for run, told in runs)])
     segments = Locations.join([run.segments.take(slice(told, None)) for run, told in runs])
-    return segments, known, replace(ledger, logical_bytes=logical_bytes)
+    return _Gathered(segments, known, lengths, replace(ledger, logical_bytes=logical_bytes))
 
 
 def _share(run: Placed, told: int) -> Ledger:

@@ -277,7 +277,7 @@ class PlaceHandler:
             placed.segment_ids,
             placed.segments,
         )
-        lengths = np.add.reduceat(batch.lengths, batch.chunk_bounds[:-1].astype(np.intp), dtype=np.uint32)
+        lengths = batch.segment_lengths
         start = 0
         for record, message in parts:
             some = slice(start, start + message.batch.fresh.batch.segments)
