@@ -138,4 +138,5 @@ class ContainerSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     target_bytes: Annotated[int, Size(256 * KIB, 256 * MIB)] = 4 * MIB
-    """A container is sealed once it holds so much."""
+    """A container is sealed once it holds so much: looked at after each batch (`runner.batch_bytes`, 16 MiB), which
+    goes into it whole. One of a first version may so hold four times the usual 4 MiB."""

@@ -225,7 +225,8 @@ _add_chunker("leastcdc", chunking.leastcdc_cut)
 if USE_CYTHON:
     from nearkin.kernels import _leastcdc
 
-    for _path in _leastcdc.cpu_paths():
+    _paths = _leastcdc.cpu_paths()
+    for _path in _paths[: _paths.index(_leastcdc.cpu_path()) + 1]:  # those that NEARKIN_CPU leaves
         _add_chunker(f"leastcdc, {_path} alone", partial(_leastcdc.leastcdc_cut, path=_path), "this path")
 _add_chunker("rabin", chunking.rabin_cut)
 _add_chunker("inck", chunking.inck_cut)

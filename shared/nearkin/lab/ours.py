@@ -152,11 +152,14 @@ def as_set(base: type[Nearkin], config: Path | None) -> type[Nearkin]:
     from nearkin.config_layers import load
 
     _, origins = load(config, {"profile": base.profile})
-    given = [
-        f"{name}={origin.value}"
+    given = {
+        name: origin.value
         for name, origin in origins.items()
         if origin.source.startswith(("file ", "environment ")) and name not in _PLACES
-    ]
-    settings = base.settings if config is None else base.settings.replace("default", f"settings of {config.name}")
-    told = printable("; ".join([settings, *([", ".join(given)] if given else [])]))
+    }
+    profile = given.pop("profile", None)
+    of = [] if config is None else [f"settings of {config.name}"]
+    of += [] if profile is None else [f"profile {profile}"]
+    settings = base.settings.replace("default", ", ".join(of) or "default")
+    told = printable("; ".join([settings, *([", ".join(f"{n}={v}" for n, v in given.items())] if given else [])]))
     return type(base.__name__, (base,), {"settings": told, "config": None if config is None else config.absolute()})
