@@ -199,6 +199,7 @@ class Store:
             guard=guard_of(settings.retention, clock),
             restate=self._index.restate_collected,
             in_vain=self._index.noted_in_vain,
+            times_restated=self._index.times_restated,
         )
         self._puts = LocalPuts(
             root,

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nearkin.config import Settings
-from nearkin.errors import FormatTooNew, IndexClosed, IndexDamaged, IndexUnfinished, StoreLocked, StoreUnavailable
+from nearkin.errors import (
+    FormatTooNew,
+    IndexClosed,
+    IndexDamaged,
+    IndexUnfinished,
+    NearkinError,
+    StoreLocked,
+    StoreUnavailable,
+)
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.interrupts import interrupts_wait
@@ -86,6 +94,12 @@ class LocalIndex:
         """Whether the index says so because of a note in that turn."""
         self._said = False
         """Whether the index says, because of this Store, that the store may hold more than it."""
+        self._restating = threading.Lock()
+        """Held while notes of marks are put back, from the look at what is there on."""
+        self._restated = 0
+        """How often they were."""
+        self._in_vain = False
+        """Whether notes that were made in vain could not be put back."""
         self.damage: str | None = None
         """Why the index could not be read when `remembered` was asked last."""
         self.crossing = Crossing(str(root))
@@ -99,21 +113,21 @@ class LocalIndex:
 
     def forked(self) -> None:
         """Begin anew in a process that was forked: the index that is open, and the lock, are its parent's."""
-        self._changing, self._swapping = threading.RLock(), threading.Lock()
+        self._changing, self._swapping, self._restating = threading.RLock(), threading.Lock(), threading.Lock()
         self.crossing = Crossing(str(self._folder.parent))
         self._index = None
         self._held, self._forgetting = "", 0
-        self._said = self._noted = self.putting = self.behind = False
+        self._said = self._noted = self._in_vain = self.putting = self.behind = False
 
     def close(self) -> None:
         """Release the lock and the index."""
         with self._changing:
             index = self._index
-            if index is not None and self._held and self._said and not self.behind:
+            if index is not None and self._held and self._said and not (self.behind or self._in_vain):
                 with suppress(StoreUnavailable):  # then the next writer looks for what is missing, and finds nothing
                     index.mark_behind(False)
             self._replaced(None)
-            self._said = False
+            self._said = self._in_vain = False
             if self._held:
                 self._held = ""
                 self._lock.release()
@@ -187,7 +201,7 @@ class LocalIndex:
                     self._mending.catch_up(index)
                     index.mark_behind(False)
                 yield index
-                if self._noted:
+                if self._noted and not self._in_vain:
                     index.mark_behind(False)
             finally:
                 self._noted = False
@@ -226,10 +240,25 @@ class LocalIndex:
         with self.crossing.beside():
             return self.writable()
 
-    def noted_in_vain(self) -> None:
-        """Say that marks were noted and not all written: who writes next, if after `close`, looks what is there."""
-        with self._changing:
-            self._said, self.behind, self._noted = False, True, False
+    def noted_in_vain(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Put what is there of marks of versions in place of what was noted of them: not all were written.
+
+        Where that fails, too, whoever opens the index next looks.
+        """
+        index, held = self._index, self._held
+        if index is None or index.read_only or not (held == WRITING or (held and self.crossing.mine)):
+            return  # then nothing was noted
+        try:
+            with self._restating:
+                self._restated += 1
+                index.restate_marks(self._mending.marks_of(tenant, key, versions))
+        except NearkinError:
+            self._in_vain = True
+
+    def times_restated(self) -> int:
+        """Return how often notes of marks were put back: one that is not written yet may have been among them."""
+        with self._restating:
+            return self._restated
 
     def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of marks of versions that a round has collected in place of what was noted of them since.
@@ -237,7 +266,10 @@ class LocalIndex:
         A step of a round ends first. Raises as `writable` does.
         """
         with self.crossing.beside():
-            self.noting().restate_marks(self._mending.collected_marks(tenant, key, versions))
+            index = self.noting()
+            with self._restating:
+                self._restated += 1
+                index.restate_marks(self._mending.marks_of(tenant, key, versions, collected_alone=True))
 
     def readable(self) -> LmdbIndex:
         """Return the index for reading; one that is not whole is mended first, unless a writer is at work."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nearkin.errors import Erased, Permanent
@@ -120,30 +121,29 @@ class Mending:
                 continue
             for entry in entries:
                 there = histories.get(entry.version)
-                sequence, marks_bytes = (there.sequence, there.marks_bytes) if there else (0, 0)
-                if sequence and self._collects(tenant, key, entry.version, sequence):
-                    sequence -= 1  # listed until the round goes on: as deleted
+                sequence, marks_bytes = (self._sequence(tenant, key, there), there.marks_bytes) if there else (0, 0)
                 if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
                     stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
         index.restate_marks(stated)
 
-    def _collects(self, tenant: str, key: str, version: int, sequence: int) -> bool:
-        """Return whether a mark says that the version never comes back: only an even one can."""
-        if sequence % 2:
-            return False
-        try:
-            return self._manifests.mark(tenant, key, version, sequence).kind is Kind.COLLECTED
-        except Permanent:
-            return False
+    def _sequence(self, tenant: str, key: str, history: History) -> int:
+        """Return what is noted of a version's highest mark: of one that a round is ending that it is deleted."""
+        if history.sequence and history.sequence % 2 == 0 and history.committed:
+            with suppress(Permanent):
+                mark = self._manifests.mark(tenant, key, history.version, history.sequence)
+                return history.sequence - (mark.kind is Kind.COLLECTED)
+        return history.sequence
 
-    def collected_marks(self, tenant: str, key: str, versions: Collection[int]) -> list[Marked]:
-        """Return what is there of marks of those of these versions that a round has collected."""
+    def marks_of(
+        self, tenant: str, key: str, versions: Collection[int], *, collected_alone: bool = False
+    ) -> list[Marked]:
+        """Return what is there of marks of these versions, or of those of them that a round has collected."""
         histories = self._manifests.histories(tenant, key)
-        gone = [histories.get(version, History(version)) for version in versions]
+        found = [histories.get(version, History(version)) for version in versions]
         return [
-            Marked(tenant, key, history.version, history.sequence, history.marks_bytes)
-            for history in gone
-            if not history.committed
+            Marked(tenant, key, history.version, self._sequence(tenant, key, history), history.marks_bytes)
+            for history in found
+            if not (collected_alone and history.committed)
         ]
 
     def forget_missing(self, index: LmdbIndex, listed: Collection[ContainerId]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nearkin import open_store
+from nearkin import failpoints, open_store
 from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked, StoreUnavailable
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import Manifest
@@ -72,6 +72,7 @@ def test_no_round_takes_manifests_that_are_not_there_for_none(opened, clock, ins
     else:
         (store.root / "manifests").symlink_to(tmp_path / "nowhere")
     store = opened()
+    clock.now = time.time()  # containers are named by this one
     for _ in range(3):
         clock.now += 7 * DAY
         with pytest.raises(StoreUnavailable, match=r"^manifests"):
@@ -83,6 +84,33 @@ def test_no_round_takes_manifests_that_are_not_there_for_none(opened, clock, ins
     (store.root / "manifests").rmdir() if instead == "empty" else (store.root / "manifests").unlink()
     kept.rename(store.root / "manifests")
     assert opened().get("k").read() == content
+
+
+def test_a_first_put_that_is_at_work_or_has_failed_hinders_no_round(opened, clock):
+    store = opened()
+    clock.now = time.time()  # containers are named by this one
+    seen = []
+
+    def watch(name: str) -> None:
+        if name == "commit.begun":
+            with open_store(store.root, settings=COLLECTED, clock=clock) as other:
+                seen.append(other.gc(dry_run=True))
+            raise StoreUnavailable("made up")
+
+    failpoints.arm((), watch)
+    try:
+        with pytest.raises(StoreUnavailable):
+            store.put("k", random_bytes(9_000_000, 1))
+    finally:
+        failpoints.disarm()
+    assert len(seen) == 1
+    many = len(containers(store.root))
+    store.gc()
+    clock.now += 7 * DAY
+    with pytest.raises(StoreUnavailable, match=f"beside {many} containers"):
+        store.gc()
+    store.put("other", b"content")
+    assert collected(store, clock) > 9_000_000
 
 
 @pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])

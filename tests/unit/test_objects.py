@@ -223,6 +223,8 @@ def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
     (tmp_path / "other disk").mkdir()
     (tmp_path / "other disk/y").write_bytes(b"12345")
     (tmp_path / "s/a/linked").symlink_to(tmp_path / "other disk")
+    (tmp_path / "s/a/gone.nkc").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "s/a/.#lock").symlink_to("kim@db-1:2")
     (tmp_path / "s/a/empty").mkdir()
     os.mkfifo(tmp_path / "s/a/pipe")
     assert sorted(objects.names("a")) == sorted(objects.names("a/")) == [("a/linked/y", 5), ("a/x", 3)]

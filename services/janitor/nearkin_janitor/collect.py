@@ -165,7 +165,7 @@ class Collector:
         started, sums, state = time.perf_counter(), Sums(counted), turns.state()
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
-        roots = self._roots(generations, CREATED_US_MAX + 1 if deleted_too else self._now_us())
+        roots = self._roots(generations, deleted_too=deleted_too)
         if not self._to_mark(generations, roots):
             return self._report(sums, self._unmarked(generations, roots, turns, sums), started)
         young = self._young(generations)
@@ -265,13 +265,16 @@ class Collector:
             seconds=time.perf_counter() - started,
         )
 
-    def _roots(self, generations: Collection[int], now_us: int) -> Roots:
+    def _roots(self, generations: Collection[int], *, deleted_too: bool) -> Roots:
         """Return all versions. Raises StoreUnavailable where manifests cannot be where they were, Corrupt.
 
-        Of each key a manifest or its last mark stays, whatever is freed: none of either means a disk that is not there.
+        Of each key a manifest or its last mark stays, whatever is freed: none of either means a disk that is not there,
+        or a first put that is at work, or has failed: what is younger than the grace goes on waiting for it.
         """
-        roots = find_roots(self._manifests, now_us)
-        if not roots.highest and (old := len(generations) - len(self._young(generations))):
+        now_us = self._now_us()
+        roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else now_us)
+        since_ms = (now_us - self._grace_us) // 1000
+        if not roots.highest and (old := sum(container >> 20 < since_ms for container in generations)):
             raise StoreUnavailable(
                 f"manifests: there is none, and no mark, beside {old} containers: if they lie on a disk of their own "
                 "mount it. What a put left that failed before any version was committed is freed once one is"

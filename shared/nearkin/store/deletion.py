@@ -56,11 +56,13 @@ class Deletions:
         clock: Callable[[], float] = time.time,
         guard: Guard | None = None,
         restate: Restate = lambda *_: None,
-        in_vain: Callable[[], None] = lambda: None,
+        in_vain: Restate = lambda *_: None,
+        times_restated: Callable[[], int] = lambda: 0,
     ) -> None:
         self._guard = guard
         self._restate = restate
         self._in_vain = in_vain
+        self._times_restated = times_restated
         self._manifests = manifests
         self._note = note
         self._clock = clock
@@ -237,25 +239,29 @@ class Deletions:
 
     def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
         """Write the marks of a key's versions, by version; return how many were not taken by another call."""
+        tenant, key, versions = marks[0].tenant, marks[0].key, [mark.version for mark in marks]
+        noted = [
+            Marked(tenant, key, mark.version, mark.sequence, history.marks_bytes + len(encode_mark(mark)))
+            for history, mark in zip(before, marks, strict=True)
+        ]
+        times_restated = self._times_restated()
         try:
-            return self._noted_and_written(before, marks)
+            self._note(noted)  # 1
+            written = self._written_all(marks)
         except BaseException:
-            self._in_vain()
+            self._in_vain(tenant, key, versions)
             raise
+        if (
+            self._times_restated() != times_restated
+        ):  # by another call, which may have looked before the marks were there
+            self._note(noted)
+        if written < len(marks):
+            self._restate(tenant, key, versions)
+        failpoint("delete.marked")
+        return written
 
-    def _noted_and_written(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
-        self._note(
-            [
-                Marked(
-                    mark.tenant,
-                    mark.key,
-                    mark.version,
-                    mark.sequence,
-                    history.marks_bytes + len(encode_mark(mark)),
-                )
-                for history, mark in zip(before, marks, strict=True)
-            ]
-        )  # 1
+    def _written_all(self, marks: Sequence[Mark]) -> int:
+        """Write the marks; return how many were not taken."""
         failpoint("delete.noted")
         # The newest one is the last to go and the first to come back: an older one never stands in for it.
         *older, newest = marks
@@ -271,9 +277,6 @@ class Deletions:
             failpoint("delete.older")
         if newest.kind is Kind.DELETED:
             written.append(self._written(newest))  # 3
-        if not all(written):
-            self._restate(newest.tenant, newest.key, [mark.version for mark in marks])
-        failpoint("delete.marked")
         return sum(written)
 
     def _written(self, mark: Mark) -> bool:

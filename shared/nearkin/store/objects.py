@@ -155,7 +155,9 @@ class LocalObjects:
                             folders.append(name)
                         elif (size_bytes := _file_bytes(entry)) is not None:
                             yield os.fsencode(name).decode(errors="backslashreplace"), size_bytes
-                        elif entry.is_symlink():
+                        elif (
+                            entry.is_symlink() and "." not in entry.name
+                        ):  # a folder's; an object's is damage, told as such
                             self._check_link(name)
             except FileNotFoundError:
                 self._check_link(folder)
@@ -168,7 +170,7 @@ class LocalObjects:
         if path.is_symlink() and not path.exists():
             raise StoreUnavailable(
                 f"{os.fsencode(name).decode(errors='backslashreplace')}: a link to {os.readlink(path)!r}, which is not "
-                "there; mount it, or put what it led to in its place"
+                "there; mount it, put what it led to in its place, or remove the link"
             )
 
     def stamp(self, name: str) -> tuple[int, str | None]:
