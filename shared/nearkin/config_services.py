@@ -162,7 +162,7 @@ class GatewaySettings:
     body_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
     """A larger body is refused with 413."""
     key_bytes_max: Annotated[int, Between(1, KEY_BYTES_MAX)] = KEY_BYTES_MAX
-    """A longer key is refused with 400."""
+    """A longer key is refused with 414."""
     header_bytes_max: Annotated[int, Size(4 * KIB, MIB)] = 64 * KIB
     """Of a request's head, metadata and all; more is refused with 431."""
     connections_max: Annotated[int, Between(1, 65_536)] = 1024

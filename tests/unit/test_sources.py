@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nearkin.errors import BadInput
-from nearkin.sources import write_pieces
+from nearkin.sources import check_metadata, write_pieces
 
 PIECES = [memoryview(b"first piece"), memoryview(b""), memoryview(b"second")]
 
@@ -49,3 +49,10 @@ def test_a_writer_that_does_not_count_took_all() -> None:
     file = Collecting()
     assert write_pieces(PIECES, file, None) == 17  # type: ignore[arg-type]
     assert file.got == b"first piecesecond"
+
+
+@pytest.mark.parametrize("metadata", [{"": "x"}, [1], "abc", {"a": 1}, {1: "a"}])
+def test_metadata_that_no_way_in_would_carry_are_refused(metadata: Any) -> None:
+    with pytest.raises(BadInput, match="metadata"):
+        check_metadata(metadata)
+    check_metadata({"a": "", "ä": "x"})

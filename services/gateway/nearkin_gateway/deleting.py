@@ -19,7 +19,7 @@ from nearkin_gateway.intake import check_idempotency_key, check_writable
 from nearkin_gateway.keys import BlobKey, Key, KeysInQuery
 from nearkin_gateway.listing import damaged_json
 from nearkin_gateway.problems import responses
-from nearkin_gateway.ranges import check_match
+from nearkin_gateway.ranges import check_match, listed
 from nearkin_gateway.state import Gateway, gateway_of
 
 router = APIRouter(tags=["deletion"])
@@ -61,6 +61,7 @@ async def delete_blob(
     gateway = gateway_of(request)
     check_writable(gateway)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
+    tags = None if if_match is None else listed(request.headers, "if-match")
     count = await asyncio.to_thread(
         gateway.deletions.delete,
         caller.tenant,
@@ -70,7 +71,7 @@ async def delete_blob(
         who=caller.name,
         reason=reason,
         request=origin,
-        condition=None if if_match is None else lambda info: check_match(if_match, info),
+        condition=None if tags is None else lambda info: check_match(tags, info),
     )
     return _done(gateway, caller, count)
 

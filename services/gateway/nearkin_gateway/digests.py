@@ -44,7 +44,7 @@ def announced_sha256(headers: Headers) -> bytes | None:
 
 def wants_sha256(headers: Headers) -> bool:
     """Return whether the caller asks for a SHA-256 (`Want-Repr-Digest: sha-256=10`, RFC 9530)."""
-    return any(_WANTED.search(headers.get(name, "")) for name in ("want-repr-digest", "want-content-digest"))
+    return any(_WANTED.search(",".join(headers.getlist(name))) for name in ("want-repr-digest", "want-content-digest"))
 
 
 def repr_digest(sha256_hex: str) -> str:

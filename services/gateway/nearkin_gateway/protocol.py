@@ -8,7 +8,12 @@ garbage -> 400                             a body that nobody wants: DISCARD_BYT
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from asyncio.events import TimerHandle
+from contextlib import suppress
+from functools import partial
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -23,6 +28,15 @@ UPGRADE = "only HTTP/1.1 is spoken: send bodies without Upgrade (curl --http1.1,
 
 class _Refused(Exception):
     pass
+
+
+def _unsent_bytes(transport: asyncio.Transport) -> int:
+    """Return what the peer has not acknowledged: the system's buffer hides what a slow one takes, a third at a time."""
+    queued = transport.get_write_buffer_size()
+    with suppress(OSError, AttributeError):  # a socket that is closed, or a system that does not tell
+        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        queued += int.from_bytes(told, sys.byteorder)
+    return queued
 
 
 def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
@@ -75,8 +89,11 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self.scope["extensions"] = {
-                "nearkin.abort": {"call": self.transport.abort}
-            }  # closing waits for a reader that sleeps
+                "nearkin.connection": {
+                    "unsent_bytes": partial(_unsent_bytes, self.transport),
+                    "abort": self.transport.abort,
+                }
+            }
             self._in_head = True
 
         def on_headers_complete(self) -> None:
@@ -86,6 +103,9 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", head_too_large)
+                raise _Refused
+            if b"#" in self.url:  # the parser would cut it off, and what lies behind it: another key
+                self._refuse(400, "bad-request", "a request's target has no fragment: write # as %23")
                 raise _Refused
             if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
                 # httptools ends such a request with its head: an empty blob, and its bytes the next request.

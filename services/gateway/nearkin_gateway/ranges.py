@@ -25,9 +25,15 @@ def last_modified(info: VersionInfo) -> str:
     return format_datetime(info.created.astimezone(UTC).replace(microsecond=0), usegmt=True)
 
 
+def listed(headers: Headers, name: str) -> str | None:
+    """Return a header that is a list: on several lines it says the same as on one (RFC 9110, 5.3)."""
+    lines = headers.getlist(name)
+    return ", ".join(lines) if lines else None
+
+
 def check_put(headers: Headers, newest: VersionInfo | None) -> None:
     """Refuse a put whose `If-Match` or `If-None-Match` does not hold. Raises Problem 412."""
-    match, none_match = headers.get("if-match"), headers.get("if-none-match")
+    match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
     if match is not None and (newest is None or not _listed(match, etag(newest), weak=False)):
         raise Problem(412, "precondition-failed", f"If-Match {match:.100}: the newest version is another")
     if none_match is not None and newest is not None and _listed(none_match, etag(newest), weak=True):
@@ -46,7 +52,7 @@ def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
     A date counts in full for a `named` version alone, which never changes. Of a key's newest one it tells too little:
     two of one second share it, and after a deletion the newest is older than what the caller has (RFC 9110, 8.8.2.2).
     """
-    match, none_match = headers.get("if-match"), headers.get("if-none-match")
+    match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
     if match is not None:
         if not _listed(match, etag(info), weak=False):
             raise Problem(412, "precondition-failed", f"If-Match {match:.100}: this version is {info.digest}")
@@ -67,7 +73,7 @@ def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
 
     Several ranges, other units and what does not parse are passed over, as the RFC allows: the whole is sent.
     """
-    text = headers.get("range")
+    text = listed(headers, "range")
     match = _RANGE.fullmatch(text.strip()) if text is not None else None
     if match is None or not (match[1] or match[2]) or not _if_range(headers.get("if-range"), info):
         return None

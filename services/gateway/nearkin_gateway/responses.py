@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +19,8 @@ from nearkin.errors import Corrupt, NearkinError
 from nearkin.restore import VerifiedPieces
 
 SLICE_BYTES = 256 * 1024
+LOOKS = 4
+"""So often in `slow_seconds` it is looked at what a reader took."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -48,6 +50,7 @@ class BlobResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gone = asyncio.create_task(_disconnected(receive))
         piece, coming = self._first, None
+        watch = _Watch(self._bounds, **scope["extensions"]["nearkin.connection"])
         try:
             while piece is not None:
                 coming = asyncio.create_task(asyncio.to_thread(next, self._pieces, None))
@@ -55,15 +58,8 @@ class BlobResponse(Response):
                     if gone.done():
                         return
                     body = piece[start : start + SLICE_BYTES]
-                    # At the slowest rate we bear this is how long what was sent before may take.
-                    seconds = max(self._bounds.slow_seconds, SLICE_BYTES / self._bounds.slow_bytes_per_second)
-                    try:
-                        async with asyncio.timeout(seconds):
-                            await send({"type": "http.response.body", "body": body, "more_body": True})
-                    except TimeoutError:
-                        _log.warning("%s: the client takes nothing for %.0f s: let go", scope["path"], seconds)
-                        scope["extensions"]["nearkin.abort"]["call"]()
-                        return
+                    with watch.sending(len(body)):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
                 piece = await coming
             await send({"type": "http.response.body", "body": b""})
         except NearkinError as err:
@@ -72,12 +68,52 @@ class BlobResponse(Response):
             _log.error("%s: the body is cut short: %s", scope["path"], err)
             raise
         finally:
+            watch.end()
             gone.cancel()
             if coming is not None and not coming.done():  # a generator must not be closed while a thread runs it
                 with suppress(Exception):
                     await asyncio.shield(coming)
             # Dropped, it would be closed by whoever drops it: this loop, which would wait for what is being read.
             await asyncio.shield(asyncio.to_thread(self._pieces.close))
+
+
+class _Watch:
+    """Lets a reader go that takes less than `slow_bytes_per_second` over `slow_seconds` of what waits for it."""
+
+    def __init__(self, bounds: GatewaySettings, unsent_bytes: Callable[[], int], abort: Callable[[], None]) -> None:
+        """`unsent_bytes`: of what was handed over; `abort` ends the connection, since closing waits for who sleeps."""
+        self._seconds, self._least_bytes = bounds.slow_seconds, bounds.slow_seconds * bounds.slow_bytes_per_second
+        self._unsent_bytes, self._abort = unsent_bytes, abort
+        self._handed_bytes = self._taken_bytes = 0
+        self._waiting = False
+        self._since = 0.0
+        """When it had taken so much, or began to wait."""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._seconds / LOOKS, self._look)
+
+    @contextmanager
+    def sending(self, size_bytes: int) -> Iterator[None]:
+        """Say that so much is handed over, for as long as the block waits."""
+        self._waiting, self._since = True, self._loop.time()
+        try:
+            yield
+        finally:
+            self._waiting = False
+            self._handed_bytes += size_bytes
+
+    def _look(self) -> None:
+        taken_bytes, now = self._handed_bytes - self._unsent_bytes(), self._loop.time()
+        if not self._waiting or taken_bytes - self._taken_bytes >= self._least_bytes:
+            self._taken_bytes, self._since = taken_bytes, now
+        elif now - self._since >= self._seconds:
+            _log.warning("a client took less than %.0f bytes in %.0f s: let go", self._least_bytes, self._seconds)
+            self._abort()
+            return
+        self._timer = self._loop.call_later(self._seconds / LOOKS, self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

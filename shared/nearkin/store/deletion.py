@@ -251,9 +251,8 @@ class Deletions:
         except BaseException:
             self._in_vain(tenant, key, versions)
             raise
-        if (
-            self._times_restated() != times_restated
-        ):  # by another call, which may have looked before the marks were there
+        # By another call, which may have looked before the marks were there.
+        if self._times_restated() != times_restated:
             self._note(noted)
         if written < len(marks):
             self._restate(tenant, key, versions)

@@ -36,6 +36,23 @@ def test_conditions_of_reads_hold(client: httpx.Client) -> None:
     assert client.head("/v1/blobs/cond", headers={"If-None-Match": "*"}).status_code == 304
 
 
+def test_lists_on_several_lines_are_read_as_on_one(client: httpx.Client) -> None:
+    tag = client.put("/v1/blobs/lines", content=b"one").headers["etag"]
+    path = "/v1/blobs/lines"
+    unless = [("If-None-Match", '"x"'), ("If-None-Match", tag)]
+    only = [("If-Match", '"x"'), ("If-Match", tag)]
+    assert client.put(path, content=b"two", headers=unless).status_code == 412
+    assert client.get(path, headers=[*unless, ("Range", "bytes=0-0")]).status_code == 304
+    assert client.get(path, headers=only).content == b"one"
+    assert client.get(path, headers=[("Range", "bytes=0-0"), ("Range", "bytes=1-1")]).status_code == 200
+    wanted = [("Want-Repr-Digest", "sha-512=1"), ("Want-Repr-Digest", "sha-256=10")]
+    assert client.put(path, content=b"two", headers=[*only, *wanted]).status_code == 201
+    assert client.get(path).headers["repr-digest"].startswith("sha-256=:")
+    assert client.delete(path, headers=only).status_code == 412  # of the version before
+    now = client.get(path).headers["etag"]
+    assert client.delete(path, headers=[("If-Match", tag), ("If-Match", now)]).status_code == 204
+
+
 def test_a_date_never_says_not_modified_of_what_the_caller_does_not_have(client: httpx.Client) -> None:
     client.put("/v1/blobs/dated", content=b"one")
     first = client.get("/v1/blobs/dated")

@@ -234,8 +234,9 @@ def test_metadata_that_cannot_be_kept_are_refused(gateway: Running) -> None:
         assert client.get("/v1/blobs/meta").status_code == 404
 
 
-def test_a_reader_that_sleeps_is_let_go(tmp_path: Path) -> None:
-    with running(embedded(tmp_path, {"gateway": {"slow_seconds": 1, "slow_bytes_per_second": MIB}})) as gateway:
+@pytest.mark.parametrize("least", [1024, MIB])
+def test_a_reader_that_sleeps_is_let_go(tmp_path: Path, least: int) -> None:
+    with running(embedded(tmp_path, {"gateway": {"slow_seconds": 1, "slow_bytes_per_second": least}})) as gateway:
         with gateway.client() as client:
             assert client.put("/v1/blobs/long", content=os.urandom(24 * MIB)).status_code == 201
         with socket.socket() as connection:
@@ -244,6 +245,35 @@ def test_a_reader_that_sleeps_is_let_go(tmp_path: Path) -> None:
             connection.sendall(head("/v1/blobs/long", method="GET"))
             until(lambda: gateway.gateway.downloads.taken, poll_seconds=0.01)
             until(lambda: not gateway.gateway.downloads.taken)
+
+
+def test_a_slow_reader_above_the_least_rate_is_served_to_the_end(tmp_path: Path) -> None:
+    content = os.urandom(3 * MIB)
+    bounds = {"slow_seconds": 1, "slow_bytes_per_second": 4 * 1024}
+    with running(embedded(tmp_path, {"gateway": bounds})) as gateway:
+        with gateway.client() as client:
+            client.put("/v1/blobs/slow", content=content)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", gateway.port))
+            connection.sendall(head("/v1/blobs/slow", "Connection: close", method="GET"))
+            taken = bytearray()
+            for _ in range(40):  # 4 s, each of some 20 kB: the system's buffers hold megabytes
+                time.sleep(0.1)
+                taken += connection.recv(100_000)
+            assert len(taken) < MIB
+            taken += drained(connection)
+    assert taken.endswith(content)
+
+
+def test_a_fragment_is_no_part_of_a_key(gateway: Running) -> None:
+    answer = gateway.raw(head("/v1/blobs/cut#off?x=1", "Content-Length: 4") + b"frag")
+    assert status_of(answer) == 400
+    assert b"%23" in answer
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/cut").status_code == 404
+        assert client.put("/v1/blobs/cut%23off", content=b"whole").status_code == 201
+        assert client.get("/v1/blobs/cut%23off").content == b"whole"
 
 
 def test_a_reader_that_leaves_frees_its_place(gateway: Running) -> None:
