@@ -49,12 +49,10 @@ def check_prefix(prefix: str) -> None:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Refuse metadata that is not text or too much of it, and a value without a name, which no header could carry."""
+    """Refuse metadata that is not text or too much of it."""
     if not isinstance(metadata, Mapping):
         raise BadInput(f"metadata {metadata!r:.100}: want names and values of text")
     encode_metadata(metadata)
-    if "" in metadata:
-        raise BadInput(f"metadata {dict(metadata)!r:.100}: want a name for each value")
 
 
 def check_version(version: int) -> None:

@@ -414,12 +414,16 @@ def test_what_is_noted_of_marks_at_another_length_is_damage(root):
             ((key, value),) = [(key, value) for key, value in txn.cursor() if key.startswith(MARK_HEAD)]
             txn.put(key, value[:-1])
     with open_store(root, settings=CHOSEN) as store:
-        for call in (store.stats, lambda: list(store.versions()), store.deleted, lambda: store.undelete("alone", 2)):
+        for call in (store.stats, lambda: list(store.versions()), store.deleted):
             with pytest.raises(IndexDamaged, match="rebuild-index"):
                 call()
         assert [damage.object_name for damage in store.verify().damage] == ["index"]
+        with pytest.raises(IndexDamaged, match="rebuild-index"):
+            store.undelete("alone", 2)
         store.rebuild_index()
         assert store.verify().damage == ()
+        store.undelete("alone", 2)
+        assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,8 @@ from nearkin.restore import VerifiedPieces
 SLICE_BYTES = 256 * 1024
 LOOKS = 4
 """So often in `slow_seconds` it is looked at what a reader took."""
+_UNKNOWN: Mapping[str, Callable[[], Any]] = {"unsent_bytes": lambda: 0, "abort": lambda: None}
+"""Of a connection that is another server's than ours: whoever takes nothing is its concern."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -50,7 +53,7 @@ class BlobResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gone = asyncio.create_task(_disconnected(receive))
         piece, coming = self._first, None
-        watch = _Watch(self._bounds, **scope["extensions"]["nearkin.connection"])
+        watch = _Watch(self._bounds, **scope.get("extensions", {}).get("nearkin.connection", _UNKNOWN))
         try:
             while piece is not None:
                 coming = asyncio.create_task(asyncio.to_thread(next, self._pieces, None))
