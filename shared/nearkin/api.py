@@ -197,9 +197,7 @@ class Store:
             lambda marks: self._index.noting().mark_many(marks),
             clock=clock,
             guard=guard_of(settings.retention, clock),
-            restate=self._index.restate_collected,
-            in_vain=self._index.noted_in_vain,
-            times_restated=self._index.times_restated,
+            notes=self._index,
         )
         self._puts = LocalPuts(
             root,

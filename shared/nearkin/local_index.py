@@ -36,6 +36,7 @@ from nearkin.records import U32, ContainerId
 from nearkin.reports import RebuildReport
 from nearkin.store.containers import ContainerStore
 from nearkin.store.crossing import Crossing
+from nearkin.store.deletion import Notes
 from nearkin.store.lock import ROUND, WRITING, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects, ObjectStore, sync_folder
@@ -59,7 +60,7 @@ YIELD_SECONDS = 0.02
 """So long a step of a round lets those go first who wait."""
 
 
-class LocalIndex:
+class LocalIndex(Notes):
     """Opens, mends and rebuilds the index of one store; holds the writer's lock while there is something to write."""
 
     def __init__(

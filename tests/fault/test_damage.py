@@ -8,18 +8,14 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
-import lmdb
 import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.api import Store
-from nearkin.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent
 from nearkin.formats.manifest import decode_manifest, encode_manifest
-from nearkin.index.entries import MARK_HEAD
 from nearkin.records import Locations
 from nearkin.reports import Damage
 from nearkin.testing.generated import mutated, random_bytes, text_like
@@ -344,88 +340,6 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("read_only", [True, False])
-@pytest.mark.parametrize("kept_pages", [0, 3, 9])
-def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(root, kept_pages, read_only):
-    data = root / "index" / "data.mdb"
-    data.write_bytes(data.read_bytes()[: kept_pages * 4096] or b"x" * 8192)
-    manifests(root)[0].write_bytes(b"")
-    with open_store(root, settings=CHOSEN, read_only=read_only) as store:
-        named_by = {d.object_name: d.problem for d in store.verify().damage}
-        assert named_by.keys() == {named(root, manifests(root)[0]), "index"}
-        assert "rebuild-index" in named_by["index"]
-    with open_store(root, settings=CHOSEN) as store:
-        store.rebuild_index()
-        assert {d.object_name for d in store.verify().damage} == {named(root, manifests(root)[0])}
-
-
-def flip_value(root: Path, table: str, at: int, bit: int) -> None:
-    """Flip a bit in the first entry of a table of the index."""
-    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
-        database = env.open_db(table.encode())
-        with env.begin(write=True, db=database) as txn, txn.cursor() as cursor:
-            assert cursor.first()
-            value = bytearray(cursor.value())
-            value[at % len(value)] ^= 1 << bit
-            cursor.put(cursor.key(), bytes(value))
-
-
-@pytest.mark.parametrize("table", ["versions", "containers"])
-def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, table):
-    for at in range(0, 260, 13):
-        flip_value(root, table, at, at % 8)
-        with open_store(root, settings=CHOSEN) as store:
-            calls = [store.stats]
-            if table == "versions":
-                calls += [
-                    lambda: list(store.versions(all_versions=True)),
-                    store.deleted,
-                    lambda: store.forget("", dry_run=True),
-                ]
-            (damage,) = store.verify().damage
-            assert (damage.object_name, damage.versions) == ("index", ())
-            assert "rebuild-index" in damage.problem
-            for call in calls:
-                with pytest.raises(IndexDamaged, match="rebuild-index"):
-                    call()
-            assert broken(store, CONTENTS) == set()
-        flip_value(root, table, at, at % 8)
-    with open_store(root, settings=CHOSEN) as store:
-        assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
-        assert store.verify().damage == ()
-
-
-def test_what_another_table_keeps_is_not_taken_for_a_version(root):
-    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
-        of, to = env.open_db(b"containers"), env.open_db(b"versions")
-        with env.begin(write=True) as txn, txn.cursor(db=of) as cursor:
-            assert cursor.first()
-            txn.put(cursor.key(), cursor.value(), db=to)
-    with open_store(root, settings=CHOSEN) as store, pytest.raises(IndexDamaged, match="rebuild-index"):
-        store.stats()
-
-
-def test_what_is_noted_of_marks_at_another_length_is_damage(root):
-    with open_store(root, settings=CHOSEN) as store:
-        store.delete("alone", 2)
-    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
-        meta = env.open_db(b"meta")
-        with env.begin(write=True, db=meta) as txn:
-            ((key, value),) = [(key, value) for key, value in txn.cursor() if key.startswith(MARK_HEAD)]
-            txn.put(key, value[:-1])
-    with open_store(root, settings=CHOSEN) as store:
-        for call in (store.stats, lambda: list(store.versions()), store.deleted):
-            with pytest.raises(IndexDamaged, match="rebuild-index"):
-                call()
-        assert [damage.object_name for damage in store.verify().damage] == ["index"]
-        with pytest.raises(IndexDamaged, match="rebuild-index"):
-            store.undelete("alone", 2)
-        store.rebuild_index()
-        assert store.verify().damage == ()
-        store.undelete("alone", 2)
-        assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -486,74 +400,6 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of)
             failing = broken(store, CONTENTS)
             assert failing
             assert {version for damage in store.verify().damage for version in damage.versions} >= failing
-
-
-@pytest.mark.parametrize("instead", ["file", "link"])
-def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_path, instead):
-    shutil.rmtree(root / "index")
-    if instead == "file":
-        (root / "index").write_bytes(b"mine")
-    else:
-        (tmp_path / "elsewhere").mkdir()
-        (tmp_path / "elsewhere" / "mine").write_bytes(b"mine")
-        (root / "index").symlink_to(tmp_path / "elsewhere")
-    with open_store(root, settings=CHOSEN) as store:
-        store.rebuild_index()
-        assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
-        assert store.verify().damage == ()
-    assert instead == "file" or (tmp_path / "elsewhere" / "mine").read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
-def test_what_lmdb_says_of_a_file_that_is_not_as_it_was_written_is_damage(root, monkeypatch, said):
-    with open_store(root, settings=CHOSEN) as store:
-        index = store._index.readable()
-        env = index._env
-        monkeypatch.setattr(index, "_env", SimpleNamespace(begin=Mock(side_effect=said("x")), info=env.info))
-        with pytest.raises(IndexDamaged, match="rebuild-index"):
-            store.stats()
-
-
-def test_an_index_whose_format_reads_as_no_number_is_damaged(root):
-    with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
-        database = env.open_db(b"meta")
-        with env.begin(write=True, db=database) as txn:
-            txn.put(b"version", b"u")
-    with open_store(root, settings=CHOSEN) as store:
-        assert [damage.object_name for damage in store.verify().damage] == ["index"]
-        with pytest.raises(IndexDamaged, match="rebuild-index"):
-            store.put("k", b"content")
-        store.rebuild_index()
-        assert store.verify().damage == ()
-
-
-@pytest.mark.parametrize("harm", ["garbage", "empty", "cut", "zeros"])
-def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm):
-    data = root / "index" / "data.mdb"
-    size = data.stat().st_size
-    match harm:
-        case "garbage":
-            data.write_bytes(random_bytes(200_000, 3))
-        case "empty":
-            data.write_bytes(b"")
-        case "cut":
-            data.write_bytes(data.read_bytes()[: 3 * 4096])
-        case "zeros":
-            data.write_bytes(bytes(min(size, 1 << 20)))
-    with open_store(root, settings=CHOSEN) as store:
-        assert broken(store, CONTENTS) == set()  # reading needs no index
-    with open_store(root, settings=CHOSEN) as store:
-        said = "rebuild-index"  # nothing, where it could be put
-        try:
-            store.put("k", b"content")
-        except StoreUnavailable as err:
-            said = str(err)
-    assert "rebuild-index" in said
-    with open_store(root, settings=CHOSEN) as store:
-        store.rebuild_index()
-        assert store.put("history", CONTENTS["history", 1]).ledger.duplicate_chunks > 0
-        assert len(store.versions(all_versions=True)) >= len(CONTENTS)
-        assert store.verify().damage == ()
 
 
 def test_what_does_not_belong_into_the_store_is_named(root):

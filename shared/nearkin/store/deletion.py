@@ -36,13 +36,24 @@ WHO_CHARACTERS_MAX = 64
 
 Note = Callable[[Sequence[Marked]], None]
 """Tells the index, before the marks are written."""
-Restate = Callable[[str, str, Collection[int]], None]
-"""(tenant, key, versions): marks were noted of these and not written; of those that are collected the index is told
-what is there: nobody comes after."""
 Guard = Callable[[str, str], Callable[[VersionInfo], None] | None]
 """(tenant, key) -> what raises Retained for a version that may not be deleted yet; None where any may."""
 Condition = Callable[[VersionInfo], None]
 """Is given the newest of the versions that would be deleted; what it raises ends the call, and nothing is deleted."""
+
+
+class Notes:
+    """What becomes of notes whose marks were not written. An index that many write keeps them until it is made anew."""
+
+    def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Put what is there of these versions in place of notes where they are collected: nobody comes after."""
+
+    def noted_in_vain(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Put what is there of these versions in place of notes: the call that made them has failed."""
+
+    def times_restated(self) -> int:
+        """Return how often notes were put back: one whose mark is not written yet may have been among them."""
+        return 0
 
 
 class Deletions:
@@ -55,14 +66,10 @@ class Deletions:
         *,
         clock: Callable[[], float] = time.time,
         guard: Guard | None = None,
-        restate: Restate = lambda *_: None,
-        in_vain: Restate = lambda *_: None,
-        times_restated: Callable[[], int] = lambda: 0,
+        notes: Notes | None = None,
     ) -> None:
         self._guard = guard
-        self._restate = restate
-        self._in_vain = in_vain
-        self._times_restated = times_restated
+        self._notes = notes or Notes()
         self._manifests = manifests
         self._note = note
         self._clock = clock
@@ -244,18 +251,18 @@ class Deletions:
             Marked(tenant, key, mark.version, mark.sequence, history.marks_bytes + len(encode_mark(mark)))
             for history, mark in zip(before, marks, strict=True)
         ]
-        times_restated = self._times_restated()
+        times_restated = self._notes.times_restated()
         try:
             self._note(noted)  # 1
             written = self._written_all(marks)
         except BaseException:
-            self._in_vain(tenant, key, versions)
+            self._notes.noted_in_vain(tenant, key, versions)
             raise
         # By another call, which may have looked before the marks were there.
-        if self._times_restated() != times_restated:
+        if self._notes.times_restated() != times_restated:
             self._note(noted)
         if written < len(marks):
-            self._restate(tenant, key, versions)
+            self._notes.restate_collected(tenant, key, versions)
         failpoint("delete.marked")
         return written
 

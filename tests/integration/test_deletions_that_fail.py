@@ -1,0 +1,189 @@
+"""Deletions that fail in a store: what was noted of them is counted no more, and no note of another is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from nearkin import Store, failpoints, open_store
+from nearkin.errors import NoRoom, StoreLocked, StoreUnavailable
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.testing.stores import settings
+
+WAIT_SECONDS = 20.0
+
+
+@contextmanager
+def armed(points: str = "", watch: Callable[[str], None] | None = None) -> Iterator[None]:
+    failpoints.arm(points or (), watch)
+    try:
+        yield
+    finally:
+        failpoints.disarm()
+
+
+def beside(act: Callable[[], object]) -> None:
+    """Do it in another thread, and wait for it."""
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join(WAIT_SECONDS)
+
+
+def fails(store: Store, key: str) -> None:
+    with pytest.raises(StoreUnavailable):
+        store.delete(key)
+
+
+def counted(path: Path) -> tuple[int, int, list[int]]:
+    with open_store(path) as store:
+        stats = store.stats()
+        return stats.versions, stats.deleted_versions, [one.version for one in store.versions(all_versions=True)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize(("point", "left"), [("delete.noted", [1, 2]), ("delete.older", [2])])
+def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, point, left, reopened):
+    path = tmp_path / "s"
+    with open_store(path) as store:
+        for _ in range(2):
+            store.put("a", b"content" * 100)
+        with armed(f"{point}:1:error"):
+            fails(store, "a")
+        if not reopened:
+            stats = store.stats()
+            assert (stats.versions, stats.deleted_versions) == (len(left), 2 - len(left))
+    assert counted(path) == (len(left), 2 - len(left), left)
+    with open_store(path) as store:
+        store.put("b", b"other")
+        store.delete("a")
+    assert counted(path) == (1, 2, [1])
+
+
+def test_what_was_noted_of_an_undeletion_that_failed_is_counted_no_more(tmp_path):
+    path = tmp_path / "s"
+    with open_store(path) as store:
+        store.put("a", b"content")
+        store.delete("a")
+        with armed("delete.noted:1:error"), pytest.raises(StoreUnavailable):
+            store.undelete("a")
+    assert counted(path) == (0, 1, [])
+
+
+def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path):
+    path = tmp_path / "s"
+    chosen = settings({"deletion": {"undelete_seconds": 0}})
+    with open_store(path, settings=chosen) as store:
+        for key in "ab":
+            store.put(key, key.encode() * 5000)
+        store.delete("a")
+        time.sleep(0.01)
+        with armed("gc.sentenced:1:error"), pytest.raises(StoreUnavailable):
+            store.gc()
+        with armed("put.begun:1:error"), pytest.raises(StoreUnavailable):
+            store.put("c", b"c")
+        assert [one.key for one in store.versions()] == ["b"]
+    assert counted(path) == (1, 1, [1])
+    with open_store(path, settings=chosen) as store:
+        assert [entry.marks_bytes > 0 for entry in store._index.read(lambda index: list(index.catalog("default", "a")))]
+        store.gc()
+    assert counted(path) == (1, 0, [1])
+
+
+def told(store: Store) -> tuple[int, int, list[str]]:
+    stats = store.stats()
+    return stats.versions, stats.deleted_versions, sorted(one.key for one in store.deleted())
+
+
+def test_what_is_listed_between_the_note_and_the_mark_of_a_second_try_does_not_undo_the_note(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        for key in "ab":
+            store.put(key, key.encode() * 1000)
+        passed = []
+
+        def watch(name: str) -> None:
+            if name == "delete.noted":
+                passed.append(name)
+                if len(passed) == 1:
+                    raise StoreUnavailable("made up")
+                beside(store.stats)
+
+        with armed(watch=watch):
+            fails(store, "a")
+            assert store.delete("a")
+        assert told(store) == (1, 1, ["a"])
+    with open_store(tmp_path / "s") as store:
+        assert told(store) == (1, 1, ["a"])
+
+
+def test_a_deletion_that_fails_beside_another_of_the_same_version_does_not_undo_its_note(tmp_path):
+    """The one looks what is there after the other has noted, and before it has written."""
+    with open_store(tmp_path / "s") as store:
+        store.put("a", b"content")
+        passed: list[str] = []
+
+        def watch(name: str) -> None:
+            if name == "delete.noted":
+                passed.append(name)
+                if len(passed) > 1:
+                    raise StoreUnavailable("made up")
+                beside(lambda: fails(store, "a"))
+
+        with armed(watch=watch):
+            assert store.delete("a")
+        assert len(passed) == 2
+        assert told(store) == (0, 1, ["a"])
+    with open_store(tmp_path / "s") as store:
+        assert told(store) == (0, 1, ["a"])
+
+
+def test_a_deletion_that_fails_beside_a_put_is_counted_no_more(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        for key in "ab":
+            store.put(key, key.encode() * 1000)
+
+        def watch(name: str) -> None:
+            if name == "put.begun":
+                beside(lambda: fails(store, "a"))
+            elif name == "delete.noted":
+                raise StoreUnavailable("made up")
+
+        with armed(watch=watch):
+            store.put("c", b"c")
+        assert told(store) == (3, 0, [])
+        store.delete("b")
+        assert told(store) == (2, 1, ["b"])
+
+
+def test_a_deletion_that_was_refused_leaves_the_lock_to_others(tmp_path):
+    path = tmp_path / "s"
+    with open_store(path) as reader:
+        with open_store(path) as writer:
+            writer.put("k", b"x")
+            reader.stats()
+            with pytest.raises(StoreLocked):
+                reader.delete("k")
+        reader.stats()
+        with open_store(path) as writer:
+            writer.put("c", b"1")
+        assert told(reader) == (2, 0, [])
+
+
+def test_what_cannot_be_put_back_either_is_put_back_by_who_opens_the_store_next(tmp_path, monkeypatch):
+    path = tmp_path / "s"
+    with open_store(path) as store:
+        store.put("a", b"content")
+        full = Mock(side_effect=NoRoom("made up"))
+        monkeypatch.setattr(LmdbIndex, "restate_marks", full)
+        with armed("delete.noted:1:error"):
+            fails(store, "a")
+        monkeypatch.undo()
+        full.assert_called_once()
+    with open_store(path) as store:
+        store.put("b", b"b")
+        assert told(store) == (2, 0, [])
