@@ -99,6 +99,10 @@ class VersionInfo:
     segments: int
     chunks: int
     metadata: Mapping[str, str]
+    retain_until: datetime | None = None
+    """Up to when the version must not be deleted; None where nothing retains it."""
+    source_changed: bool = False
+    """Whether the source was modified while it was read: the content may mix two states of it."""
 
 
 @frozen

@@ -35,6 +35,7 @@ def test_the_same_input_gives_the_frozen_bytes() -> None:
     assert digest(samples.patched_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
     assert digest(encode_manifest(samples.small_manifest())) == "0ffd61dad6314f92aa140701b03fe6d3"
     assert digest(encode_manifest(samples.measured_manifest())) == "6c7c7326a5cfbd24c98366581b25f5a2"
+    assert digest(encode_manifest(samples.chained_manifest())) == "0df5fb453e62b45b8c66879f26f8572f"
 
 
 def test_what_is_not_compressed_is_frozen_whatever_the_library() -> None:
@@ -73,12 +74,12 @@ def test_the_frozen_patch_blocks_are_still_read() -> None:
     assert found.prefixes.bases.ordinals.tolist() == [0, 77]
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", [2, 3, 4])
 def test_the_frozen_manifest_is_still_read(version: int) -> None:
     data = (HERE / f"manifest_v{version}.bin").read_bytes()
     assert data[4:6] == bytes([version, 0])
     found = decode_manifest(data, "frozen")
-    made = samples.small_manifest() if version == 2 else samples.measured_manifest()
+    made = {2: samples.small_manifest, 3: samples.measured_manifest, 4: samples.chained_manifest}[version]()
     if made.lengths is None:
         assert found.lengths is None
     else:
@@ -88,6 +89,8 @@ def test_the_frozen_manifest_is_still_read(version: int) -> None:
     assert (found.created_us, found.size_bytes, found.seconds) == (1_764_000_000_123_456, 1_234_567, 1.25)
     assert (found.blake3, found.sha256, found.ledger) == (made.blake3, made.sha256, made.ledger)
     assert found.origin == bytes(range(16))
+    assert (found.previous, found.retain_until_us) == (made.previous, made.retain_until_us)
+    assert found.source_changed is made.source_changed
     assert found.metadata == {"host": "db-1", "note": 'ein "Zitat"'}
     assert found.segments.containers.tolist() == made.segments.containers.tolist()
     assert found.segments.ordinals.tolist() == [4, 5, 0, 0, 1, 2, 1]

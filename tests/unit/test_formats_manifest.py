@@ -144,7 +144,7 @@ def test_random_changes_under_a_checksum_that_agrees_are_refused_or_parse() -> N
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "error"), [(4, 4, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
+    ("at", "value", "error"), [(4, 5, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
 )
 def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
     wrong = body()

@@ -100,7 +100,7 @@ def info_lines(info: VersionInfo) -> Iterable[str]:
                 yield f"{'meta':<12}{printable(f'{meta_name}={meta_value}')}"
         elif name == "size_bytes":
             yield f"{'size':<12}{info.size_bytes:,} bytes"
-        elif value is not None:
+        elif value is not None and value is not False:
             yield f"{name:<12}{printable(str(value))}"
 
 

@@ -52,6 +52,8 @@ def info_json(info: VersionInfo) -> dict[str, object]:
         "segments": info.segments,
         "chunks": info.chunks,
         "metadata": dict(info.metadata),
+        "retain_until": None if info.retain_until is None else _timestamp(info.retain_until),
+        "source_changed": info.source_changed,
     }
 
 
@@ -71,6 +73,8 @@ def info_from(value: object) -> VersionInfo:
         segments=_count(told, "segments"),
         chunks=_count(told, "chunks"),
         metadata=_texts(told, "metadata"),
+        retain_until=None if told.get("retain_until") is None else _moment(told, "retain_until"),
+        source_changed=_get(told, "source_changed", bool) if "source_changed" in told else False,
     )
 
 

@@ -1,7 +1,7 @@
 """Manifest. Invariant: it names every segment of one committed version; it is written once and never changed.
 
     0      4     6       8    12
-    | NKM1 | ver | flags | id ... fixed fields | tenant | key | metadata | segment runs | lengths | check 8 |
+    | NKM1 | ver | flags | id ... fixed fields | chain | tenant | key | metadata | segment runs | lengths | check 8 |
 
 Segments are named as runs of (container, ordinal), like chunks in a recipe. docs/formats/manifest.md.
 """
@@ -25,10 +25,14 @@ from nearkin.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin.records import CONTAINER_ID_MIN, U32, ZERO, Bools, Locations
 from nearkin.reports import Ledger, VersionInfo
 
-VERSION = 3
-"""2 has no segment lengths: read, and written where there are none to tell, or they are plain: of one segment, or none.
+VERSION = 4
+"""4 has the chain fields. 3 has segment lengths and no chain fields, 2 has neither: both are read, and written for a
+version without chain fields, 2 where the lengths follow from the size (at most one segment) or are not known.
 1 named containers by u16; no release ever wrote it."""
 VERSION_MIN = 2
+_LENGTHS_VERSION = 3
+NO_DIGEST = bytes(32)
+"""Previous digest of a first version, and of one whose previous manifest could not be read when it was committed."""
 NO_ORIGIN = bytes(16)
 """Of a version that was put by a caller who waited for the answer."""
 HOLDER = 0
@@ -36,12 +40,20 @@ HOLDER = 0
 
 FIXED = Struct("<4sHHQqQ32s32s16sIHHI" + "Q" * 8)
 assert FIXED.size == 188  # docs/formats/manifest.md
+CHAIN = Struct("<Q32sq")
+"""Version and digest of the previous manifest, `retain_until_us`."""
+assert CHAIN.size == 48  # docs/formats/manifest.md
 SEGMENTS_MAX = 1 << 24
 """2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
 CREATED_US_MAX = 253_402_300_799_999_999
 """The last microsecond of the year 9999, where Python's datetime ends."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _HAS_SHA256 = 1
+_HAS_LENGTHS = 2
+"""In format 4; in older formats the version says it."""
+_SOURCE_CHANGED = 4
+_FLAGS = {2: _HAS_SHA256, 3: _HAS_SHA256, 4: _HAS_SHA256 | _HAS_LENGTHS | _SOURCE_CHANGED}
+"""Flags that each format version has."""
 _U32_MAX = 0xFFFFFFFF
 _TENANT_BYTES_AT = 116
 assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/formats/manifest.md
@@ -60,6 +72,19 @@ _LEDGER_FIELDS = (
     "delta_bytes",
 )
 """What can be said of one version alone; how a shared block compressed can not."""
+
+
+@frozen
+class Previous:
+    """The newest manifest of a key at the moment the next version was committed."""
+
+    version: int = 0
+    """0 where there was none, or in formats before 4."""
+    digest: bytes = NO_DIGEST
+    """BLAKE3 of the manifest object in clear; NO_DIGEST where it could not be read."""
+
+
+NO_PREVIOUS = Previous()
 
 
 @frozen
@@ -83,6 +108,11 @@ class Manifest:
     """16 bytes that two attempts to store the same thing share, so that it is committed once."""
     lengths: U32 | None = None
     """uint32[s], bytes of each segment: where in the blob it lies. None in what was written before these were kept."""
+    previous: Previous = NO_PREVIOUS
+    retain_until_us: int = 0
+    """Microseconds since 1970 up to which the version must not be deleted; 0 for none."""
+    source_changed: bool = False
+    """Whether the source was modified while it was read: the content may mix two states of it."""
 
     @property
     def info(self) -> VersionInfo:
@@ -97,7 +127,14 @@ class Manifest:
             segments=len(self.segments),
             chunks=self.ledger.chunks,
             metadata=self.metadata,
+            retain_until=moment_of(self.retain_until_us) if self.retain_until_us else None,
+            source_changed=self.source_changed,
         )
+
+    @property
+    def has_chain(self) -> bool:
+        """Return whether the manifest needs the fields of format 4."""
+        return self.previous != NO_PREVIOUS or self.retain_until_us != 0 or self.source_changed
 
 
 def moment_of(us: int) -> datetime:
@@ -107,8 +144,10 @@ def moment_of(us: int) -> datetime:
 
 def tenant_of_manifest(data: bytes | memoryview) -> str:
     """Return the tenant of a manifest that was just encoded."""
-    (tenant_bytes,) = Struct("<H").unpack_from(data, _TENANT_BYTES_AT)
-    return bytes(memoryview(data)[FIXED.size : FIXED.size + tenant_bytes]).decode()
+    view = memoryview(data)
+    (tenant_bytes,) = Struct("<H").unpack_from(view, _TENANT_BYTES_AT)
+    start = FIXED.size + (CHAIN.size if int.from_bytes(view[4:6], "little") > _LENGTHS_VERSION else 0)
+    return bytes(view[start : start + tenant_bytes]).decode()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -126,6 +165,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         problem = f"a segment of container {int(manifest.segments.containers.min())}, which is none"
     if problem is None and manifest.lengths is not None:
         problem = _lengths_problem(manifest.lengths, len(ordinals), manifest.size_bytes)
+    if problem is None:
+        problem = _chain_problem(manifest.version, manifest.previous, manifest.retain_until_us)
     if problem is not None:
         raise BadInput(f"{manifest.key!r}: {problem}")
     lengths = manifest.lengths if len(ordinals) > 1 else None
@@ -135,10 +176,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     run_refs, steps, counts, _ = runs.compress(refs, manifest.segments.ordinals, bounds)
     run_starts = np.cumsum(counts, dtype=np.int64) - counts
     known = manifest.known[run_starts].astype(np.uint8)
+    version, flags = _version_and_flags(manifest, has_lengths=lengths is not None)
     fixed = FIXED.pack(
         b"NKM1",
-        VERSION_MIN if lengths is None else VERSION,
-        _HAS_SHA256 if manifest.sha256 else 0,
+        version,
+        flags,
         manifest.version,
         manifest.created_us,
         manifest.size_bytes,
@@ -151,11 +193,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
         len(metadata),
         *(getattr(manifest.ledger, name) for name in _LEDGER_FIELDS),
     )
+    if version == VERSION:
+        fixed += CHAIN.pack(manifest.previous.version, manifest.previous.digest, manifest.retain_until_us)
     body = fixed + tenant + key + metadata + columns.pack([table.astype("<u8")])
     body += columns.pack([run_refs, steps, counts, known])
     if lengths is not None:
         body += columns.pack([lengths.astype("<u4", copy=False)])
     return body + columns.check_bytes(body)
+
+
+def _version_and_flags(manifest: Manifest, *, has_lengths: bool) -> tuple[int, int]:
+    """Return the oldest format version that can hold the manifest, and its flags."""
+    flags = _HAS_SHA256 if manifest.sha256 else 0
+    if not manifest.has_chain:
+        return (_LENGTHS_VERSION if has_lengths else VERSION_MIN), flags
+    flags |= _HAS_LENGTHS if has_lengths else 0
+    return VERSION, flags | (_SOURCE_CHANGED if manifest.source_changed else 0)
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> bytes:
@@ -187,8 +240,8 @@ def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us:
     return None
 
 
-def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
-    """Return the manifest. Raises Corrupt, or FormatTooNew naming both versions."""
+def check_manifest_bytes(data: bytes | memoryview, what: str) -> memoryview:
+    """Return the manifest's bytes without the checksum, once that agrees. Raises Corrupt."""
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES:
         raise Corrupt(f"{what}: {len(whole)} bytes are too few for a manifest")
@@ -198,8 +251,14 @@ def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
     view = whole[: -columns.CHECK_BYTES]
     if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
         raise Corrupt(f"{what}: checksum does not agree")
+    return view
+
+
+def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
+    """Return the manifest. Raises Corrupt, or FormatTooNew naming both versions."""
+    view = check_manifest_bytes(data, what)
     version, flags = int.from_bytes(view[4:6], "little"), int.from_bytes(view[6:8], "little")
-    if version > VERSION or flags & ~_HAS_SHA256:
+    if version > VERSION or flags & ~_FLAGS.get(version, _HAS_SHA256):
         raise FormatTooNew(
             f"{what}: manifest format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
         )
@@ -219,6 +278,13 @@ def _decode(view: memoryview, what: str) -> Manifest:
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
     position = FIXED.size
+    previous, retain_until_us = NO_PREVIOUS, 0
+    if version == VERSION:
+        previous_version, previous_digest, retain_until_us = CHAIN.unpack_from(view, position)
+        previous = Previous(previous_version, previous_digest)
+        position += CHAIN.size
+        if (problem := _chain_problem(number, previous, retain_until_us)) is not None:
+            raise Corrupt(f"{what}: {problem}")
     tenant = str(view[position : position + tenant_bytes], "utf-8")
     position += tenant_bytes
     key = str(view[position : position + key_bytes], "utf-8")
@@ -230,7 +296,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
     (run_refs, steps, counts, known), used = columns.unpack(view[position:], _RUN_COLUMNS, SEGMENTS_MAX, what)
     position += used
     lengths: U32 | None = None
-    if version > VERSION_MIN:
+    if version == _LENGTHS_VERSION or flags & _HAS_LENGTHS:
         (lengths,), used = columns.unpack(view[position:], _LENGTH_COLUMNS, SEGMENTS_MAX, what)
         position += used
     if position != len(view):
@@ -260,7 +326,21 @@ def _decode(view: memoryview, what: str) -> Manifest:
         metadata=metadata,
         origin=origin,
         lengths=lengths,
+        previous=previous,
+        retain_until_us=retain_until_us,
+        source_changed=bool(flags & _SOURCE_CHANGED),
     )
+
+
+def _chain_problem(version: int, previous: Previous, retain_until_us: int) -> str | None:
+    """Return which of the fields of format 4 is out of its bounds, None where none is."""
+    if previous.version >= version and previous.version:
+        return f"previous version {previous.version} of version {version}: want a lower one"
+    if len(previous.digest) != len(NO_DIGEST) or (not previous.version and previous.digest != NO_DIGEST):
+        return f"digest {previous.digest.hex()} of previous version {previous.version}: want 32 bytes, zeros for none"
+    if not 0 <= retain_until_us <= CREATED_US_MAX:
+        return f"retained until {retain_until_us} us after 1970: want a time from 1970 to 9999"
+    return None
 
 
 def _lengths_problem(lengths: U32, segments: int, size_bytes: int) -> str | None:

@@ -376,10 +376,10 @@ class EmbeddedWriter:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         # What the index lists is taken too: a manifest that is lost may come back from a copy.
-        taken = (*self._manifests.versions(tenant, blob.key), *self._index.versions_of(tenant, blob.key))
-        version = max(taken, default=0)
+        indexed, version = self._index.versions_of(tenant, blob.key), 0
         for _ in range(VERSION_RACES_MAX):
-            version += 1
+            histories = self._manifests.histories(tenant, blob.key)
+            version = max((version, *histories, *indexed)) + 1
             manifest = Manifest(
                 tenant=tenant,
                 key=blob.key,
@@ -394,6 +394,7 @@ class EmbeddedWriter:
                 known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
                 metadata=dict(blob.metadata),
                 lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
+                previous=self._manifests.find_previous(tenant, blob.key, histories),
             )
             try:
                 manifest_bytes = self._manifests.put(manifest)  # 3

@@ -9,13 +9,21 @@ seen unless its highest mark says that it was deleted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from blake3 import blake3
 
-from nearkin.errors import Corrupt, NotFound
-from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
+from nearkin.errors import Corrupt, NotFound, Permanent
+from nearkin.formats.manifest import (
+    NO_DIGEST,
+    NO_PREVIOUS,
+    Manifest,
+    Previous,
+    check_manifest_bytes,
+    decode_manifest,
+    encode_manifest,
+)
 from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.frozen import frozen
 from nearkin.store.objects import ObjectStore, check_tenant
@@ -66,6 +74,12 @@ def marked_version(name: str) -> tuple[str, int]:
 def _folder(tenant: str, key: str) -> str:
     digest = key_digest(tenant, key)
     return f"manifests/{digest[:2]}/{digest}"
+
+
+def _digest_of_manifest(data: bytes, what: str) -> bytes:
+    """Return the digest of an intact manifest. Raises Corrupt."""
+    check_manifest_bytes(data, what)
+    return blake3(data).digest()
 
 
 class ManifestStore:
@@ -128,6 +142,26 @@ class ManifestStore:
                 highest = max(history.sequence, int(matched[2], 16))
                 found[version] = replace(history, sequence=highest, marks_bytes=history.marks_bytes + size_bytes)
         return found
+
+    def find_previous(self, tenant: str, key: str, histories: Mapping[int, History]) -> Previous:
+        """Return the newest manifest of a key for the chain of its next version. Raises StoreUnavailable.
+
+        `histories`: as just listed. A manifest that GC removed since is passed over; one that is damaged is named
+        without a digest, so that a put does not fail because of it.
+        """
+        for version in sorted(histories, reverse=True):
+            if histories[version].committed:
+                try:
+                    return Previous(version, self.digest(tenant, key, version))
+                except NotFound:
+                    continue
+                except Permanent:
+                    return Previous(version, NO_DIGEST)
+        return NO_PREVIOUS
+
+    def digest(self, tenant: str, key: str, version: int) -> bytes:
+        """Return BLAKE3 of a manifest's bytes in clear. Raises NotFound, Corrupt, StoreUnavailable."""
+        return read_decoded(self._objects, object_name(tenant, key, version), _digest_of_manifest)
 
     def names(self) -> Iterator[tuple[str, int]]:
         """Yield (object name, bytes) of every manifest, in no order."""

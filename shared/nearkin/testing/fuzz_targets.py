@@ -370,7 +370,8 @@ def _ingest_settings() -> Settings:
 def _manifests() -> list[bytes]:
     small = samples.small_manifest()
     measured = replace(samples.measured_manifest(), metadata={}, sha256=None)
-    return _both(partial(encode_manifest, small), partial(encode_manifest, measured))
+    chained = replace(samples.chained_manifest(), metadata={})
+    return [encode_manifest(chained), *_both(partial(encode_manifest, small), partial(encode_manifest, measured))]
 
 
 def _parities() -> list[bytes]:

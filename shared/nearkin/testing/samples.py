@@ -17,7 +17,7 @@ from nearkin.formats.block import EncodedBlock, decode_block, encode_block, enco
 from nearkin.formats.condemned import Condemned
 from nearkin.formats.container import decode_container, encode_container
 from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
-from nearkin.formats.manifest import Manifest
+from nearkin.formats.manifest import Manifest, Previous
 from nearkin.formats.mark import Kind, Mark
 from nearkin.formats.parity import Scheme, encode_parity
 from nearkin.kernels.frames import FrameEncoder
@@ -206,6 +206,16 @@ def measured_manifest() -> Manifest:
     """Return the same with the lengths of its segments."""
     lengths = np.array([131_072, 98_765, 400_000, 1, 204_800, 300_000, 99_929], np.uint32)
     return replace(small_manifest(), lengths=lengths)
+
+
+def chained_manifest() -> Manifest:
+    """Return the same with all fields of format 4."""
+    return replace(
+        measured_manifest(),
+        previous=Previous(2, bytes(noise(32, "previous"))),
+        retain_until_us=1_767_225_600_000_000,
+        source_changed=True,
+    )
 
 
 def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:

@@ -325,6 +325,8 @@ def _info() -> Json:
         "digest": {"type": "string", "pattern": "^blake3:[0-9a-f]{64}$"},
         "sha256": {"type": ["string", "null"], "pattern": "^[0-9a-f]{64}$"},
         "metadata": {"type": "object", "additionalProperties": _TEXT},
+        "retain_until": _MOMENT | {"type": ["string", "null"]},
+        "source_changed": {"type": "boolean"},
     }
 
 

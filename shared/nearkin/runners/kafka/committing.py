@@ -301,15 +301,15 @@ class CommitHandler:
         """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2)."""
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
-            versions = self._manifests.versions(tenant, key)
-            earlier = self._earlier(end, versions)
+            histories = self._manifests.histories(tenant, key)
+            earlier = self._earlier(end, sorted(histories))
             if earlier is not None:
                 return *earlier, earlier[0].created_us
             now_us = time.time_ns() // 1000
             manifest = Manifest(
                 tenant=tenant,
                 key=key,
-                version=max(versions, default=0) + 1,
+                version=max(histories, default=0) + 1,
                 created_us=now_us,
                 size_bytes=end.size_bytes,
                 blake3=end.blake3,
@@ -321,6 +321,7 @@ class CommitHandler:
                 metadata=dict(end.metadata),
                 origin=end.origin,
                 lengths=gathered.lengths,
+                previous=self._manifests.find_previous(tenant, key, histories),
             )
             try:
                 manifest_bytes = self._manifests.put(manifest)
