@@ -73,7 +73,7 @@ from nearkin.store.shown import check_newest, shown, units, with_unnamed
 if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
     from nearkin.local_repair import LocalRepair
-    from nearkin_janitor import Choice, Scrubber, Unsound
+    from nearkin_janitor import Choice, Scrubber, Unsound, Verifier
     from nearkin_janitor.scrub import Step
 
 __all__ = ["Item", "Progress", "Source", "Store", "open_store"]
@@ -462,14 +462,42 @@ class Store:
 
         return self._verified(Choice(sample, seed, None if since is None else int(since.timestamp() * 1e6)), progress)
 
-    def _verified(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def verify_key(
+        self, key: str, version: int | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
+        """Read one version of `key`, or all, and the containers that they reach; report what damages these versions.
+
+        Deleted versions are not read. The index drops broken chunks, as after `verify`. Raises NotFound, BadInput,
+        Corrupt, Erased, StoreUnavailable.
+        """
+        check_key(key)
+        if version is not None:
+            check_version(version)
+        tenant = self.settings.tenant
+        check_tenant(self._covered, tenant)
+        histories = self._manifests.histories(tenant, key)
+        hidden = {number for number, history in histories.items() if history.sequence % 2}
+        listed = {number for number, history in histories.items() if history.committed}
+        numbers = sorted((listed | set(self._index.numbers(tenant, key))) - hidden)
+        if version is not None:
+            numbers = [number for number in numbers if number == version]
+        if not numbers:
+            named = f"key {key!r}" if version is None else f"key {key!r} version {version}"
+            raise NotFound(f"{named}: the store has none; `nearkin ls --versions` lists them")
+        verifier = self._verifier()
+        names = [manifest_name(tenant, key, number) for number in numbers]
+        with all_cores("nearkin-verify") as helpers:
+            report = verifier.run_versions(names, progress, helpers=helpers)
+        return self._with_index_purged(verifier, report, everything=False)
+
+    def _verifier(self) -> Verifier:
         from nearkin_janitor import Verifier
 
         remembered = {
             manifest_name(tenant, entry.key, entry.version): (tenant, entry.key, entry.version)
             for tenant, entry in self._index.remembered()
         }
-        verifier = Verifier(
+        return Verifier(
             self._containers,
             self._manifests,
             self._fingerprinters,
@@ -481,18 +509,25 @@ class Store:
             self._index.lists,
             lambda: (self._index.to_check() or (None, False))[1],
         )
+
+    def _verified(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        verifier = self._verifier()
         index, whole = self._index.to_check() or (None, False)
         unreadable = self._index.damage
         with all_cores("nearkin-verify") as helpers:
             report = verifier.run(choice, progress, index, index_whole=whole, helpers=helpers)
         if unreadable is not None and choice.everything:
             report = replace(report, damage=(*report.damage, Damage("index", unreadable, ())))
+        return self._with_index_purged(verifier, report, everything=choice.everything)
+
+    def _with_index_purged(self, verifier: Verifier, report: VerifyReport, *, everything: bool) -> VerifyReport:
+        """Quarantine the chunks found broken and drop them from the index; return the report with the outcome."""
         if not verifier.broken and not self._quarantine.listed():
             return report
 
         def quarantined() -> Unsound:
             unsound = verifier.unsound()
-            self._quarantine.note(unsound.chunks, unsound.segments, everything=choice.everything)
+            self._quarantine.note(unsound.chunks, unsound.segments, everything=everything)
             return unsound
 
         forgotten = self._index.forget(quarantined)

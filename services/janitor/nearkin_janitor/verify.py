@@ -7,7 +7,8 @@ index: each entry is what its container says      parity: what it would be made 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -166,6 +167,63 @@ class Verifier:
             parity_missing=parity_missing,
             erased_objects=len(self._objects.erased()) if isinstance(self._objects, EncryptedObjects) else 0,
         )
+
+    def run_versions(
+        self, names: Sequence[str], progress: Progress | None = None, *, helpers: Helpers = ALONE
+    ) -> VerifyReport:
+        """Read these manifests and the containers that they reach, bases included.
+
+        Reported is only what damages one of these versions. `names` are object names of manifests; versions that an
+        index lists and whose manifest is missing are among them. Raises only StoreUnavailable.
+        """
+        started = time.perf_counter()
+        sizes = {container: of_each[max(of_each)] for container, of_each in self._containers.generations().items()}
+        self._listed = np.array(sorted(sizes), np.uint64)
+        reachable = self._reachable(names)
+        reached = sorted(container for container in sizes if container in reachable)
+        total = len(reached) + len(names)
+        for done, container in enumerate(leaning_last(reached, self._soundness.leans_on)):
+            self._soundness.check(ContainerId(container), deep=True, helpers=helpers)
+            if progress is not None:
+                progress(done + 1, total)
+        for done, name in enumerate(names):
+            self._manifest(name)
+            if progress is not None:
+                progress(len(reached) + done + 1, total)
+        return VerifyReport(
+            containers=len(reached),
+            chunks=self._soundness.chunks,
+            versions=len(names),
+            bytes_read=self._soundness.bytes_read,
+            damage=tuple(map(self._judged, self._findings.damage(self._tenant))),
+            seconds=time.perf_counter() - started,
+            untagged_containers=self._soundness.untagged,
+            containers_total=len(reached),
+            container_bytes=sum(sizes[container] for container in reached),
+        )
+
+    def _reachable(self, names: Iterable[str]) -> set[int]:
+        """Return the containers that hold segments and chunks of these versions, and all bases of those containers."""
+        reached: set[int] = set()
+        for name in names:
+            manifest = self._mended(name)
+            if manifest is None:
+                continue
+            source = self._containers.of(domain_of(manifest.tenant))
+            for container, rows in grouped(manifest.segments.containers):
+                reached.add(container)
+                with suppress(Permanent):  # the check of the container names what is wrong with it
+                    table = source.directory(ContainerId(container)).segments
+                    ordinals = manifest.segments.ordinals[rows]
+                    wanted = np.bincount(ordinals[ordinals < len(table)], minlength=len(table)) > 0
+                    chunks = table.chunks.take(np.repeat(wanted, np.diff(table.bounds)))
+                    reached.update(distinct(chunks.containers).tolist())
+        waiting = list(reached)
+        while waiting:
+            bases = set(self._soundness.leans_on(waiting.pop())) - reached
+            reached |= bases
+            waiting += bases
+        return reached - {int(ZERO)}
 
     @property
     def broken(self) -> bool:

@@ -168,39 +168,46 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
 
 
 @nearkin.command()
-@click.argument("prefix", metavar="[PREFIX]", default="")
+@click.argument("pattern", metavar="[PREFIX|GLOB]", default="")
+@click.option("--literal", is_flag=True, help="Take * ? [ in PREFIX as they are.")
 @click.option("--versions", is_flag=True, help="Every version instead of the newest of each key.")
 @click.option(
     "--deleted", is_flag=True, help="The versions that are deleted and can be brought back, or not yet freed."
 )
 @shared_options
-def ls(prefix: str, versions: bool, deleted: bool) -> None:
-    """List keys that start with PREFIX.
+def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
+    """List keys that start with PREFIX or match GLOB.
+
+    GLOB has at least one of: * (any characters, / too), ? (one character), [abc] (one of these). It matches whole keys.
 
     A line is: created (UTC), size, version, key. Versions that cannot be read are told on stderr: exit code 1.
     With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
 
     nearkin ls
     nearkin ls db/ --versions
+    nearkin ls 'db/*.sql'                # in quotes, or the shell expands it
+    nearkin ls --literal 'notes[1]'      # a prefix that has such a character
     nearkin ls --deleted
     nearkin --json ls | jq '.[].key'
     """
-    from nearkin.cli.arguments import check_prefix
+    from nearkin.cli.key_patterns import parse_prefix_or_glob
     from nearkin.cli.output import deletion_line, print_json, say, unreadable, version_line
     from nearkin.formats.answers import deletion_json, info_json
 
     session = current_session()
-    check_prefix(prefix)
+    wanted = parse_prefix_or_glob(pattern, literal=literal)
     if versions and deleted:
         raise BadInput("ls: --versions lists what is there, --deleted what is not: give one of them")
     broken: list[Damage] = []
     with session.open() as store:
         if deleted:
-            gone = store.deleted(prefix, broken=broken.append)
+            gone = [entry for entry in store.deleted(wanted.prefix, broken=broken.append) if wanted.matches(entry.key)]
             lines, values = map(deletion_line, gone), [deletion_json(entry) for entry in gone]
         else:
-            found = store.versions(prefix, all_versions=versions, broken=broken.append)
+            listed = store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
+            found = [info for info in listed if wanted.matches(info.key)]
             lines, values = map(version_line, found), [info_json(info) for info in found]
+    broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
     if session.as_json:
         print_json(values)
     else:
@@ -345,21 +352,37 @@ def stats() -> None:
 
 
 @nearkin.command()
+@click.argument("key", metavar="[KEY]", required=False)
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="With KEY: this version alone.")
 @click.option("--sample", metavar="SHARE", help="Read only this share of the containers: 1% or 0.01.")
 @click.option("--seed", metavar="NUMBER", type=click.IntRange(0), help="Draw the sample by this; printed with it.")
 @click.option("--since", metavar="TIME", help="Read only containers written since: 2026-11-20, 2026-11-20T18:00Z, 36h.")
 @shared_options
-def verify(sample: str | None, seed: int | None, since: str | None) -> int:
+def verify(key: str | None, version: int | None, sample: str | None, seed: int | None, since: str | None) -> int:
     """Check every checksum and fingerprint, and the index.
 
     Exit code 1 if anything is damaged; the report names the versions it touches.
 
+    With KEY only the containers are read that its versions (with --version: one of them) depend on. A server's KEY is
+    downloaded and compared with its BLAKE3.
+
     nearkin verify
+    nearkin verify db/dump
+    nearkin verify db/dump --version 2 --json
     nearkin verify --sample 1%
     nearkin verify --since 2d --json | jq .damage
     """
     from nearkin.cli.verifying import verify as verify_store
 
+    if key is not None:
+        from nearkin.cli.key_verification import verify_key
+
+        given = [name for name, value in (("sample", sample), ("seed", seed), ("since", since)) if value is not None]
+        if given:
+            raise BadInput(f"--{given[0]}: not with KEY, whose containers are all read")
+        return verify_key(key, version)
+    if version is not None:
+        raise BadInput("--version: only with KEY")
     return verify_store(sample, seed, since)
 
 
