@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 FORBID_OTHERS = {"extra": "forbid"}
 """A section's `__pydantic_config__`: a setting that it does not have is refused."""
+ORIGINS_MAX = 100
+"""Web origins that may use the API from pages of theirs."""
+_ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
 PARITY_SHARDS_MAX = 32
 """Of data and parity together: the library takes no more."""
 
@@ -224,6 +227,31 @@ class Token(Rule):
         """Return `value`. Raises Refused."""
         if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
             raise Refused("want up to 1024 letters, digits and - . _ ~ + / without spaces")
+        return value
+
+
+@frozen
+class Origins(Rule):
+    """Web origins as browsers send them; a text with commas is taken too, as environments have it."""
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a list."""
+        from pydantic_core import core_schema
+
+        def listed(value: object) -> object:
+            if isinstance(value, str):
+                return [entry.strip() for entry in value.split(",") if entry.strip()]
+            return value
+
+        return core_schema.no_info_before_validator_function(listed, handler(source))
+
+    def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `value`. Raises Refused."""
+        if len(value) > ORIGINS_MAX:
+            raise Refused(f"{len(value)} origins: want at most {ORIGINS_MAX}")
+        for entry in value:
+            if entry != "*" and _ORIGIN.fullmatch(entry) is None:
+                raise Refused(f'{entry!r:.80}: want an origin such as "https://app.example", without a path, or "*"')
         return value
 
 

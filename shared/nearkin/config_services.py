@@ -12,6 +12,7 @@ from nearkin.config_rules import (
     ObjectPrefix,
     OneMatch,
     OneOf,
+    Origins,
     ServerUrl,
     Share,
     Size,
@@ -189,6 +190,10 @@ class GatewaySettings:
     """A resumable upload must be whole so long after it began."""
     resumable_max: Annotated[int, Between(1, 1_000_000)] = 10_000
     """Resumable uploads that are open at a time, of all tenants."""
+    partial_uploads_max: Annotated[int, Between(1, 1000)] = 256
+    """Partial uploads that one final upload may concatenate (tus `Upload-Concat`)."""
+    cors_origins: Annotated[tuple[str, ...], Origins()] = ()
+    """Web origins (`https://app.example`, `*` for all) whose pages may use the API with a token. Empty: none."""
     checked_patch_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 64 * MIB
     """A PATCH with `Upload-Checksum` waits on local disk until its checksum agrees."""
     shutdown_seconds: Annotated[int, Between(1, 3600)] = 30

@@ -114,6 +114,8 @@ def _ruled(rule: object) -> str | None:
             said = "a URL"
         case config_rules.TopicTenants():
             said = "a list, a table, or text with commas"
+        case config_rules.Origins():
+            said = "a list, or text with commas"
         case config_rules.ObjectPrefix():
             said = "a folder of names that ends in /"
     return said

@@ -16,6 +16,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from nearkin.frozen import frozen
+from nearkin_gateway.cross_origin import is_allowed_origin
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.sessions import (
     CSRF_HEADER,
@@ -79,7 +80,7 @@ def open_caller(request: Request, gateway: Gateway) -> Caller:
     address = address_of(request)
     gateway.rates.take(address)
     check_loopback_host(request)
-    if request.method not in SAFE_METHODS:
+    if request.method not in SAFE_METHODS and not is_allowed_origin(request.headers, gateway.bounds.cors_origins):
         check_same_origin(request, must_say=False)
     return Caller(gateway.settings.tenant, address)
 

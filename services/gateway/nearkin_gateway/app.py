@@ -18,6 +18,7 @@ from nearkin.errors import NearkinError
 from nearkin.runners.tracing import current
 from nearkin_gateway import admin, blobs, deleting, looking, uploads
 from nearkin_gateway.counting import Counted
+from nearkin_gateway.cross_origin import allow_origins
 from nearkin_gateway.handing_over import sweep_for_ever
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
@@ -94,7 +95,8 @@ def _routed(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
 def served(app: FastAPI) -> ASGIApp:
     """Return the application as a server should call it."""
     tracing = current()
-    return PathAsSent(Counted(app) if tracing is None else Traced(Counted(app), tracing))
+    counted = Counted(allow_origins(app, app.state.gateway.bounds.cors_origins))
+    return PathAsSent(counted if tracing is None else Traced(counted, tracing))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -84,7 +84,7 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Probl
                         )  # 1
                         done = Done(blob.hex())
                 except DamagedPart as err:
-                    await asyncio.to_thread(resumable.drop, staged, err.offset)
+                    await asyncio.to_thread(resumable.drop, err)
                     _log.error("upload %s: %s; waiting for the client to send them again", number, err)
                     why = f"{err}; they were dropped: ask HEAD, and send them again"
                     return Problem(409, "damaged-part", why)

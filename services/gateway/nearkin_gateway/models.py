@@ -308,11 +308,13 @@ class ResumableUpload(BaseModel):
     """How far a resumable upload is."""
 
     id: str
-    key: str
+    key: str = Field(description="Empty where a partial upload names none.")
     offset_bytes: int
     length_bytes: int
     expires: datetime
-    state: Literal["receiving", "staged", "handed-over", "failed"]
+    state: Literal["receiving", "staged", "handed-over", "failed"] = Field(
+        description="`staged`: whole; a partial upload stays so until its final upload is handed over."
+    )
     failure: str | None
     status: str | None = Field(description="Where its outcome is told, once it is handed over.")
 

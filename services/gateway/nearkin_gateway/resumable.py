@@ -4,6 +4,7 @@ uploads/ID/meta                 what it is to become; made once
 uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two writers at one offset one is refused:
                                 its bytes, then CHECK_BYTES of their BLAKE3 and offset
 uploads/ID/done                 handed over, as which attempt; or why it never will be
+uploads/ID/claim                of a partial upload: the id of the final upload that it is a part of (tus concatenation)
 
 Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread.
 """
@@ -15,7 +16,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, field
 from typing import TypeVar
 
@@ -26,6 +28,7 @@ from nearkin.errors import Corrupt, NearkinError, NotFound
 from nearkin.frozen import frozen
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.store.objects import AlreadyExists, ObjectStore
+from nearkin_gateway.problems import Problem
 
 ROOT = "uploads"
 ID_BYTES = 16
@@ -45,9 +48,9 @@ _log = logging.getLogger("nearkin.gateway")
 class DamagedPart(Corrupt):
     """A staged part is not what was written: what was staged ends before it."""
 
-    def __init__(self, offset: int, why: str) -> None:
+    def __init__(self, number: str, offset: int, why: str) -> None:
         super().__init__(f"bytes from {offset} on, which were staged, are damaged: {why}")
-        self.offset = offset
+        self.number, self.offset = number, offset
 
 
 @frozen
@@ -61,6 +64,17 @@ class Meta:
     expires_us: int
     metadata: Mapping[str, str] = field(default_factory=dict)
     sha256: str | None = None
+    upload_metadata: str = ""
+    """The header `Upload-Metadata` as the client sent it."""
+    partial: bool = False
+    """Stored as a part of a final upload only; `key` may be empty."""
+    sources: tuple[str, ...] = ()
+    """Ids of the partial uploads that a final upload concatenates, in order."""
+
+    @property
+    def final(self) -> bool:
+        """Return whether the upload is the concatenation of partial uploads."""
+        return bool(self.sources)
 
 
 @frozen
@@ -79,23 +93,37 @@ class Staged:
     meta: Meta
     parts: tuple[tuple[int, int], ...]
     done: Done | None
+    claim: str | None = None
+    """The final upload that a partial upload belongs to."""
+    sources: tuple[Staged, ...] = ()
+    """The partial uploads of a final upload that is not handed over; ends at the first one that is missing."""
 
     @property
     def offset(self) -> int:
         """Return how many bytes there are."""
         if self.done is not None:
             return self.meta.length_bytes  # its parts are gone
-        return sum(part_bytes for _, part_bytes in self.parts)
+        return sum(part_bytes for _, part_bytes in self.parts) + sum(source.offset for source in self.sources)
 
     @property
     def whole(self) -> bool:
         """Return whether nothing is missing."""
-        return self.offset == self.meta.length_bytes
+        if self.done is not None:
+            return True
+        return len(self.sources) == len(self.meta.sources) and self.offset == self.meta.length_bytes
+
+    @property
+    def pending(self) -> bool:
+        """Return whether the upload is whole and must still be handed over; partial uploads never are."""
+        return self.whole and self.done is None and not self.meta.partial
 
     @property
     def expired(self) -> bool:
-        """Return whether its time is over. One that is whole was answered so, and waits WHOLE_SECONDS for the store."""
-        waits = WHOLE_SECONDS if self.whole and self.done is None else 0
+        """Return whether its time is over. One that is whole was answered so, and waits WHOLE_SECONDS for the store.
+
+        A claimed partial upload expires with its final upload (`Resumable.sweep`).
+        """
+        waits = WHOLE_SECONDS if self.pending else 0
         return self.meta.expires_us + waits * 1_000_000 < time.time_ns() // 1000
 
 
@@ -110,17 +138,66 @@ class Resumable:
         self._suspects: dict[str, float] = {}
 
     def create(self, meta: Meta) -> str:
-        """Begin an upload; return its id. Raises StoreUnavailable; `full` tells beforehand whether there is room."""
+        """Begin an upload; return its id. Raises StoreUnavailable; `check_room` goes first."""
         number = os.urandom(ID_BYTES).hex()
         self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
         self._open += 1
         self._begun += 1
         return number
 
-    @property
-    def full(self) -> bool:
-        """Return whether as many are open as may be: as last counted, and those begun here since."""
-        return self._open >= self._uploads_max
+    def create_final(self, number: str, meta: Meta) -> Staged:
+        """Begin a final upload under an id derived from its request; a repeat returns the one there is.
+
+        1 meta  2 claims: a partial upload is removed with the final upload that claims it, and only then.
+        Raises AlreadyExists where another final upload has claimed one of the partial uploads.
+        """
+        with suppress(AlreadyExists):
+            self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())  # 1
+            self._open += 1
+            self._begun += 1
+        staged = self._load(number)
+        if staged.done is None:
+            try:
+                for source in meta.sources:
+                    self._claim(source, number)  # 2
+            except AlreadyExists:
+                self._release(meta.sources, number)
+                raise
+        return staged
+
+    def _claim(self, source: str, number: str) -> None:
+        name = f"{ROOT}/{source}/claim"
+        try:
+            self._objects.put_new(name, number.encode())
+            self._open = max(0, self._open - 1)
+        except AlreadyExists:
+            if self._objects.get(name) != number.encode():
+                raise
+
+    def _release(self, sources: Sequence[str], number: str) -> None:
+        """Take back a final upload: its partial uploads stay, without its claims."""
+        for source in sources:
+            if self._claimed_by(source, number):
+                self._objects.delete(f"{ROOT}/{source}/claim")
+                self._open += 1
+        self._objects.delete(f"{ROOT}/{number}/meta")
+        self._open = max(0, self._open - 1)
+
+    def _claimed_by(self, source: str, number: str) -> bool:
+        try:
+            return self._objects.get(f"{ROOT}/{source}/claim") == number.encode()
+        except NotFound:
+            return False
+
+    def check_room(self) -> None:
+        """Refuse one more upload where as many are open as may be, as last counted. Raises Problem 503."""
+        if self._open >= self._uploads_max:
+            raise Problem(
+                503,
+                "busy",
+                f"{self._uploads_max} resumable uploads are open, which is the most",
+                headers={"Retry-After": "60"},
+            )
 
     def load(self, tenant: str, number: str) -> Staged:
         """Return an upload of a tenant. Raises NotFound: never there, another's, expired or terminated."""
@@ -148,19 +225,21 @@ class Resumable:
 
     def read(self, staged: Staged) -> Iterator[memoryview]:
         """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
+        for source in staged.sources:
+            yield from self.read(source)
         for offset, part_bytes in staged.parts:
             try:
                 data = self._objects.get(_part(staged.id, offset))
             except Corrupt as err:
-                raise DamagedPart(offset, str(err)) from err
+                raise DamagedPart(staged.id, offset, str(err)) from err
             content = memoryview(data)[: len(data) - CHECK_BYTES]
             if len(content) != part_bytes or data[-CHECK_BYTES:] != _check(staged.id, offset, content):
-                raise DamagedPart(offset, f"{_part(staged.id, offset)} is not what was written")
+                raise DamagedPart(staged.id, offset, f"{_part(staged.id, offset)} is not what was written")
             yield content
 
-    def drop(self, staged: Staged, offset: int) -> None:
+    def drop(self, damaged: DamagedPart) -> None:
         """Remove a part that cannot be read: the chain ends before it, and goes on once it is sent again."""
-        self._objects.delete(_part(staged.id, offset))
+        self._objects.delete(_part(damaged.number, damaged.offset))
 
     def finish(self, staged: Staged, done: Done) -> Done:
         """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
@@ -171,14 +250,24 @@ class Resumable:
             done = self._done(staged.id)
         for offset, _ in staged.parts:
             self._objects.delete(_part(staged.id, offset))
+        self._remove_sources(staged.id, staged.meta)
         return done
+
+    def _remove_sources(self, number: str, meta: Meta) -> None:
+        """Remove the partial uploads that a final upload has claimed."""
+        for source in meta.sources:
+            if self._claimed_by(source, number):
+                self.remove(source)
 
     def remove(self, number: str) -> None:
         """Remove all of an upload, its meta last: until then whoever sweeps comes back to it."""
+        with suppress(NotFound, Corrupt):  # before its own meta: until then a sweep comes back to it
+            self._remove_sources(number, _parsed(_META, self._objects.get(f"{ROOT}/{number}/meta"), number))
         names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
         for name in sorted(names, key=lambda name: name.endswith("/meta")):
             self._objects.delete(name)
-        if f"{ROOT}/{number}/done" not in names:  # counted when it ended; twice, whoever drops what is done makes room
+        # Counted when it ended or was claimed; twice, whoever drops what is done makes room.
+        if not {f"{ROOT}/{number}/done", f"{ROOT}/{number}/claim"} & set(names):
             self._open = max(0, self._open - 1)
 
     def sweep(self, hand_over: Callable[[Staged], None]) -> None:
@@ -192,15 +281,26 @@ class Resumable:
             _, number, rest = (*name.split("/", 2), "", "")[:3]
             if _ID.fullmatch(number) is not None:
                 found.setdefault(number, set()).add(rest.partition("/")[0])
-        now = time.monotonic()
+        now, ended = time.monotonic(), {number for number, kinds in found.items() if "done" in kinds}
         self._suspects = {number: since for number, since in self._suspects.items() if number in found}
         still_open = 0
         for number, kinds in found.items():
             try:
-                still_open += self._swept(number, kinds, now, hand_over)
+                if "claim" in kinds:
+                    self._sweep_claimed(number, found.keys() - ended, now)
+                else:
+                    still_open += self._swept(number, kinds, now, hand_over)
             except NearkinError as err:
                 _log.warning("upload %s: not swept: %s", number, err)
         self._open = still_open + self._begun - begun  # a sweep of thousands takes long, and more begin meanwhile
+
+    def _sweep_claimed(self, number: str, finals: Set[str], now: float) -> None:
+        """Remove a claimed partial upload whose final upload has ended; `finals`: those that have not."""
+        with suppress(NotFound):  # its final upload was handed over meanwhile
+            if self._objects.get(f"{ROOT}/{number}/claim").decode(errors="replace") in finals:
+                self._suspects.pop(number, None)
+            elif self._suspect(number, now):  # a final upload may be newer than the listing
+                self.remove(number)
 
     def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> bool:
         """Return whether the upload is open."""
@@ -210,16 +310,14 @@ class Resumable:
             return False
         staged = self._load(number)
         if staged.expired:
-            _log.log(
-                logging.ERROR if staged.whole and staged.done is None else logging.INFO, "upload %s: expired", number
-            )
+            _log.log(logging.ERROR if staged.pending else logging.INFO, "upload %s: expired", number)
             self.remove(number)
             return False
         if staged.done is not None:
             if staged.parts:
                 self.finish(staged, staged.done)
             return False
-        if staged.whole and self._suspect(number, now):
+        if staged.pending and self._suspect(number, now):
             hand_over(staged)
         return True
 
@@ -229,13 +327,15 @@ class Resumable:
     def _load(self, number: str) -> Staged:
         what = f"{ROOT}/{number}/meta"
         meta = _parsed(_META, self._objects.get(what), what)
-        parts, is_done = [], False
+        parts, is_done, claim = [], False, None
         for name, size_bytes in self._objects.names(f"{ROOT}/{number}"):
             _, _, rest = name.split("/", 2)
             part = _PART.fullmatch(rest)
             if part is not None:
                 parts.append((int(part[1], 16), size_bytes - CHECK_BYTES))
             is_done |= rest == "done"
+            if rest == "claim":
+                claim = self._objects.get(name).decode(errors="replace")
         parts.sort()
         chain, end = [], 0
         for offset, part_bytes in parts:
@@ -245,7 +345,16 @@ class Resumable:
                 break
             chain.append((offset, part_bytes))
             end += part_bytes
-        return Staged(number, meta, tuple(chain if not is_done else parts), self._done(number) if is_done else None)
+        if is_done:
+            return Staged(number, meta, tuple(parts), self._done(number), claim)
+        return Staged(number, meta, tuple(chain), None, claim, self._sources(meta))
+
+    def _sources(self, meta: Meta) -> tuple[Staged, ...]:
+        found: list[Staged] = []
+        with suppress(NotFound):
+            for source in meta.sources:
+                found.append(self._load(source))
+        return tuple(found)
 
     def _done(self, number: str) -> Done:
         what = f"{ROOT}/{number}/done"

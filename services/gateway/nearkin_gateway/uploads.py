@@ -1,15 +1,16 @@
 """/v1/uploads: tus 1.0. Invariant: an offset is told only after all before it is durable in the object store.
 
-creation, creation-with-upload, checksum, expiration, termination          https://tus.io/protocols/resumable-upload
+creation, creation-with-upload, checksum, expiration, termination, concatenation
+https://tus.io/protocols/resumable-upload
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Annotated, Any
@@ -18,26 +19,38 @@ from fastapi import APIRouter, Header, Request
 from starlette.responses import JSONResponse, Response
 
 from nearkin.errors import NearkinError
-from nearkin.sources import check_key, check_metadata
 from nearkin_gateway import models
-from nearkin_gateway.access import Writer
+from nearkin_gateway.access import Caller, Writer
+from nearkin_gateway.concatenation import create_final
 from nearkin_gateway.handing_over import handed_over
 from nearkin_gateway.intake import check_open
 from nearkin_gateway.problems import TUS_VERSION, Problem, responses
 from nearkin_gateway.resumable import Meta, Staged
-from nearkin_gateway.state import gateway_of
+from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.upload_bodies import CHECKSUMS, alone, receive
+from nearkin_gateway.upload_headers import (
+    EXTENSIONS,
+    check_extensions,
+    check_version,
+    parse_concat,
+    parse_metadata,
+)
 
 VERSION = TUS_VERSION
-EXTENSIONS = "creation,creation-with-upload,checksum,expiration,termination"
 OFFSET_MEDIA = "application/offset+octet-stream"
-METADATA_CHARACTERS_MAX = 128 * 1024
 
 router = APIRouter(tags=["resumable uploads"])
 _TUS: dict[str, Any] = {"Tus-Resumable": {"schema": {"type": "string"}, "description": VERSION}}
 _OFFSET = {**_TUS, "Upload-Offset": {"schema": {"type": "integer"}, "description": "Bytes that are durable."}}
 _EXPIRES = {"Upload-Expires": {"schema": {"type": "string"}, "description": "Taken up to then."}}
 _LENGTH = {"Upload-Length": {"schema": {"type": "integer"}, "description": "Bytes of the whole."}}
+_DESCRIBED = {
+    "Upload-Metadata": {"schema": {"type": "string"}, "description": "As it was sent, where the client sent some."},
+    "Upload-Concat": {
+        "schema": {"type": "string"},
+        "description": "`partial`, or `final;` with the partial uploads; of uploads that are neither, left out.",
+    },
+}
 _ABLE = {
     **_TUS,
     "Tus-Version": {"schema": {"type": "string"}, "description": "Versions of tus, with commas between several."},
@@ -94,38 +107,29 @@ async def create(
     request: Request,
     caller: Writer,
     tus_resumable: Tus = None,
-    upload_length: Annotated[str | None, Header(description="Bytes of the whole.")] = None,
+    upload_length: Annotated[str | None, Header(description="Bytes of the whole; of a final upload left out.")] = None,
     upload_metadata: Annotated[
         str | None, Header(description="`key BASE64` and further pairs; `sha256` (hex) is checked.")
+    ] = None,
+    upload_concat: Annotated[
+        str | None,
+        Header(description="`partial`: only a part of a final upload; `final;URL URL`: these, in order, are one blob."),
     ] = None,
 ) -> Response:
     """Begin a resumable upload; a body is its first part."""
     gateway = gateway_of(request)
-    _check_version(tus_resumable)
+    check_version(tus_resumable)
+    check_extensions(request.headers)
     await check_open(gateway, caller.tenant)
-    bytes_max = int(gateway.bounds.body_bytes_max)
-    if upload_length is None or re.fullmatch("[0-9]{1,19}", upload_length, re.ASCII) is None:
-        raise Problem(400, "bad-length", "Upload-Length: want the bytes of the whole; it cannot be told later")
-    if int(upload_length) > bytes_max:
-        raise Problem(413, "too-large", f"Upload-Length {upload_length}: want at most {bytes_max}")
-    key, metadata, sha256 = _described(upload_metadata or "", gateway.bounds.key_bytes_max)
-    if gateway.resumable.full:
-        raise Problem(
-            503,
-            "busy",
-            f"{gateway.bounds.resumable_max} resumable uploads are open, which is the most",
-            headers={"Retry-After": "60"},
-        )
-    now_us = time.time_ns() // 1000
-    meta = Meta(
-        tenant=caller.tenant,
-        key=key,
-        length_bytes=int(upload_length),
-        created_us=now_us,
-        expires_us=now_us + gateway.bounds.resumable_hours * 3_600_000_000,
-        metadata=metadata,
-        sha256=sha256,
-    )
+    sources = parse_concat(upload_concat, gateway.bounds.partial_uploads_max)
+    meta = _new_meta(gateway, caller, upload_metadata or "", partial=sources == ())
+    if sources:
+        if upload_length is not None or "content-type" in request.headers:
+            raise Problem(400, "bad-concat", "a final upload has neither Upload-Length nor a body: its parts are there")
+        final = await create_final(gateway, meta, sources)
+        return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
+    meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
+    gateway.resumable.check_room()
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
     number = await asyncio.to_thread(gateway.resumable.create, meta)
     staged, offset = Staged(number, meta, (), None), 0
@@ -136,28 +140,67 @@ async def create(
             with suppress(NearkinError):
                 await asyncio.shield(asyncio.to_thread(gateway.resumable.remove, number))
             raise
-    if offset == meta.length_bytes:
+    if offset == meta.length_bytes and not meta.partial:
         await handed_over(gateway, caller.tenant, number)
     return _answer(201, Location=f"/v1/uploads/{number}", **_progress(meta, offset))
+
+
+def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial: bool) -> Meta:
+    """Return what an upload that begins now is to become, its length still to be told."""
+    described = parse_metadata(upload_metadata, gateway.bounds.key_bytes_max, needs_key=not partial)
+    now_us = time.time_ns() // 1000
+    return Meta(
+        tenant=caller.tenant,
+        key=described.key,
+        length_bytes=0,
+        created_us=now_us,
+        expires_us=now_us + gateway.bounds.resumable_hours * 3_600_000_000,
+        metadata=described.metadata,
+        sha256=described.sha256,
+        upload_metadata=upload_metadata,
+        partial=partial,
+    )
+
+
+def _length(text: str | None, bytes_max: int) -> int:
+    if text is None or re.fullmatch("[0-9]{1,19}", text, re.ASCII) is None:
+        raise Problem(400, "bad-length", "Upload-Length: want the bytes of the whole; it cannot be told later")
+    if int(text) > bytes_max:
+        raise Problem(413, "too-large", f"Upload-Length {text}: want at most {bytes_max}")
+    return int(text)
 
 
 @router.head(
     "/v1/uploads/{id}",
     response_class=Response,
-    responses={200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES, **_LENGTH}}, **_PROBLEMS},
+    responses={
+        200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES, **_LENGTH, **_DESCRIBED}},
+        **_PROBLEMS,
+    },
     operation_id="headUpload",
 )
 async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
     """Say how much of an upload is durable. One that is whole is handed over, should that not have happened."""
     gateway = gateway_of(request)
-    _check_version(tus_resumable)
+    check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
-    if staged.whole and staged.done is None:
+    if staged.pending:
         with suppress(Problem):  # a part of it is damaged, and is to be sent again: say from where
             await handed_over(gateway, caller.tenant, id)
         staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
-    return _answer(200, **length, **_progress(staged.meta, staged.offset))
+    return _answer(200, **length, **_described(staged), **_progress(staged.meta, staged.offset))
+
+
+def _described(staged: Staged) -> dict[str, str]:
+    meta, found = staged.meta, {}
+    if meta.upload_metadata:
+        found["Upload-Metadata"] = meta.upload_metadata
+    if meta.partial:
+        found["Upload-Concat"] = "partial"
+    elif meta.final:
+        found["Upload-Concat"] = "final;" + " ".join(f"/v1/uploads/{source}" for source in meta.sources)
+    return found
 
 
 @router.get("/v1/uploads/{id}", response_model=models.ResumableUpload, responses=_PROBLEMS, operation_id="getUpload")
@@ -208,7 +251,7 @@ async def patch(
 ) -> Response:
     """Add bytes at the end. The last ones hand the whole over; `GET` tells where its outcome will be."""
     gateway = gateway_of(request)
-    _check_version(tus_resumable)
+    check_version(tus_resumable)
     await check_open(gateway, caller.tenant)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OFFSET_MEDIA:
         raise Problem(415, "bad-media-type", f"Content-Type: want {OFFSET_MEDIA}")
@@ -217,8 +260,10 @@ async def patch(
         raise Problem(400, "bad-offset", "Upload-Offset: want where the body begins")
     if staged.done is not None or int(upload_offset) != staged.offset:
         raise Problem(409, "wrong-offset", f"Upload-Offset {upload_offset}: {staged.offset} bytes are there; ask HEAD")
+    if staged.meta.final:
+        raise Problem(403, "final-upload", "a final upload takes no bytes: send them to its partial uploads")
     offset = await receive(request, gateway, staged)
-    if offset == staged.meta.length_bytes:
+    if offset == staged.meta.length_bytes and not staged.meta.partial:
         await handed_over(gateway, caller.tenant, id)
     return _answer(204, **_progress(staged.meta, offset))
 
@@ -227,62 +272,26 @@ async def patch(
     "/v1/uploads/{id}",
     status_code=204,
     response_class=Response,
-    responses={204: {"description": "Gone.", "headers": _TUS}, **_PROBLEMS, **responses(423)},
+    responses={204: {"description": "Gone.", "headers": _TUS}, **_PROBLEMS, **responses(409, 423)},
     operation_id="deleteUpload",
 )
 async def terminate(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
     """Drop an upload; what was handed over before stays."""
     gateway = gateway_of(request)
-    _check_version(tus_resumable)
+    check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
+    if staged.claim is not None:
+        raise Problem(409, "claimed", f"this partial upload belongs to /v1/uploads/{staged.claim}; delete that one")
     with alone(gateway, staged.id):
         await asyncio.to_thread(gateway.resumable.remove, staged.id)
     return _answer(204)
 
 
-# --- headers ---------------------------------------------------------------------------------------------------------
-
-
-def _described(text: str, key_bytes_max: int) -> tuple[str, dict[str, str], str | None]:
-    """Return what `Upload-Metadata` says: key, metadata, SHA-256 in hex."""
-    if len(text) > METADATA_CHARACTERS_MAX:
-        raise Problem(400, "bad-metadata", f"Upload-Metadata: want at most {METADATA_CHARACTERS_MAX} characters")
-    found: dict[str, str] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = pair.partition(" ")
-        try:
-            decoded = base64.b64decode(value.strip(), validate=True).decode()
-        except ValueError as err:  # binascii.Error, UnicodeDecodeError, and what is not ASCII
-            raise Problem(400, "bad-metadata", f"Upload-Metadata {name:.60}: want base64 of UTF-8") from err
-        if name in found:
-            raise Problem(400, "bad-metadata", f"Upload-Metadata {name:.60}: is there twice")
-        found[name] = decoded
-    key = found.pop("key", None)
-    if key is None:
-        raise Problem(400, "bad-metadata", 'Upload-Metadata: want "key" with the blob\'s key in base64')
-    if len(key.encode()) > key_bytes_max:
-        raise Problem(400, "key-too-long", f"key of {len(key.encode())} bytes: want at most {key_bytes_max}")
-    check_key(key)
-    sha256 = found.pop("sha256", None)
-    if sha256 is not None and re.fullmatch("[0-9a-fA-F]{64}", sha256, re.ASCII) is None:
-        raise Problem(400, "bad-digest", "Upload-Metadata sha256: want 64 hex digits")
-    check_metadata(found)
-    return key, found, sha256
-
-
-def _check_version(given: str | None) -> None:
-    if given != VERSION:
-        raise Problem(
-            412,
-            "tus-version",
-            f"Tus-Resumable {given!s:.20}: want {VERSION}",
-            headers={"Tus-Version": VERSION},
-        )
-
-
 def _progress(meta: Meta, offset: int) -> dict[str, str]:
+    """Return the headers that say how far an upload is; a final upload has an offset only once it is whole (tus)."""
     expires = datetime.fromtimestamp(meta.expires_us / 1e6, UTC).replace(microsecond=0)
-    return {"Upload-Offset": str(offset), "Upload-Expires": format_datetime(expires, usegmt=True)}
+    progress = {} if meta.final and offset != meta.length_bytes else {"Upload-Offset": str(offset)}
+    return {**progress, "Upload-Expires": format_datetime(expires, usegmt=True)}
 
 
 def _answer(status: int, **headers: str) -> Response:

@@ -87,6 +87,8 @@ def _ruled(rule: object) -> dict[str, Any] | None:
             found = {"type": "string", "minLength": 1, "maxLength": TENANT_BYTES_MAX}
         case config_rules.OneMatch():
             found = {"type": "string", "pattern": f"^{rule.pattern}$"}
+        case config_rules.Origins():
+            found = {"type": "array", "items": {"type": "string", "minLength": 1}}
         case config_rules.TopicTenants():
             text = {"type": "string", "minLength": 1}
             found = {"anyOf": [{"type": "array", "items": text}, {"type": "object", "additionalProperties": text}]}

@@ -314,7 +314,7 @@ def _headers(data: bytes) -> object:
     from nearkin_gateway.digests import announced_sha256, metadata_of, wants_sha256
     from nearkin_gateway.keys import decoded_key
     from nearkin_gateway.ranges import check_put, not_modified, wanted_range
-    from nearkin_gateway.uploads import _described
+    from nearkin_gateway.upload_headers import parse_concat, parse_metadata
 
     lines = data.split(b"\n")
     pairs = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines[1:])]
@@ -327,7 +327,8 @@ def _headers(data: bytes) -> object:
         lambda: wanted_range(headers, info),
         lambda: not_modified(headers, info, named=True),
         lambda: check_put(headers, info),
-        lambda: _described(headers.get("upload-metadata", ""), 1024),
+        lambda: parse_metadata(headers.get("upload-metadata", ""), 1024, needs_key=True),
+        lambda: parse_concat(headers.get("upload-concat"), 16),
     ]
     for step in steps:
         try:

@@ -25,6 +25,7 @@ from nearkin.testing.waiting import until
 from nearkin.wrapping import generate
 from nearkin_gateway import handing_over
 from nearkin_gateway import resumable as stored
+from nearkin_gateway.problems import Problem
 from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Resumable, Staged
 
 MIB = 1024 * 1024
@@ -205,7 +206,7 @@ def test_options_say_what_there_is(client: httpx.Client) -> None:
     headers = client.options("/v1/uploads").headers
     assert (headers["tus-version"], headers["tus-max-size"]) == ("1.0.0", str(64 * MIB))
     assert set(headers["tus-extension"].split(",")) == {
-        "creation", "creation-with-upload", "checksum", "expiration", "termination",
+        "creation", "creation-with-upload", "checksum", "expiration", "termination", "concatenation",
     }  # fmt: skip
 
 
@@ -311,7 +312,8 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     live = resumable.create(meta(5))
     orphan = "0" * 32
     resumable.stage(orphan, 0, b"abc")
-    assert resumable.full
+    with pytest.raises(Problem):
+        resumable.check_room()
     handed: list[Staged] = []
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{late}"))
@@ -320,7 +322,7 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{orphan}"))
     assert list(objects.names(f"uploads/{live}"))
-    assert not resumable.full
+    resumable.check_room()
     assert not handed
 
 
