@@ -30,6 +30,7 @@ POLL_SECONDS = 0.5
 def collect(*, dry_run: bool, deleted_too: bool) -> None:
     """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for."""
     from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import report as report_line
     from nearkin.cli.progress import steps_bar
     from nearkin.formats.answers import gc_json
 
@@ -42,15 +43,16 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
             print_json(last)
         else:
             for line in told_lines(last):
-                say(line)
+                report_line(line)
         return
     with session.open_local(read_only=dry_run) as store, steps_bar("gc", shown=not session.as_json) as steps:
         report = store.gc(dry_run=dry_run, deleted_too=deleted_too, steps=steps)
     if session.as_json:
         print_json(gc_json(report))
     else:
+        show = say if dry_run else report_line
         for line in gc_lines(report):
-            say(line)
+            show(line)
 
 
 def _collected_by(store: RemoteStore) -> Mapping[str, Any]:

@@ -458,7 +458,8 @@ def rebuild_index() -> int:
 
     nearkin rebuild-index
     """
-    from nearkin.cli.output import print_json, rebuild_json, rebuild_lines, say
+    from nearkin.cli.output import print_json, rebuild_json, rebuild_lines
+    from nearkin.cli.output import report as report_line
     from nearkin.cli.progress import count_bar
 
     session = current_session()
@@ -468,7 +469,7 @@ def rebuild_index() -> int:
         print_json(rebuild_json(report))
     else:
         for line in rebuild_lines(report):
-            say(line)
+            report_line(line)
     return 1 if report.skipped else 0
 
 

@@ -11,7 +11,7 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
     """Delete or undelete, and print how many versions that were."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.ledger import counted
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, report
     from nearkin.printing import printable
 
     session = current_session()
@@ -21,4 +21,4 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
     if session.as_json:
         print_json({"key": key, "version": version, done: count})
     else:
-        say(f"{done} {counted(count, 'version')} of {printable(key)}")
+        report(f"{done} {counted(count, 'version')} of {printable(key)}")

@@ -51,7 +51,7 @@ def forget_versions(session: Session, prefix: str, policy: RetentionPolicy, min_
                 found = forget(store, found, "forget")
     if session.as_json:
         print_json({"dry_run": dry_run, "versions": [_json(decision) for decision in found]})
-    else:
+    elif dry_run or not session.quiet:
         _print(found, dry_run=dry_run)
     if broken:
         raise Corrupt(unreadable(broken))

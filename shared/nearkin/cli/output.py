@@ -13,6 +13,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING
 
 from nearkin.cli.ledger import counted, human_bytes, ledger_table
+from nearkin.cli.session import is_quiet
 from nearkin.formats.answers import info_json, kinds
 from nearkin.printing import printable
 
@@ -54,8 +55,20 @@ def say(line: str) -> None:
     print(line)
 
 
+def report(line: str) -> None:
+    """Print one line about what the command did to stdout; --quiet omits it, unlike what was asked for."""
+    if not is_quiet():
+        say(line)
+
+
 def notice(line: str) -> None:
-    """Print one line for people to stderr."""
+    """Print one line for people to stderr; --quiet omits it."""
+    if not is_quiet():
+        warn(line)
+
+
+def warn(line: str) -> None:
+    """Print one line about a failure to stderr, with --quiet too."""
     to_stderr(f"nearkin: {line}")
 
 

@@ -1,4 +1,4 @@
-"""Progress bars. Invariant: one is drawn on stderr only when stderr is a terminal; a pipe or `--json` gets none."""
+"""Progress bars. Invariant: drawn on stderr only if that is a terminal; never with `--json` or `--quiet`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from nearkin.cli.session import is_quiet
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -69,5 +71,7 @@ def _bars(*columns: ProgressColumn) -> Progress:
 
 
 def _is_terminal() -> bool:
+    if is_quiet():
+        return False
     # not rich's own opinion: FORCE_COLOR makes it take a pipe for a terminal
     return sys.stderr is not None and sys.stderr.isatty()

@@ -52,6 +52,8 @@ def put_one(session: Session, key: str, source: str, metadata: dict[str, str], s
     if session.as_json:
         print_json(put_json(result))
         return
+    if session.quiet:
+        return
     info = result.info
     title = f"{printable(info.key)} version {info.version}: {human_bytes(info.size_bytes)}, {info.digest}"
     print_ledger(result.ledger, result.seconds, title)
@@ -81,7 +83,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     """
     from nearkin.cli import EXIT_OK, EXIT_STORE
     from nearkin.cli.ledger import counted
-    from nearkin.cli.output import notice, print_json, print_ledger
+    from nearkin.cli.output import notice, print_json, print_ledger, warn
     from nearkin.cli.progress import bytes_bar
     from nearkin.formats.answers import ledger_json, put_json
     from nearkin.printing import printable
@@ -110,9 +112,10 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
         return code
     if not files:
         notice(f"no files below {printable(folder)}")
-    print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
+    if not session.quiet:
+        print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
     if left_out.unread:
-        notice(f"{len(left_out.unread)} could not be read and are not stored: run this again as somebody who may")
+        warn(f"{len(left_out.unread)} could not be read and are not stored: run this again as somebody who may")
     return code
 
 
@@ -128,14 +131,17 @@ class _LeftOut:
 
     def skip(self, path: str, why: str) -> None:
         """Leave out what is not meant to be stored."""
-        self._tell(path, why, "skipped", self.skipped if self._as_json else [])
+        from nearkin.cli.output import notice
+
+        self._tell(path, why, "skipped", self.skipped if self._as_json else [], notice)
 
     def cannot_read(self, path: str, why: str) -> None:
         """Leave out what should be stored."""
-        self._tell(path, why, "cannot be read", self.unread)
+        from nearkin.cli.output import warn
 
-    def _tell(self, path: str, why: str, what: str, kept: list[dict[str, str]]) -> None:
-        from nearkin.cli.output import notice
+        self._tell(path, why, "cannot be read", self.unread, warn)
+
+    def _tell(self, path: str, why: str, what: str, kept: list[dict[str, str]], show: Callable[[str], None]) -> None:
         from nearkin.printing import printable
 
         if path in self._paths:
@@ -145,7 +151,7 @@ class _LeftOut:
         if len(kept) < JSON_BLOBS_MAX:
             kept.append({"path": printable(path), "why": why})
         if not self._as_json:
-            notice(f"{what}, {why}: {printable(path)}")
+            show(f"{what}, {why}: {printable(path)}")
 
 
 def _plan_tree(

@@ -47,6 +47,7 @@ class Session:
     server: str | None = None
     config: Path | None = None
     as_json: bool = False
+    quiet: bool = False
 
     def load(self, more: Mapping[str, object] | None = None) -> tuple[Settings, dict[str, Origin]]:
         """Return the settings and where each came from; `more` is what else the command line says."""
@@ -129,7 +130,9 @@ class Session:
         """With --json stderr is for the one error object; otherwise the store may say that it rebuilds an index."""
         import logging
 
-        logging.basicConfig(format="nearkin: %(message)s", level=logging.ERROR if self.as_json else logging.WARNING)
+        logging.basicConfig(
+            format="nearkin: %(message)s", level=logging.ERROR if self.as_json or self.quiet else logging.WARNING
+        )
 
 
 @contextmanager
@@ -150,6 +153,13 @@ def current_session() -> Session:
     return session
 
 
+def is_quiet() -> bool:
+    """Return whether the running command was given --quiet; False outside of a command."""
+    context = click.get_current_context(silent=True)
+    session = None if context is None else context.find_object(Session)
+    return session is not None and session.quiet
+
+
 def _remember(context: click.Context, option: click.Parameter, value: object) -> object:
     session = context.ensure_object(Session)
     if value not in (None, False):
@@ -161,12 +171,16 @@ _SETTLE: dict[str, Any] = {"callback": _remember, "expose_value": False, "is_eag
 
 
 def json_option(command: _Command) -> _Command:
-    """Let --json stand after a command that works on no store."""
-    return click.option("--json", is_flag=True, help="Print one JSON value; errors as JSON too.", **_SETTLE)(command)
+    """Let --json and --quiet stand after a command that works on no store."""
+    quiet = click.option(
+        "-q", "--quiet", is_flag=True, help="No progress, notices or report of success; errors remain.", **_SETTLE
+    )
+    as_json = click.option("--json", is_flag=True, help="Print one JSON value; errors as JSON too.", **_SETTLE)
+    return as_json(quiet(command))
 
 
 def shared_options(command: _Command) -> _Command:
-    """Let --store, --server, --config and --json stand on either side of the command."""
+    """Let --store, --server, --config, --json and --quiet stand on either side of the command."""
     for option in (
         json_option,
         click.option(

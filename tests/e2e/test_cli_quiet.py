@@ -1,0 +1,90 @@
+"""`--quiet`: nothing is printed about success; failures and what was asked for are."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.testing.commands import InProcess, command, environment
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with open_store(tmp_path / "store") as store:
+        store.put("old", b"old")
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["put", "new", "FILE"],
+        ["put", "-r", "FOLDER"],
+        ["rm", "old"],
+        ["forget", "--keep-last", "1"],
+        ["gc"],
+        ["rebuild-index"],
+    ],
+    ids=lambda arguments: arguments[0] + ("" if "-r" not in arguments else "-r"),
+)
+@pytest.mark.parametrize("flag", ["--quiet", "-q"])
+def test_quiet_command_prints_nothing_on_success(
+    root: Path, tmp_path: Path, call: InProcess, arguments: list[str], flag: str
+) -> None:
+    """F.13: with --quiet a command that changes something prints nothing when it succeeds."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"content")
+    (folder / "link").symlink_to("file")  # skipped with a notice otherwise
+    named = {"FILE": str(folder / "file"), "FOLDER": str(folder)}
+    done = call("--store", root, *(named.get(argument, argument) for argument in arguments), flag)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_quiet_still_prints_what_was_asked_for(root: Path, call: InProcess) -> None:
+    """F.13: --quiet keeps listings, JSON answers and errors."""
+    assert call("--store", root, "-q", "ls").stdout.endswith(b"old\n")
+    assert b"no damage" in call("--store", root, "-q", "verify").stdout
+    assert b"would forget" in call("--store", root, "-q", "forget", "--keep-last", "1", "--dry-run").stdout
+    assert json.loads(call("--store", root, "-q", "--json", "rm", "old").stdout)["deleted"] == 1
+    missing = call("--store", root, "-q", "info", "nothing")
+    assert missing.returncode != 0
+    assert missing.stderr.startswith(b"nearkin: ")
+
+
+def test_quiet_names_a_file_that_cannot_be_read(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.13: a file that `put -r` could not store is a failure: --quiet names it."""
+    from nearkin.cli.putting import _LeftOut
+
+    lines: list[str] = []
+    monkeypatch.setattr("nearkin.cli.output.is_quiet", lambda: True)
+    monkeypatch.setattr("nearkin.cli.output.to_stderr", lines.append)
+    left_out = _LeftOut(as_json=False)
+    left_out.skip("link", "symbolic link")
+    left_out.cannot_read("secret", "permission denied")
+    assert lines == ["nearkin: cannot be read, permission denied: secret"]
+
+
+@pytest.mark.parametrize(("flags", "drawn"), [([], True), (["--quiet"], False)])
+def test_quiet_draws_no_progress_on_a_terminal(root: Path, tmp_path: Path, flags: list[str], drawn: bool) -> None:
+    """F.13: on a terminal a put draws a progress bar, with --quiet none."""
+    (tmp_path / "data").write_bytes(os.urandom(3_000_000))
+    controller, terminal = pty.openpty()
+    arguments = command("--store", root, *flags, "put", "data", tmp_path / "data")
+    with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
+        os.close(terminal)
+        said = b""
+        try:
+            while piece := os.read(controller, 4096):
+                said += piece
+        except OSError:  # Linux reports the closed terminal as EIO
+            pass
+        assert child.wait(60) == 0
+    os.close(controller)
+    assert (b"put" in said) == drawn
