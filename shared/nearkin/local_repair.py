@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nearkin_janitor import Choice, Repairer, Tenants
     from nearkin_janitor.given import Given, Held
     from nearkin_janitor.heal import Copies
+    from nearkin_janitor.repair import Copied
 
 _log = logging.getLogger("nearkin")
 ARENA_BYTES = 8 * 1024 * 1024
@@ -84,14 +85,14 @@ class LocalRepair:
             of_contents.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
         copies += of_contents
         copies.append(self._joined(tenants, tuple(copies)))
-        repaired = repairer.repair([damage.object_name for damage in report.damage], copies, given)
+        repaired = self._repair_all(repairer, report, copies, given)
         # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
         while repaired and report.damage:
             self.containers.forget_read()
             if any(one.object_name.startswith("manifests/") for one in repaired):
                 self.index.list_again()
             report = self.verify()
-            more = repairer.repair([damage.object_name for damage in report.damage], copies, given)
+            more = self._repair_all(repairer, report, copies, given)
             if not more:
                 break
             again = {one.object_name for one in more} <= {one.object_name for one in repaired}
@@ -111,6 +112,17 @@ class LocalRepair:
         left = sum(len(entry.chunks) for entry in kept_out.values())
         return RepairReport(tuple(repaired), report.damage, left, added, time.perf_counter() - started)
 
+    def _repair_all(
+        self, repairer: Repairer, report: VerifyReport, copies: Sequence[Copies], given: Copied
+    ) -> list[Repaired]:
+        """Repair damaged objects, then deltas whose bases stay lost; remove lost chunks that nothing refers to."""
+        damaged = [damage.object_name for damage in report.damage]
+        repaired = repairer.repair(damaged, copies, given)
+        if damaged:
+            repaired += repairer.repair_dependents(self.quarantine.read(), copies)
+            repaired += repairer.remove_unreferenced(damaged)
+        return repaired
+
     def heal_quarantined(self) -> list[Repaired]:
         """Heal what is quarantined from what was put since, found by the index. The lock is held.
 
@@ -126,6 +138,9 @@ class LocalRepair:
         repairer, tenants = self._repairer()
         copies = [IndexCopies(self.index, self.containers, tenants)]  # what was joined wants all directories read
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
+        repaired += repairer.repair_dependents({container: record[container] for container in wanted}, copies)
+        if repaired:
+            repaired += repairer.remove_unreferenced([object_name(ContainerId(container)) for container in record])
         if repaired or repairer.sound.issuperset(wanted):  # or who healed them died before it said so
             self.look_again([ContainerId(container) for container in sorted(record)], tenants)
         return repaired

@@ -242,7 +242,7 @@ class Repaired:
 
     object_name: str
     by: str
-    """`parity`, `a copy`, `copies of chunks`, or of parity itself `its object`."""
+    """`parity`, `a copy`, `copies of chunks`, of parity itself `its object`, or how lost chunks were removed."""
     chunks: int = 0
     """That were found elsewhere."""
     chunks_lost: int = 0

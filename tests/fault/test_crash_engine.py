@@ -16,13 +16,14 @@ from nearkin.records import ContainerId
 from nearkin.testing import inspection
 from nearkin.testing.crash import Campaign
 from nearkin.testing.oracle import DAY, Break, Delete, Forget, Gc, Oracle, Put, Seen, Undelete, Violation
+from nearkin.testing.soak import RunRecord
 from nearkin.testing.stores import ENCRYPTED, flip, objects, process, settings
 from nearkin.testing.victim import CHOSEN, content, perform
 
 
-def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed() -> None:
+def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed(tmp_path: Path) -> None:
     """In a process of its own: it forks, and obstore must not have been used before that."""
-    words = ["--kills", os.environ.get("SOAK_KILLS", "30")]
+    words = ["--kills", os.environ.get("SOAK_KILLS", "30"), "--runs", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "nearkin.testing.soak", *words],
         capture_output=True,
@@ -36,6 +37,34 @@ def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed() -> None:
     assert outcome["kills"] >= 30
     assert outcome["violations"] == []
     assert len(outcome["by_point"]) >= 10
+    (run,) = tmp_path.iterdir()
+    assert json.loads((run / "run.json").read_text())["outcome"] == outcome
+    assert {path.name for path in run.iterdir()} == {"run.json", "journal.jsonl"}
+
+
+def test_soak_run_with_violation_keeps_seed_calls_and_store(tmp_path: Path) -> None:
+    """F.33: A run that ends with a violation keeps its seed, the calls of each child, and the broken store."""
+    record = RunRecord(tmp_path / "runs", 7, {"kills": 3})
+    assert json.loads((record.folder / "run.json").read_text()) == {"seed": 7, "kills": 3}
+    stores = tmp_path / "stores"
+    stores.mkdir()
+
+    def plant() -> None:
+        raise Violation("planted")
+
+    outcome = Campaign(stores, 7, plant=plant, journal=record.append).run(3)
+    for name in ("store-0", "store-0-copies"):
+        (stores / name).mkdir(exist_ok=True)
+    record.finish(outcome, stores)
+    assert json.loads((record.folder / "run.json").read_text())["outcome"]["violations"] == outcome.violations
+    assert "planted" in outcome.violations[0]
+    assert {"store-0", "store-0-copies"} <= {path.name for path in record.folder.iterdir()}
+    journal = [json.loads(line) for line in (record.folder / "journal.jsonl").read_text().splitlines()]
+    assert [sorted(entry) for entry in journal] == [
+        ["settings", "store"],
+        ["child", "plan", "store"],
+        ["begun", "child", "status"],
+    ]
 
 
 def test_the_same_seed_makes_the_same_plans(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ FOUND_BYTES_MAX = 1 << 30
 """Of chunks found for one container, at most: they are held in memory until it is written."""
 Name = bytes
 """Of a chunk, 32 bytes."""
+_NO_ROWS: U32 = np.zeros(0, np.uint32)
 
 
 class Copies(Protocol):
@@ -85,21 +86,27 @@ class Healer:
         self._containers = containers.of(None)
         self._recode = recode
 
-    def healed(self, container: ContainerId, copies: Iterable[Copies]) -> Healed:
+    def healed(self, container: ContainerId, copies: Iterable[Copies], undecodable: U32 = _NO_ROWS) -> Healed:
         """Return a container whose broken blocks were filled from copies. Raises Corrupt where its directory is lost.
 
         A block whose checksum agrees is left as it is, whatever its chunks are: others may lean on just these bytes.
+        But one of `undecodable` deltas (a base is lost) is replaced by raw chunks if all its chunks are found.
         """
         directory = self._containers.directory(container)
         chunks, name = directory.chunks, object_name(container)
         records = {number: self._record(container, number) for number in np.flatnonzero(directory.blocks.raw).tolist()}
         broken = [number for number, record in records.items() if not _is_sound(record, f"{name} block {number}")]
-        rows = np.flatnonzero(chunks.there & np.isin(chunks.blocks, np.array(broken, np.uint32)))
-        wanted = frozenset(chunks.names[row].tobytes() for row in rows.tolist())
-        found = self._found(directory.domain, wanted, copies) if wanted else {}
-        if not found:
+        stranded = sorted(set(chunks.blocks[undecodable].tolist()) - set(broken))
+        rows = np.flatnonzero(chunks.there & np.isin(chunks.blocks, np.array(broken + stranded, np.uint32)))
+        names = {row: chunks.names[row].tobytes() for row in rows.tolist()}
+        found = self._found(directory.domain, frozenset(names.values()), copies) if names else {}
+        missing = {int(chunks.blocks[row]) for row, name in names.items() if name not in found}
+        moved = [number for number in stranded if number not in missing]
+        if not moved and not any(names[row] in found for row in rows.tolist() if chunks.blocks[row] in broken):
             return Healed(None, 0, len(rows))
-        return self._anew(directory, records, broken, found)
+        healed = self._anew(directory, records, broken + moved, found)
+        stays = int(np.isin(chunks.blocks[undecodable], list(missing.difference(broken))).sum())
+        return Healed(healed.data, healed.found, healed.lost + stays)
 
     def raw(self, data: bytes, copies: Iterable[Copies]) -> bytes:
         """Return a copy of a container with all deltas raw that can be decoded: how deep they were later nobody knows.

@@ -27,10 +27,12 @@ from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.parity import FOLDER, SUFFIX, ParityObjects
 from nearkin_janitor.given import Given, Needs
 from nearkin_janitor.heal import Copies, Healer
+from nearkin_janitor.lost_bases import encode_without, lost_rows, referenced_rows, undecodable_rows
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.soundness import Soundness
 
 _NONE: U32 = np.zeros(0, np.uint32)
+REMOVAL = "removal of lost chunks that nothing refers to"
 _log = logging.getLogger("nearkin")
 
 
@@ -81,6 +83,56 @@ class Repairer:
         if found:
             self._containers.forget_read()
         return found
+
+    def repair_dependents(self, unsound: Mapping[int, Condemned], copies: Sequence[Copies]) -> list[Repaired]:
+        """Store raw the deltas whose bases are lost, as far as copies have their content. Raises as `repair` does.
+
+        `unsound` is what the quarantine names. Containers are taken in the order of their bases: what is stored raw may
+        be the base that others lack.
+        """
+        found = []
+        for number in leaning_last(unsound, self._leans_on):
+            container, rows = ContainerId(number), unsound[number].chunks
+            if unsound[number].whole or not self._reads(container):
+                continue
+            rows = undecodable_rows(self._containers, self._containers.directory(container), rows)
+            done = self._heal(container, self._containers.generation(container), copies, rows) if len(rows) else None
+            if done is not None:
+                _log.warning("%s: repaired by %s", done.object_name, done.by)
+                self._containers.forget_read()
+                found.append(done)
+        return found
+
+    def remove_unreferenced(self, damaged: Iterable[str]) -> list[Repaired]:
+        """Remove lost chunks that no recipe and no delta refers to: nothing can ever read them."""
+        lost: dict[int, U32] = {}
+        for container in filter(None, map(id_of, damaged)):
+            if self._reads(container):
+                rows = lost_rows(self._containers, self._containers.directory(container))
+                lost.update({container: rows} if len(rows) else {})
+        referenced = referenced_rows(self._containers, lost) if lost else None
+        if referenced is None:
+            return []
+        found = []
+        for number, rows in lost.items():
+            container, removed = ContainerId(number), np.setdiff1d(rows, referenced[number])
+            if not len(removed):
+                continue
+            try:
+                data = encode_without(self._containers, self._containers.directory(container), removed)
+            except Corrupt as err:
+                _log.warning("%s: its lost chunks are not removed", err)
+                continue
+            self._new_generation(container, self._containers.generation(container), data)
+            self._containers.forget_read(container)
+            found.append(Repaired(object_name(container), REMOVAL, len(removed)))
+        return found
+
+    def _leans_on(self, container: int) -> list[int]:
+        try:
+            return self._containers.directory(ContainerId(container)).leans_on()
+        except Permanent:
+            return []
 
     def _object(self, name: str, copies: Sequence[Copies], given: Copied) -> Repaired | None:
         container = id_of(name)
@@ -161,9 +213,11 @@ class Repairer:
             return False
         return True
 
-    def _heal(self, container: ContainerId, generation: int, copies: Sequence[Copies]) -> Repaired | None:
+    def _heal(
+        self, container: ContainerId, generation: int, copies: Sequence[Copies], undecodable: U32 = _NONE
+    ) -> Repaired | None:
         try:
-            healed = self._healer.healed(container, copies)
+            healed = self._healer.healed(container, copies, undecodable)
         except Corrupt as err:
             _log.warning("%s: it is not healed chunk by chunk", err)
             return None

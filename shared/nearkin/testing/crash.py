@@ -118,8 +118,11 @@ class Campaign:
         variants: Sequence[Mapping[str, Mapping[str, object]]] = ({},),
         points: Sequence[str] = tuple(failpoints.STORE_POINTS),
         plant: Callable[[], None] | None = None,
+        journal: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
+        """`journal` is given what each child is to do before it starts, and how it ended."""
         self._folder = folder
+        self._journal = journal or (lambda _: None)
         self._draw = random.Random(seed)
         self._chosen = chosen
         self._variants = tuple(variants)
@@ -145,13 +148,16 @@ class Campaign:
     def _store(self, kills: int) -> None:
         root = self._folder / f"store-{self.outcome.stores}"
         oracle, before = Oracle(START), self.outcome.kills
-        self._settings = settings(self._chosen, self._variant())
+        variant = self._variant()
+        self._settings = settings(self._chosen, variant)
         self._points = tuple(point for point in self._all_points if _is_passed(point, self._settings))
+        self._journal({"store": root.name, "settings": repr(variant)})
         number = 0
         for _ in range(8 * kills):  # a count that is never reached kills nobody
             if self.outcome.kills - before >= kills or self.outcome.violations:
                 break
             plan, number = self._plan(oracle, number)
+            self._journal({"store": root.name, "child": self.outcome.children, "plan": repr(plan)})
             self._child(root, oracle, plan)
         if not self.outcome.violations:
             self._child(root, oracle, None)
@@ -289,6 +295,8 @@ class Campaign:
         self, oracle: Oracle, said: list[tuple[object, ...]], status: int, root: Path, plan: Chosen | None
     ) -> None:
         outcome = self.outcome
+        begun = [repr(more[0]) for what, *more in said if what == "begin"]
+        self._journal({"child": outcome.children, "begun": begun, "status": status})
         outcome.children += 1
         for what, *more in said:
             match what:
