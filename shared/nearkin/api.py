@@ -638,13 +638,16 @@ class Store:
             self._puts.bound_for_reading()
             give_back_free()
 
-    def erase_tenant(self, tenant: str) -> int:
-        """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there were.
+    def erase_tenant(self, tenant: str, grace_seconds: int | None = None) -> int:
+        """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there are.
 
-        Everything of other tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant
-        that has no key can never have one in this store. Raises BadInput (the store is not encrypted), StoreLocked,
-        StoreUnavailable.
+        The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (None: the setting
+        deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Everything of other
+        tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant that has no key can
+        never have one in this store. Raises BadInput (the store is not encrypted), StoreLocked, StoreUnavailable.
         """
+        if grace_seconds is None:
+            grace_seconds = self.settings.deletion.erase_grace_seconds
         if not isinstance(self._covered, EncryptedObjects):
             raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
         self._puts.check_none()
@@ -652,7 +655,7 @@ class Store:
 
         with self._index.crossing.beside():
             index = self._index.writable()
-            count = self._covered.keyring.erase(tenant)
+            count = self._covered.keyring.erase(tenant, grace_seconds)
             forget_erased(self._covered, index, tenant)
             self._containers.forget_read()
         return count

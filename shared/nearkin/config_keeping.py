@@ -175,6 +175,9 @@ class DeletionSettings:
     undelete_seconds: Annotated[int, Between(0, 315_360_000)] = 604_800
     """How long a version that is deleted from now on can be brought back, up to ten years; nothing of it is freed
     before. A week: a mistake made on a Friday is found on the Monday after the next weekend."""
+    erase_grace_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400
+    """How long `nearkin keys erase` waits before a tenant's keys are removed; until then it can be cancelled. The
+    tenant's data cannot be read or written from the start of the grace."""
 
 
 _KEPT = Between(-1, 1_000_000)

@@ -36,7 +36,7 @@ from nearkin.store.objects import check_tenant
 from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Rewriter, Steps, Tenants
 from nearkin_janitor.collect import BLOCKS_BYTES
-from nearkin_janitor.erased import sweep_erased
+from nearkin_janitor.erased import count_erasures, sweep_erased
 
 TURN_SECONDS_MAX = 60.0
 """So long, or as long as the first, a turn waits for a put; then the round ends, and what was done stays done."""
@@ -85,7 +85,13 @@ class LocalGc:
                     report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
             finally:
                 apart.forget_read()  # else 100 MB wait for the garbage collector
-            report = replace(report, freed_bytes=report.freed_bytes + erased_bytes)
+            waiting, refused = count_erasures(self.condemned.objects)
+            report = replace(
+                report,
+                freed_bytes=report.freed_bytes + erased_bytes,
+                pending_erasures=waiting,
+                refused_records=report.refused_records + refused,
+            )
             report, ended = self._with_retention(report, dry_run=False), True
             return report
         finally:
@@ -108,7 +114,7 @@ class LocalGc:
         self._check_no_manifest_is_lost()
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjects):
-            report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased()))
+            report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased(due=True)))
         return self._with_retention(report, dry_run=True)
 
     def _previewed(self, steps: Steps | None, deleted_too: bool) -> GcReport:
@@ -157,7 +163,7 @@ class LocalGc:
     def _is_erased(self, tenant: str) -> bool:
         try:
             check_tenant(self.condemned.objects, tenant)
-        except Erased:
+        except (Erased, Corrupt):  # or its erasure record does not verify: its objects are hidden
             return True
         return False
 

@@ -341,6 +341,10 @@ class GcReport:
     held: Mapping[str, int]
     """Bytes of chunks that no version names to be read and that stay, by what holds them. Only of a dry run."""
     seconds: float
+    pending_erasures: int = 0
+    """Tenants whose erasure waits for its grace to end: it can be cancelled."""
+    refused_records: int = 0
+    """Records that are not authenticated by the store's key: nothing was removed because of them."""
     forgotten: int = 0
     """Versions that the settings' policies did not keep, deleted at the end of the round."""
 

@@ -64,7 +64,7 @@ def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run)
         assert objects(filled / "store") == before
         path = os.pathsep.join(entry for entry in sys.path if entry)
         done = subprocess.run(
-            [sys.executable, "-m", "nearkin.cli", "keys", "erase", "default"],
+            [sys.executable, "-m", "nearkin.cli", "keys", "erase", "default", "--now"],
             input=typed, capture_output=True, env={**os.environ, "PYTHONPATH": path}, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stderr

@@ -46,7 +46,7 @@ def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path
     with open_store(clear, settings=CLEAR) as store:
         assert broken(store, CONTENTS) == set()
         with pytest.raises(BadInput, match="not encrypted"):
-            store.erase_tenant("default")
+            store.erase_tenant("default", 0)
 
 
 def test_a_store_whose_keys_are_gone_says_so_and_comes_back_with_them(root: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
     with open_store(root, settings=OTHER) as store:
         store.put("theirs", CONTENTS["alone", 1])
         before = objects(root)
-        assert store.erase_tenant("default") == 1
+        assert store.erase_tenant("default", 0) == 1
         assert not [name for name in objects(root) if (said := name_of(name)) and said.owner.hex() not in "".join(
             key.owner for key in store.keyring.listed()
         )]  # fmt: skip
@@ -177,7 +177,7 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
     def erase(name: str) -> None:
         if name == "ledger.written" and not erased:  # manifests are listed, and not read yet
             with open_store(root, settings=OTHER) as other:
-                erased.append(other.erase_tenant("default"))
+                erased.append(other.erase_tenant("default", 0))
 
     with open_store(root, settings=settings(OTHER, {"gc": {"mode": "hybrid"}})) as store:
         store.put("theirs", CONTENTS["alone", 1])
@@ -199,7 +199,7 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
 def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(root: Path) -> None:
     stored = objects(root)
     with open_store(root, settings=CHOSEN) as store:
-        store.erase_tenant("default")
+        store.erase_tenant("default", 0)
     shutil.rmtree(root / "keys" / "erased")  # as if it had never been said
     with open_store(root, settings=CHOSEN) as store:
         for key, version in CONTENTS:
@@ -215,7 +215,7 @@ def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(
 def test_an_erasure_counts_as_swept_only_when_no_writer_can_hold_the_key_any_more(root: Path) -> None:
     with open_store(root, settings=OTHER) as store:
         store.put("theirs", b"something")
-        store.erase_tenant("default")
+        store.erase_tenant("default", 0)
         store.gc()
         assert store.keyring.unswept()
         store.keyring._wall = lambda: time.time() + timedelta(hours=1).total_seconds()

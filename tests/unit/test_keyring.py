@@ -194,12 +194,15 @@ def test_erasing_that_was_cut_short_either_changed_nothing_or_reads_no_more(scri
 
 
 @pytest.mark.parametrize("erased_us", [float("inf"), 1e300, 253_402_300_800_000_000, -(1 << 63), "soon", None])
-def test_keys_that_were_erased_at_no_time_are_gone_all_the_same(erased_us: object) -> None:
+def test_erasure_record_of_no_time_blocks_its_owner(erased_us: object) -> None:
+    """F.22: a record that does not parse erases nothing, even if the store's key authenticates it."""
     keys = MemoryKeys()
     owner = keys.keyring.newest(DB).owner
-    keys.below.put_new(fmt.erased_name(owner), fmt.encode_erased(owner, erased_us))  # type: ignore[arg-type]
-    with pytest.raises(Erased, match="its keys were erased at 1970-01-01T00:00:00Z"):
+    data = fmt.encode_erased(owner, erased_us, 0, keys.keyring._record_key())  # type: ignore[arg-type]
+    keys.below.put_new(fmt.erased_name(owner), data)
+    with pytest.raises(Corrupt, match="not the record of an erasure"):
         keys.another().newest(DB)
+    assert [name for name in records(keys) if name.startswith(f"keys/{owner.hex()}/")]
 
 
 def test_a_key_that_is_made_while_its_tenant_is_erased_does_not_stay() -> None:

@@ -7,15 +7,19 @@ A tenant's containers lean on its own alone (I9), so no other version reads what
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol, runtime_checkable
 
-from nearkin.errors import Erased
+from nearkin import metrics
+from nearkin.fingerprints import domain_of
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.protocols import SupportsCollection
 from nearkin.store.containers import id_of
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.objects import ObjectStore
+
+_log = logging.getLogger("nearkin")
 
 FORGOTTEN_AT_ONCE = 1024
 """Containers leave the index so many at a time."""
@@ -32,7 +36,13 @@ def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callabl
 
     Raises StoreUnavailable: a later call does the rest.
     """
-    if not isinstance(objects, EncryptedObjects) or not objects.keyring.unswept():
+    if not isinstance(objects, EncryptedObjects):
+        return 0
+    for erasure in objects.keyring.erasures():
+        if erasure.problem is not None:
+            metrics.CORRUPT.labels("record").inc()
+            _log.warning("gc: %s", erasure.problem)
+    if not objects.keyring.due_erasures():
         return 0
     forget_erased(objects, index)
     check()
@@ -44,7 +54,7 @@ def forget_erased(objects: EncryptedObjects, index: SupportsCollection, tenant: 
 
     `tenant`: one of them, known by name; of others what the index lists tells.
     """
-    containers = [int(found) for found in (id_of(name) for name, _ in objects.erased()) if found is not None]
+    containers = [int(found) for found in (id_of(name) for name, _ in objects.erased(due=True)) if found is not None]
     for start in range(0, len(containers), FORGOTTEN_AT_ONCE):
         some = containers[start : start + FORGOTTEN_AT_ONCE]
         index.forget(dict.fromkeys(some), {}, some)
@@ -54,8 +64,13 @@ def forget_erased(objects: EncryptedObjects, index: SupportsCollection, tenant: 
 
 
 def _is_erased(objects: EncryptedObjects, tenant: str) -> bool:
-    try:
-        objects.check_tenant(tenant)
-    except Erased:
-        return True
-    return False
+    return objects.keyring.owner_of(domain_of(tenant)) in objects.keyring.due_erasures()
+
+
+def count_erasures(objects: ObjectStore) -> tuple[int, int]:
+    """Return (erasures in their grace, erasure records that do not verify)."""
+    if not isinstance(objects, EncryptedObjects):
+        return 0, 0
+    refused = [erasure for erasure in objects.keyring.erasures() if erasure.problem is not None]
+    waiting = len(objects.keyring.unswept() - objects.keyring.due_erasures()) - len(refused)
+    return waiting, len(refused)

@@ -37,7 +37,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
 from nearkin.store.pauses import Pauses
 from nearkin_janitor.collect import Collector
-from nearkin_janitor.erased import sweep_erased
+from nearkin_janitor.erased import count_erasures, sweep_erased
 from nearkin_janitor.rewrite import Rewriter
 
 POLL_SECONDS = 5.0
@@ -195,7 +195,14 @@ class Rounds:
         if self._forgetting is not None:
             forgotten, marks_bytes = self._forgetting(objects, self._lease.check)
             freed_bytes -= marks_bytes
-        return replace(report, forgotten=forgotten, freed_bytes=report.freed_bytes + freed_bytes)
+        waiting, refused = count_erasures(self._objects)
+        return replace(
+            report,
+            forgotten=forgotten,
+            freed_bytes=report.freed_bytes + freed_bytes,
+            pending_erasures=waiting,
+            refused_records=report.refused_records + refused,
+        )
 
     def _check_clock(self) -> None:
         """Refuse to work by a clock that is wrong: what another janitor condemned would go before its grace is over.

@@ -281,7 +281,11 @@ class Verifier:
         It leaves the index first: one that is lost is listed still.
         """
         whose = self._seen.get(name) or self._remembered.get(name)
-        return whose is None or self._lists(whose) is False
+        return whose is None or self._lists(whose) is False or self._is_closed(whose[0])
+
+    def _is_closed(self, tenant: str) -> bool:
+        """Return whether a tenant's objects are hidden: erased, or its erasure record does not verify."""
+        return isinstance(self._objects, EncryptedObjects) and self._objects.keyring.is_closed(tenant)
 
     def _records(self) -> None:
         """Read what is condemned or quarantined, and keys: whose versions a lost key touches, it alone could say."""

@@ -157,6 +157,11 @@ def gc_lines(report: GcReport) -> Iterator[str]:
             f"condemned    {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
+    if report.pending_erasures:
+        yield f"erasures     {counted(report.pending_erasures, 'tenant')} in the grace of an erasure"
+    if report.refused_records:
+        records = counted(report.refused_records, "record")
+        yield f"refused      {records} not authenticated by the store's key: `nearkin verify` names them"
     if report.forgotten:
         deleted = "would delete" if report.dry_run else "deleted"
         yield f"{deleted:<12} {counted(report.forgotten, 'version')} that retention.policies do not keep"

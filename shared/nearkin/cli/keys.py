@@ -133,18 +133,26 @@ def rewrap() -> None:
 @keys.command()
 @click.argument("tenant", metavar="TENANT")
 @click.option("--yes", is_flag=True, help="Do not ask for the tenant's name again.")
+@click.option("--now", is_flag=True, help="Remove the keys now, without deletion.erase_grace_seconds: final.")
+@click.option("--cancel", is_flag=True, help="Cancel an erasure whose grace is not over.")
 @shared_options
-def erase(tenant: str, yes: bool) -> None:
+def erase(tenant: str, yes: bool, now: bool, cancel: bool) -> None:
     """Erase a tenant: remove its data keys, so that nothing it has stored can ever be read again.
 
     nearkin keys erase db
+    nearkin keys erase db --cancel       # before deletion.erase_grace_seconds are over
+    nearkin keys erase db --now --yes    # no grace, no way back
 
-    There is no way back, and the store takes nothing from that tenant any more. Services let go of its keys within a
-    minute; `nearkin gc` frees the bytes. Copies of the store's folder keys/ made before still hold the wrapped keys.
+    The tenant is closed at once: nothing of it is read or written, services stop within a minute. Its keys are removed
+    by the first `nearkin gc` after the grace, which frees the bytes too. Copies of the store's folder keys/ made before
+    still hold the wrapped keys.
     """
     from nearkin.cli.output import notice, print_json, say
 
     session = current_session()
+    if cancel:
+        _cancel(tenant)
+        return
     if not yes:
         if session.as_json:
             raise BadInput(f"keys erase {tenant!r}: with --json say --yes, nobody is asked")
@@ -157,18 +165,34 @@ def erase(tenant: str, yes: bool) -> None:
         if typed != tenant:
             raise BadInput(f"keys erase {tenant!r}: {typed!r} was typed; nothing was erased")
     settings, _ = session.load()
+    grace_seconds = 0 if now else settings.deletion.erase_grace_seconds
     if settings.object_store.url is None:
         with session.open_local(read_only=False) as store:
-            count = store.erase_tenant(tenant)
+            count = store.erase_tenant(tenant, grace_seconds)
     else:
         with _opened() as (keyring, _):
-            count = keyring.erase(tenant)
+            count = keyring.erase(tenant, grace_seconds)
     if session.as_json:
-        print_json({"tenant": tenant, "keys": count})
+        print_json({"tenant": tenant, "keys": count, "grace_seconds": grace_seconds})
+    elif grace_seconds:
+        say(f"tenant {tenant}: closed; its {count:,} data keys are removed by the first gc after {grace_seconds:,} s")
+        say(f"until then `nearkin keys erase {tenant} --cancel` opens it again")
     else:
         say(f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed")
     if not count:
         notice(f"tenant {tenant} had none: is that the name? The store takes nothing from it from now on")
+
+
+def _cancel(tenant: str) -> None:
+    """Cancel the erasure of a tenant, and say so."""
+    from nearkin.cli.output import print_json, say
+
+    with _opened() as (keyring, _):
+        keyring.cancel_erasure(tenant)
+    if current_session().as_json:
+        print_json({"tenant": tenant, "cancelled": True})
+    else:
+        say(f"tenant {tenant}: erasure cancelled; if the index was rebuilt meanwhile run `nearkin rebuild-index`")
 
 
 @contextmanager

@@ -222,6 +222,8 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "freed_later_bytes": report.freed_later_bytes,
         "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
         "forgotten": report.forgotten,
+        "pending_erasures": report.pending_erasures,
+        "refused_records": report.refused_records,
         "held": dict(report.held) if report.dry_run else None,
         "seconds": report.seconds,
     }

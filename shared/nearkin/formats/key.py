@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import field
+from hmac import compare_digest
 from typing import Any
 
 from blake3 import blake3
@@ -24,6 +25,8 @@ from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES
 from nearkin.frozen import frozen
 
 VERSION = 1
+ERASED_VERSION = 2
+"""2 has a MAC and `due_us`."""
 FORMAT, ERASED_FORMAT, STORE_FORMAT = "nearkin-key", "nearkin-erased", "nearkin-store"
 ENCRYPTED_VERSION = 2
 """Format version of the descriptor of an encrypted store: a Nearkin from before says that it is too new."""
@@ -147,19 +150,50 @@ def decode_key(data: bytes, what: str) -> tuple[str, bytes]:
         raise Corrupt(f"{what}: not a wrapped data key") from err
 
 
-def encode_erased(owner: bytes, erased_us: int) -> bytes:
-    """Return what says that an owner's keys are erased."""
-    said = {"format": ERASED_FORMAT, "format_version": VERSION, "owner": owner.hex(), "erased_us": erased_us}
-    return _encoded(said)
+@frozen
+class ErasedRecord:
+    """What a record of an erasure says. Times are microseconds since 1970, UTC."""
+
+    erased_us: int
+    due_us: int
+    """From when on the keys are removed."""
+    authenticated: bool
+    """False for format 1, which has no MAC."""
 
 
-def decode_erased(data: bytes, what: str) -> int:
-    """Return when it was, in microseconds since 1970. Raises Corrupt, FormatTooNew."""
-    said = _decoded(data, what, ERASED_FORMAT)
+def encode_erased(owner: bytes, erased_us: int, due_us: int, mac_key: bytes, *, swept: bool = False) -> bytes:
+    """Return the record of an erasure; `swept`: the one that says that no object is left."""
+    said = {
+        "format": ERASED_FORMAT,
+        "format_version": ERASED_VERSION,
+        "owner": owner.hex(),
+        "erased_us": erased_us,
+        "due_us": due_us,
+        "swept": swept,
+    }
+    return _encoded({**said, "mac": mac_of_json(said, mac_key)})
+
+
+def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
+    """Return the record of an erasure. Raises Corrupt (also for a MAC that does not verify), FormatTooNew."""
+    said, name = _decoded(data, what, ERASED_FORMAT, ERASED_VERSION), erased_owner(what)
     try:
-        return _when(said["erased_us"])
+        if name is None or bytes.fromhex(said["owner"]) != name[0]:
+            raise Corrupt(f"{what}: is the record of owner {said['owner']:.64}: was it renamed?")
+        erased_us = _when(said["erased_us"])
+        if said["format_version"] < ERASED_VERSION:
+            return ErasedRecord(erased_us, erased_us, authenticated=False)
+        mac = bytes.fromhex(said.pop("mac"))
+        if not compare_digest(mac, bytes.fromhex(mac_of_json(said, mac_key))) or said["swept"] is not name[1]:
+            raise Corrupt(f"{what}: not authenticated by this store's key")
+        return ErasedRecord(erased_us, _when(said["due_us"]), authenticated=True)
     except (KeyError, TypeError, ValueError, OverflowError) as err:
-        raise Corrupt(f"{what}: does not say when") from err
+        raise Corrupt(f"{what}: not the record of an erasure: {err}") from err
+
+
+def mac_of_json(said: Mapping[str, object], mac_key: bytes) -> str:
+    """Return 32 hex digits: a keyed BLAKE3 MAC over all fields, whatever their order and spacing."""
+    return blake3(json.dumps(said, sort_keys=True, separators=(",", ":")).encode(), key=mac_key).hexdigest(length=16)
 
 
 def encode_envelope(sealed: bytes | memoryview) -> bytes:

@@ -139,11 +139,12 @@ class EncryptedObjects(ParityObjects):
             added += sum(stored.get(name, size_bytes) - size_bytes for name, size_bytes in self.names(folder))
         return added
 
-    def erased(self) -> list[tuple[str, int]]:
-        """Return (name, bytes with those of its parity) of the objects of erased tenants that are left: manifests and
-        marks first.
+    def erased(self, *, due: bool = False) -> list[tuple[str, int]]:
+        """Return (name, bytes with its parity) of the objects of erased tenants that exist: manifests and marks first.
+
+        `due`: only of those whose grace is over.
         """
-        found = self._sealed.erased()
+        found = self._sealed.erased(self.keyring.due_erasures() if due else self.keyring.unswept())
         parity = dict(self.inner.names(FOLDER)) if found else {}
         return [(name, size_bytes + parity.get(parity_name(name), 0)) for name, size_bytes in found]
 
@@ -156,8 +157,8 @@ class EncryptedObjects(ParityObjects):
 
         `check` is asked before each, and raises where nothing may be removed any more.
         """
-        owners = self.keyring.unswept()
-        found = self.erased()
+        owners = self.keyring.finish_erasures()
+        found = self.erased(due=True)
         for name, _ in found:
             check()
             self._stored.delete(name)

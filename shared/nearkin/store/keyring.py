@@ -2,8 +2,8 @@
 
     store key -> its own objects, and the names of owners      a tenant's keys -> its containers, manifests and marks
 
-    erase   1 say so (durable: from here on nobody makes or uses a key of that owner)   2 remove its keys   3 later: gc
-            removes what they sealed
+    erase   1 write the erasure record (durable: from here on nobody makes or uses a key of that owner)
+            2 after the grace: remove its keys   3 later: gc removes what they sealed
 
 A process looks at an owner's keys again every FRESH_SECONDS: as long may another one's rotation or erasure take to
 reach it. Two that make an owner's first key at once make two: each object says which one sealed it.
@@ -16,7 +16,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -30,6 +29,7 @@ from nearkin.formats.manifest import moment_of
 from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES, STORE_OWNER
 from nearkin.frozen import frozen
 from nearkin.store import descriptor
+from nearkin.store.erasures import Erasure, ErasureRecords
 from nearkin.store.objects import AlreadyExists
 from nearkin.store.parity import FOLDER as PARITY
 from nearkin.store.parity import ParityObjects, parity_name, read_decoded
@@ -45,6 +45,7 @@ NUMBERS_SKIPPED_MAX = 1 << 20
 Else what was sealed since is lost once that record is restored from a copy, in the place of the new one."""
 RACES_MAX = 16
 _NAMES_CONTEXT = "nearkin 2026 names of key owners"
+_RECORDS_CONTEXT = "nearkin 2026 authentication of key records"
 
 
 @frozen
@@ -67,7 +68,7 @@ class KeyInfo:
 @dataclass(slots=True)
 class _Owner:
     keys: dict[int, DataKey] = field(default_factory=dict)
-    erased_us: int | None = None
+    erasure: Erasure | None = None
     lost: bool = False
     """Keys were there, and are not any more."""
     looked: float = -1e9
@@ -91,9 +92,11 @@ class Keyring:
         self._lock = threading.RLock()
         self._owners: OrderedDict[bytes, _Owner] = OrderedDict()
         self._tenants: OrderedDict[bytes, str] = OrderedDict()
-        self._unswept: frozenset[bytes] = frozenset()
-        self._unswept_looked = -1e9
+        self._erasures: dict[bytes, Erasure] = {}
+        self._erasures_read = -1e9
+        self._records = ErasureRecords(objects, self._record_key, lambda owner: any(True for _ in self._names(owner)))
         self._naming: bytes | None = None
+        self._authenticating: bytes | None = None
 
     # --- what objects are sealed by ----------------------------------------------------------------------------------
 
@@ -185,8 +188,10 @@ class Keyring:
         if now or at - found.looked > FRESH_SECONDS:
             self._look(owner, found)
             found.looked = at
-        if found.erased_us is not None:
-            when = moment_of(found.erased_us)
+        if found.erasure is not None and found.erasure.problem is not None:
+            raise Corrupt(f"{self._named(owner)}: {found.erasure.problem}")
+        if found.erasure is not None:
+            when = moment_of(found.erasure.erased_us)
             raise Erased(
                 f"{self._named(owner)}: its keys were erased at {when:%Y-%m-%dT%H:%M:%SZ}: what they "
                 "sealed can never be read again"
@@ -194,8 +199,8 @@ class Keyring:
         return found
 
     def _look(self, owner: bytes, found: _Owner) -> None:
-        found.erased_us = None if owner == STORE_OWNER else self._erased_us(owner)
-        if found.erased_us is not None:
+        found.erasure = None if owner == STORE_OWNER else self._records.find(owner)
+        if found.erasure is not None:
             found.keys = {}
             return
         for _ in range(RACES_MAX):
@@ -203,8 +208,8 @@ class Keyring:
                 listed = self._newest_wrappings(owner)
                 keys = {number: found.keys.get(number) or self._unwrapped(name) for number, name in listed.items()}
             except NotFound:  # wrapped anew, or erased, since it was listed
-                if owner != STORE_OWNER and (erased_us := self._erased_us(owner)) is not None:
-                    found.erased_us, found.keys = erased_us, {}
+                if owner != STORE_OWNER and (erasure := self._records.find(owner)) is not None:
+                    found.erasure, found.keys = erasure, {}
                     return
                 continue
             found.lost = not keys and (found.lost or bool(found.keys))
@@ -231,22 +236,33 @@ class Keyring:
         unwrapped = self._wrapper.unwrap(wrapped_by, wrapped, fmt.context_of(name.owner, name.number))
         return fmt.data_key(name.owner, name.number, unwrapped, str(name))
 
-    def _erased_us(self, owner: bytes) -> int | None:
-        try:
-            return read_decoded(self._objects, fmt.erased_name(owner), fmt.decode_erased)
-        except NotFound:
-            return None
-        except Corrupt:  # what it says is by its name; when, is lost
-            return 0
+    def _is_erased(self, owner: bytes) -> bool:
+        """Return whether an erasure record that verifies exists."""
+        found = None if owner == STORE_OWNER else self._records.find(owner)
+        return found is not None and found.problem is None
+
+    def _is_due(self, owner: bytes) -> bool:
+        """Return whether the owner is erased and the grace of that is over."""
+        found = self._records.find(owner)
+        return found is not None and found.is_due(int(self._wall() * 1e6))
 
     def _naming_key(self) -> bytes:
         if self._naming is None:
-            with self._lock:
-                keys = self._looked_at(STORE_OWNER).keys
-                if not keys:
-                    raise Corrupt(f"{fmt.FOLDER}/{STORE_OWNER.hex()}: the store's own keys are gone: restore a copy")
-                self._naming = blake3(keys[min(keys)].secret, derive_key_context=_NAMES_CONTEXT).digest()
+            self._naming = self._derived_key(_NAMES_CONTEXT)
         return self._naming
+
+    def _record_key(self) -> bytes:
+        """Return the key that authenticates records beside the keys."""
+        if self._authenticating is None:
+            self._authenticating = self._derived_key(_RECORDS_CONTEXT)
+        return self._authenticating
+
+    def _derived_key(self, context: str) -> bytes:
+        with self._lock:
+            keys = self._looked_at(STORE_OWNER).keys
+            if not keys:
+                raise Corrupt(f"{fmt.FOLDER}/{STORE_OWNER.hex()}: the store's own keys are gone: restore a copy")
+            return blake3(keys[min(keys)].secret, derive_key_context=context).digest()
 
     def _named(self, owner: bytes) -> str:
         tenant = self._tenants.get(owner)
@@ -292,7 +308,7 @@ class Keyring:
             self._objects.put_new(str(name), fmt.encode_key(name, wrapped_by, wrapped))
         except AlreadyExists:
             return  # another process's: it is read, and used by both
-        if owner != STORE_OWNER and self._erased_us(owner) is not None:  # erased since we looked
+        if self._is_erased(owner):  # since we looked
             self._remove(str(name))
 
     def rewrap(self) -> int:
@@ -313,7 +329,7 @@ class Keyring:
                     after = KeyName(owner, number, newest.wrapping + 1)
                     by, again = self._wrapper.key_id, self._wrapper.wrap(key.unwrapped(), context)
                     self._objects.put_new(str(after), fmt.encode_key(after, by, again))  # 1
-                    if owner != STORE_OWNER and self._erased_us(owner) is not None:
+                    if owner != STORE_OWNER and self._is_due(owner):  # its keys are being removed
                         self._remove(str(after))
                         continue
                     newest, count = after, count + 1  # noqa: PLW2901
@@ -323,27 +339,45 @@ class Keyring:
                     self._remove(str(KeyName(owner, number, older)))  # 2
         return count
 
-    def erase(self, tenant: str) -> int:
-        """Erase a tenant's keys, durably; return how many there were. Again ends what was cut short.
+    def erase(self, tenant: str, grace_seconds: int = 0) -> int:
+        """Erase a tenant's keys, durably; return how many there are. Again ends what was cut short.
 
-        Other processes that hold one let go of it within FRESH_SECONDS. Raises StoreUnavailable.
+        From now on nobody reads or writes what they seal: other processes stop within FRESH_SECONDS. The keys are
+        removed once `grace_seconds` are over, by `finish_erasures`; until then `cancel_erasure` brings all back. An
+        earlier erasure keeps its grace, unless the new one is due before. Raises StoreUnavailable.
         """
         owner = self.owner_of(domain_of(tenant))
         with self._lock:
-            try:
-                said = fmt.encode_erased(owner, int(self._wall() * 1e6))
-                self._objects.put_new(fmt.erased_name(owner), said)  # 1
-            except AlreadyExists:
-                pass
-            names = list(self._names(owner))
-            for name in names:
-                self._remove(str(name))  # 2
-            # Parity of a key that died before it did: the key would come back from it.
-            for left, _ in list(self._objects.inner.names(f"{PARITY}/{fmt.FOLDER}/{owner.hex()}")):
-                self._objects.inner.delete(left)
+            now_us = int(self._wall() * 1e6)
+            made = self._records.add(owner, now_us, now_us + grace_seconds * 1_000_000)  # 1
+            numbers = {name.number for name in self._names(owner)}
+            if made.is_due(now_us):
+                self._remove_keys(owner)  # 2
             self._owners.pop(owner, None)
-            self._unswept_looked = -1e9
-        return len({name.number for name in names})
+            self._erasures_read = -1e9
+        return len(numbers)
+
+    def cancel_erasure(self, tenant: str) -> None:
+        """Cancel an erasure whose grace is not over. Raises NotFound, BadInput, StoreUnavailable."""
+        owner = self.owner_of(domain_of(tenant))
+        with self._lock:
+            self._records.cancel(owner, int(self._wall() * 1e6))
+            self._owners.pop(owner, None)
+            self._erasures_read = -1e9
+
+    def finish_erasures(self) -> frozenset[bytes]:
+        """Remove the keys of all erasures that are due; return their owners. Raises StoreUnavailable."""
+        due = self.due_erasures()
+        for owner in sorted(due):
+            self._remove_keys(owner)
+        return due
+
+    def _remove_keys(self, owner: bytes) -> None:
+        for name in list(self._names(owner)):
+            self._remove(str(name))
+        # Parity of a key that was removed without it: the key would come back from it.
+        for left, _ in list(self._objects.inner.names(f"{PARITY}/{fmt.FOLDER}/{owner.hex()}")):
+            self._objects.inner.delete(left)
 
     def _remove(self, name: str) -> None:
         """Remove a key and what could bring it back, whether or not parity is made now."""
@@ -394,11 +428,11 @@ class Keyring:
 
     def check(self, name: str) -> None:
         """Read a record as it is stored. Raises NotFound, Corrupt, FormatTooNew, ConfigError."""
-        data, said = self._objects.inner.get(name), fmt.name_of(name)
+        said = fmt.name_of(name)
         if said is None:
-            fmt.decode_erased(data, name)
+            self._records.check(name)
             return
-        wrapped_by, wrapped = fmt.decode_key(data, name)
+        wrapped_by, wrapped = fmt.decode_key(self._objects.inner.get(name), name)
         context = fmt.context_of(said.owner, said.number)
         fmt.data_key(said.owner, said.number, self._wrapper.unwrap(wrapped_by, wrapped, context), name)
 
@@ -408,25 +442,35 @@ class Keyring:
 
     # --- objects of those who are erased -----------------------------------------------------------------------------
 
-    def unswept(self) -> frozenset[bytes]:
-        """Return the erased owners of whom objects may be left, as they are or were a moment ago."""
+    def erasures(self) -> list[Erasure]:
+        """Return all erasures of which objects may be left, by owner, at most FRESH_SECONDS old."""
         with self._lock:
             at = self._clock()
-            if at - self._unswept_looked > FRESH_SECONDS:
-                erased = [fmt.erased_owner(name) for name, _ in self._objects.names(fmt.ERASED_FOLDER)]
-                swept = {said[0] for said in erased if said is not None and said[1]}
-                self._unswept = frozenset(said[0] for said in erased if said is not None) - swept
-                self._unswept_looked = at
-            return self._unswept
+            if at - self._erasures_read > FRESH_SECONDS:
+                self._erasures = self._records.all()
+                self._erasures_read = at
+            return list(self._erasures.values())
+
+    def unswept(self) -> frozenset[bytes]:
+        """Return the owners whose objects are hidden: erased, in the grace of that, or blocked by a bad record."""
+        return frozenset(erasure.owner for erasure in self.erasures())
+
+    def is_closed(self, tenant: str) -> bool:
+        """Return whether the objects of a tenant are hidden."""
+        return self.owner_of(domain_of(tenant)) in self.unswept()
+
+    def due_erasures(self) -> frozenset[bytes]:
+        """Return the erased owners whose grace is over: what is left of them may be removed."""
+        now_us = int(self._wall() * 1e6)
+        return frozenset(erasure.owner for erasure in self.erasures() if erasure.is_due(now_us))
 
     def swept(self, owner: bytes) -> None:
-        """Say that no object of an erased owner is left, once that is too long ago for anybody to write one still."""
-        erased_us = self._erased_us(owner)
-        if erased_us is None or self._wall() * 1e6 - erased_us < 4 * FRESH_SECONDS * 1e6:
+        """Record that no object of an erased owner is left, once no process can write one any more."""
+        found = self._records.find(owner)
+        if found is None or not found.is_due(int(self._wall() * 1e6) - int(4 * FRESH_SECONDS * 1e6)):
             return
-        with suppress(AlreadyExists):
-            self._objects.put_new(fmt.swept_name(owner), fmt.encode_erased(owner, erased_us))
-        self._unswept_looked = -1e9
+        self._records.add_swept(found)
+        self._erasures_read = -1e9
 
 
 def _number_after(owner: _Owner) -> int:

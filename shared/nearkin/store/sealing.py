@@ -223,9 +223,9 @@ class SealedObjects:
         One that was cut short counts as it lies there: who reads it is told.
         """
         listed = self.below.names(prefix)
-        if prefix.partition("/")[0] in OWNED and self.sealing.keyring.unswept():
+        if prefix.partition("/")[0] in OWNED and (hidden := self.sealing.keyring.unswept()):
             entries = list(listed)
-            gone = set(self._of_erased([name for name, _ in entries]))
+            gone = set(self._of_owners([name for name, _ in entries], hidden))
             listed = iter([entry for entry in entries if entry[0] not in gone])
         for name, stored_bytes in listed:
             if is_sealed(name):
@@ -259,23 +259,21 @@ class SealedObjects:
 
     # --- erased tenants ----------------------------------------------------------------------------------------------
 
-    def erased(self) -> list[tuple[str, int]]:
-        """Return (name, bytes as stored) of all objects of tenants that were erased: manifests and marks first."""
-        if not self.sealing.keyring.unswept():
+    def erased(self, owners: frozenset[bytes]) -> list[tuple[str, int]]:
+        """Return (name, bytes as stored) of all objects of these owners: manifests and marks first."""
+        if not owners:
             return []
         found = []
         for folder in reversed(OWNED):
             sizes = dict(self.below.names(folder))
-            found += [(name, sizes[name]) for name in self._of_erased(sorted(sizes))]
+            found += [(name, sizes[name]) for name in self._of_owners(sorted(sizes), owners)]
         return found
 
-    def _of_erased(self, names: Iterable[str]) -> Iterator[str]:
-        unswept = self.sealing.keyring.unswept()
-
+    def _of_owners(self, names: Iterable[str], owners: frozenset[bytes]) -> Iterator[str]:
         def is_erased(name: str) -> bool:
             try:
                 (head,) = self.below.get_ranges(name, [0], [fmt.HEAD.size])
-                return fmt.head_of(head, name).owner in unswept
+                return fmt.head_of(head, name).owner in owners
             except (NotFound, Corrupt):
                 return False
 

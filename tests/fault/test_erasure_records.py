@@ -1,0 +1,176 @@
+"""Erasures of tenants: forged or damaged records remove nothing, and an erasure waits for its grace."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import BadInput, Corrupt, Erased, NotFound
+from nearkin.formats import key as fmt
+from nearkin.wrapping import generate
+
+CONTENT = bytes(range(256)) * 400
+
+
+class Clock:
+    """Wall clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1_764_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return an encrypted store with the tenants acme and other."""
+    generate(tmp_path / "kek")
+    for tenant in ("acme", "other"):
+        with opened(tmp_path / "s", tenant) as store:
+            store.put("k", CONTENT + tenant.encode())
+    return tmp_path / "s"
+
+
+def opened(root: Path, tenant: str = "other", **more: object) -> Store:
+    settings = with_changes(
+        Settings(),
+        {
+            "tenant": tenant,
+            "storage": {"encryption": "aes-256-gcm", "key_file": str(root.parent / "kek")},
+            "gc": {"grace_seconds": 0},
+            **more,
+        },
+    )
+    return open_store(root, settings=settings)
+
+
+def objects(root: Path) -> set[str]:
+    found = (p.relative_to(root) for p in root.rglob("*") if p.is_file())
+    return {str(p) for p in found if p.parts[0] in ("containers", "manifests", "keys")}
+
+
+def owner_of(root: Path, tenant: str) -> bytes:
+    from nearkin.fingerprints import domain_of
+
+    with opened(root) as store:
+        return store.keyring.owner_of(domain_of(tenant))
+
+
+FORGERIES = {
+    "empty": lambda owner: b"",
+    "format-1": lambda owner: fmt._encoded(
+        {"format": fmt.ERASED_FORMAT, "format_version": 1, "owner": owner.hex(), "erased_us": 1}
+    ),
+    "wrong-mac": lambda owner: fmt.encode_erased(owner, 1, 1, bytes(32)),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
+    """F.22: an erasure record that the store's key does not authenticate removes nothing; it is reported."""
+    owner, before = owner_of(root, "acme"), objects(root)
+    path = root / fmt.erased_name(owner)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(FORGERIES[forgery](owner))
+    with opened(root, "acme") as store, pytest.raises(Corrupt, match=f"{fmt.erased_name(owner)}.*remove the file"):
+        store.get("k").read()
+    with opened(root) as store:
+        for _ in range(3):
+            report = store.gc()
+        assert report.refused_records == 1
+        assert [found.object_name for found in store.verify().damage] == [fmt.erased_name(owner)]
+        store.rebuild_index()
+        assert store.get("k").read() == CONTENT + b"other"
+    assert before <= objects(root)
+    path.unlink()
+    shutil.rmtree(root / "index")
+    with opened(root, "acme") as store:
+        assert store.get("k").read() == CONTENT + b"acme"
+
+
+def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:
+    """F.22: a forged record that an erased tenant is swept does not keep its objects."""
+    owner = owner_of(root, "acme")
+    with opened(root, "acme") as store:
+        store.erase_tenant("acme", 0)
+    (root / fmt.swept_name(owner)).write_bytes(fmt.encode_erased(owner, 1, 1, bytes(32), swept=True))
+    with opened(root) as store:
+        store.gc()
+        assert store.verify().erased_objects == 0
+
+
+def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
+    """F.22: within the grace the tenant is closed, nothing is removed, and a cancelled erasure leaves all readable."""
+    before = objects(root)
+    with opened(root, "acme", deletion={"erase_grace_seconds": 3600}) as store:
+        assert store.erase_tenant("acme") == 1
+        with pytest.raises(Erased):
+            store.get("k")
+    with opened(root) as store:
+        for _ in range(2):
+            report = store.gc()
+        assert (report.pending_erasures, report.refused_records) == (1, 0)
+        assert store.verify().damage == ()
+        assert before < objects(root)
+        store.keyring.cancel_erasure("acme")
+        with pytest.raises(NotFound):
+            store.keyring.cancel_erasure("acme")
+    with opened(root, "acme") as store:
+        assert store.get("k").read() == CONTENT + b"acme"
+    assert before == objects(root)
+
+
+def test_erasure_after_its_grace_removes_keys_and_objects(root: Path) -> None:
+    """F.22: once the grace is over a gc run removes the keys, then the objects; it cannot be cancelled any more."""
+    owner, clock = owner_of(root, "acme"), Clock()
+    with opened(root) as store:
+        store.keyring._wall = clock
+        store.keyring.erase("acme", 3600)
+        store.gc()
+        assert f"keys/{owner.hex()}" in {p.rpartition("/")[0] for p in objects(root)}
+        clock.now += 3601
+        with pytest.raises(BadInput, match="is over"):
+            store.keyring.cancel_erasure("acme")
+        report = store.gc()
+        assert report.pending_erasures == 0
+        assert report.freed_bytes > 0
+        assert f"keys/{owner.hex()}" not in {p.rpartition("/")[0] for p in objects(root)}
+        assert store.verify().erased_objects == 0
+        assert store.get("k").read() == CONTENT + b"other"
+
+
+def test_erase_again_without_grace_removes_keys_at_once(root: Path) -> None:
+    """F.22: an erasure that waits is shortened by a second one, and a forged record is replaced by it."""
+    owner = owner_of(root, "acme")
+    path = root / fmt.erased_name(owner)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    with opened(root) as store:
+        store.keyring.erase("acme", 3600)
+        assert len(store.keyring.erasures()) == 1
+        assert store.keyring.erasures()[0].problem is None
+        assert store.keyring.erase("acme", 7200) == 1
+        assert store.keyring.erase("acme", 0) == 1
+        assert store.keyring.erase("acme", 0) == 0
+
+
+def test_old_erasure_record_without_keys_is_still_swept(root: Path) -> None:
+    """F.22: a record of format 1 whose owner has no key left, as an older release leaves it, is still believed."""
+    owner = owner_of(root, "acme")
+    path = root / fmt.erased_name(owner)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(FORGERIES["format-1"](owner))
+    shutil.rmtree(root / "keys" / owner.hex())
+    with opened(root, "acme") as store, pytest.raises(Erased):
+        store.get("k")
+    with opened(root) as store:
+        assert store.gc().refused_records == 0
+        assert store.verify().erased_objects == 0
+        assert store.verify().damage == ()
