@@ -15,6 +15,7 @@ from nearkin.config_layers import load
 from nearkin.config_services import MonitorSettings
 from nearkin.errors import ConfigError, StoreUnavailable
 from nearkin.runners import monitor as monitoring
+from nearkin.runners import readiness
 from nearkin.runners.monitor import Monitor
 
 SETTINGS = MonitorSettings(port=0, stall_seconds=10)
@@ -48,7 +49,7 @@ def test_a_loop_that_does_no_step_for_long_is_not_live(monitor: Monitor, monkeyp
 def test_it_is_ready_once_connected_while_all_answers_and_until_it_stops(
     monitor: Monitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitoring, "CHECKED_SECONDS", 0.0)
+    monkeypatch.setattr(readiness, "VALID_SECONDS", 0.0)
     away = True
     asks = 0
 
@@ -65,7 +66,7 @@ def test_it_is_ready_once_connected_while_all_answers_and_until_it_stops(
     assert asked(monitor, "/livez").status_code == 200  # to start it again would bring back no Redis
     away = False
     assert asked(monitor, "/readyz").status_code == 200
-    monkeypatch.setattr(monitoring, "CHECKED_SECONDS", 60.0)
+    monkeypatch.setattr(readiness, "VALID_SECONDS", 60.0)
     before = asks
     assert [asked(monitor, "/readyz").status_code for _ in range(3)] == [200] * 3
     assert asks == before

@@ -18,7 +18,7 @@ from nearkin_gateway.access import Admin, Reader
 from nearkin_gateway.blobs import VersionQuery, Wait, outcome_json
 from nearkin_gateway.bodies import whole
 from nearkin_gateway.keys import Key
-from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.problems import RETRY_SECONDS, Problem, responses, without_addresses
 from nearkin_gateway.scrub_answers import scrub_json
 from nearkin_gateway.state import Gateway, gateway_of
 
@@ -177,12 +177,17 @@ async def livez() -> Response:
     "/readyz", response_model=models.Health, responses=responses(405, 431, 503), operation_id="readyz", tags=["health"]
 )
 async def readyz(request: Request) -> Response:
-    """Say whether what the gateway needs can be reached: the object store, and where uploads go."""
+    """Say whether what the gateway needs can be reached: the object store, and where uploads go.
+
+    All callers share one check, which counts for two seconds and fails after four without an answer.
+    """
     gateway = gateway_of(request)
     if gateway.stopping:
         raise Problem(503, "stopping", "this gateway is stopping")
-    await asyncio.to_thread(gateway.catalogue.check)
-    await gateway.ingest.check()
+    missing = await gateway.readiness.missing_soon()
+    if missing:
+        detail = "; ".join(f"{name}: {without_addresses(reason)}" for name, reason in missing.items())
+        raise Problem(503, "not-ready", detail, headers={"Retry-After": str(RETRY_SECONDS)})
     return JSONResponse({"status": "ok"})
 
 

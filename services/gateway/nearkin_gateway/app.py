@@ -26,7 +26,7 @@ from nearkin_gateway.state import Gateway
 from nearkin_gateway.traced import Traced
 
 THREADS_MAX = 64
-"""Blocking calls side by side: restores, listings, hashing. More wait in a queue bounded by the connections."""
+"""Blocking calls of the object store: restores, listings. More wait in a queue bounded by the connections."""
 ROUTERS = tuple(module.router for module in (blobs, deleting, admin, looking, uploads))
 _log = logging.getLogger("nearkin.gateway")
 
@@ -54,6 +54,7 @@ def create_app(gateway: Gateway) -> FastAPI:
                 task.cancel()
             await asyncio.gather(sweeper, *hand_overs, return_exceptions=True)
             await gateway.ingest.close()
+            gateway.readiness.close()
             await asyncio.to_thread(gateway.catalogue.close)
 
     app = _routed(lifespan)

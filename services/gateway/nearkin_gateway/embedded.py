@@ -41,6 +41,7 @@ from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.scrubbing import Scrubbing
 from nearkin_gateway.state import HAND_OVERS_MAX, Gateway
+from nearkin_gateway.threads import DISK
 from nearkin_gateway.tokens import token_file
 
 GROUP_BLOBS_MAX = 256
@@ -148,7 +149,7 @@ class EmbeddedIngest:
         check_metadata(intent.metadata)
         return EmbeddedUpload(self, intent)
 
-    async def check(self) -> None:
+    def check(self) -> None:
         """Raise where the writer is gone."""
         if not self._thread.is_alive():
             raise StoreUnavailable("the store's writer has stopped: start the gateway again")
@@ -164,7 +165,7 @@ class EmbeddedIngest:
         """Queue a whole body and wait until it is committed."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[PutResult] = loop.create_future()
-        await self.check()
+        self.check()
         self._queue.put_nowait(_Job(intent, source, ending, done, loop))
         # Shielded: a client that goes away now does not take the commit back.
         result = await asyncio.shield(done)
@@ -336,7 +337,7 @@ class EmbeddedUpload:
         if self._first is None and self._file is None:
             self._first = frame
             return
-        await asyncio.to_thread(self._spool, frame)
+        await DISK.run(self._spool, frame)
 
     async def finish(self, ending: Ending) -> None:
         """Commit the body."""
@@ -350,7 +351,7 @@ class EmbeddedUpload:
         """Drop the body: nothing of it has reached the store."""
         file, self._file, self._first = self._file, None, None
         if file is not None:
-            await asyncio.to_thread(file.close)  # to free the room of a large one takes long
+            await DISK.run(file.close)  # to free the room of a large one takes long
 
     def _spool(self, frame: bytes | bytearray) -> None:
         try:

@@ -73,8 +73,8 @@ class Ingest(Protocol):
     async def begin(self, intent: Intent) -> Upload:
         """Start an upload. Raises Retryable."""
 
-    async def check(self) -> None:
-        """Raise Retryable where an upload could not be taken now."""
+    def check(self) -> None:
+        """Raise Retryable where an upload could not be taken now; may block for some seconds."""
 
 
 def committed_event(intent: Intent, began: str, result: PutResult) -> dict[str, Any]:

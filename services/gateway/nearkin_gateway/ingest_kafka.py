@@ -32,9 +32,8 @@ POLL_SECONDS = 0.1
 ROOM_SECONDS = 0.02
 ROOM_SECONDS_MAX = 60.0
 """How long one message may wait for room in the producer's own queue."""
-CHECK_SECONDS = 5.0
-CHECKED_SECONDS = 2.0
-"""Readiness is asked of Kafka this often at most."""
+CHECK_SECONDS = 3.0
+"""How long Kafka may take to answer a readiness check."""
 CLOSE_SECONDS = 15.0
 MESSAGE_ROOM_BYTES = 64 * 1024
 """What an end is counted as, beside its metadata."""
@@ -58,7 +57,6 @@ class KafkaIngest:
         self._stop = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="nearkin-gateway-kafka", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._checked = 0.0
 
     def accepts(self, tenant: str) -> bool:
         """Return True: the pipeline takes all."""
@@ -84,15 +82,12 @@ class KafkaIngest:
         check_metadata(intent.metadata)
         return KafkaUpload(self, intent)
 
-    async def check(self) -> None:
-        """Raise StoreUnavailable where Kafka does not answer."""
-        if time.monotonic() - self._checked < CHECKED_SECONDS:
-            return
+    def check(self) -> None:
+        """Raise StoreUnavailable where Kafka does not answer; blocks for CHECK_SECONDS at most."""
         try:
-            await asyncio.to_thread(self._producer.list_topics, self.frames, CHECK_SECONDS)
+            self._producer.list_topics(self.frames, CHECK_SECONDS)
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
-        self._checked = time.monotonic()
 
     async def publish(self, name: str, key: bytes, value: bytes) -> None:
         """Send a message to one of TOPICS and wait until it is acknowledged. Raises StoreUnavailable."""

@@ -25,6 +25,7 @@ from nearkin_gateway.ingest import FAILED, Ending, Intent, Upload
 from nearkin_gateway.outcomes import new_id
 from nearkin_gateway.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
+from nearkin_gateway.threads import HASHING
 
 _log = logging.getLogger("nearkin.gateway")
 
@@ -173,7 +174,7 @@ async def _stream(pieces: AsyncIterator[bytearray], upload: Upload | None, with_
         assert len(frame) <= FRAME_BYTES_MAX
         size_bytes += len(frame)
         if len(frame) > HASHED_APART_BYTES:
-            await asyncio.to_thread(hash_all, frame)
+            await HASHING.run(hash_all, frame)
         else:
             hash_all(frame)
         if upload is not None:

@@ -21,6 +21,7 @@ from nearkin_gateway.bodies import json_member
 from nearkin_gateway.insight import Growth, Reduction
 from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.state import Gateway, gateway_of
+from nearkin_gateway.threads import CONTROL
 
 if TYPE_CHECKING:
     from nearkin.runners.kafka.dead_replay import DeadLetter
@@ -137,7 +138,7 @@ async def replay(request: Request, _caller: Admin) -> Response:
         raise BadInput(f"letters: want a list of 1 to {REPLAY_LETTERS_MAX}")
     if gateway.pipeline is None:
         raise Problem(404, "not-found", "all runs in this one process: there are no dead letters")
-    sent = await asyncio.to_thread(gateway.pipeline.replay, [str(name) for name in names])
+    sent = await CONTROL.run(gateway.pipeline.replay, [str(name) for name in names])
     return JSONResponse({"replayed": [f"{letter.partition}:{letter.offset}" for letter in sent]})
 
 
@@ -252,7 +253,7 @@ def growth_json(found: Growth) -> dict[str, Any]:
 
 async def pipeline_json(gateway: Gateway) -> dict[str, Any]:
     """Return lag, speed, the last hour."""
-    stages = [] if gateway.pipeline is None else await asyncio.to_thread(gateway.pipeline.stages)
+    stages = [] if gateway.pipeline is None else await CONTROL.run(gateway.pipeline.stages)
     return {
         "embedded": gateway.pipeline is None,
         "stages": [asdict(stage) for stage in stages],
@@ -263,7 +264,7 @@ async def pipeline_json(gateway: Gateway) -> dict[str, Any]:
 
 async def dead_json(gateway: Gateway) -> dict[str, Any]:
     """Return the dead letters, newest first."""
-    letters = [] if gateway.pipeline is None else await asyncio.to_thread(gateway.pipeline.letters)
+    letters = [] if gateway.pipeline is None else await CONTROL.run(gateway.pipeline.letters)
     return {"embedded": gateway.pipeline is None, "letters": [_letter_json(letter) for letter in reversed(letters)]}
 
 

@@ -103,14 +103,14 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             metrics.CORRUPT.labels("restore").inc()
             return Problem(500, "corrupt", str(err))
         case Retryable():
-            return Problem(503, "unavailable", _told(err), headers={"Retry-After": str(RETRY_SECONDS)})
+            return Problem(503, "unavailable", without_addresses(str(err)), headers={"Retry-After": str(RETRY_SECONDS)})
         case _:
             return Problem(500, "internal", "an error in the gateway; its log says more")
 
 
-def _told(err: Retryable) -> str:
+def without_addresses(text: str) -> str:
     """Return an error's text without folders and addresses of the servers behind; the log has all of it."""
-    return _PATH.sub("(a folder)", _ADDRESS.sub("(an address)", str(err)))
+    return _PATH.sub("(a folder)", _ADDRESS.sub("(an address)", text))
 
 
 def answer(request: Request, problem: Problem) -> Response:

@@ -17,7 +17,8 @@ from nearkin.config import Settings
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import ConfigError
 from nearkin.runners import tracing
-from nearkin.runners.monitor import Check, Monitor
+from nearkin.runners.monitor import Monitor
+from nearkin.runners.readiness import Check
 from nearkin_gateway.app import create_app, served
 from nearkin_gateway.protocol import bounded_protocol
 from nearkin_gateway.state import Gateway

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from nearkin.config import Settings
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import NearkinError
+from nearkin.runners.readiness import Readiness
 from nearkin.store.deletion import Deletions
 from nearkin.store.pauses import Pauses
 from nearkin_gateway.catalogue import Catalogue
@@ -86,6 +87,7 @@ class Gateway:
         self.downloads = Slots("downloads", bounds.downloads_max)
         self.explanations = Slots("explanations", EXPLANATIONS_MAX)
         self.insight = Insight(self.catalogue)
+        self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check})
         self.sessions = (
             None
             if self.tokens is None

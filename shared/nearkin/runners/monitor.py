@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -21,18 +21,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nearkin.config_services import MonitorSettings
-from nearkin.errors import ConfigError, NearkinError
+from nearkin.errors import ConfigError
+from nearkin.runners.readiness import Check, Readiness
 
 _log = logging.getLogger("nearkin.monitor")
 
 CONNECTIONS_MAX = 32
 KEEP_ALIVE_SECONDS = 75
-CHECKED_SECONDS = 2.0
-"""How long an answer of what we need counts: many may ask, each check is made once."""
 STOP_SECONDS = 5.0
-
-Check = Callable[[], None]
-"""Raises NearkinError where what it asks for is away."""
 
 
 class Pulse:
@@ -57,11 +53,8 @@ class Monitor:
     def __init__(self, settings: MonitorSettings) -> None:
         self._settings = settings
         self._pulses: dict[str, Pulse] = {}
-        self._checks: Mapping[str, Check] | None = None
+        self._readiness: Readiness | None = None
         self._stopping = False
-        self._lock = threading.Lock()
-        self._checked_at = -CHECKED_SECONDS
-        self._missing: dict[str, str] = {}
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self.port = settings.port
@@ -78,7 +71,7 @@ class Monitor:
 
     def connected(self, checks: Mapping[str, Check]) -> None:
         """Say that work begins; from now on `checks` tell whether it is ready."""
-        self._checks = checks
+        self._readiness = Readiness(checks)
 
     def stopping(self) -> None:
         """Say that it takes no more."""
@@ -90,17 +83,13 @@ class Monitor:
         return {name: seconds for name, seconds in found.items() if seconds > self._settings.stall_seconds}
 
     def missing(self) -> dict[str, str]:
-        """Return what is away, with why; asked CHECKED_SECONDS ago at most."""
-        if self._checks is None:
-            return {"servers": "still connecting"}
-        if self._stopping:
-            return {"work": "stopping"}
-        with self._lock:
-            if time.monotonic() - self._checked_at >= CHECKED_SECONDS:
-                found = {name: _reason(check) for name, check in self._checks.items()}
-                self._missing = {name: reason for name, reason in found.items() if reason is not None}
-                self._checked_at = time.monotonic()
-            return dict(self._missing)
+        """Return what is away, with why; blocks for some seconds at most (`nearkin.runners.readiness`)."""
+        if self._readiness is None or self._stopping:
+            return self._unready()
+        return self._readiness.missing()
+
+    def _unready(self) -> dict[str, str]:
+        return {"work": "stopping"} if self._readiness is not None else {"servers": "still connecting"}
 
     # --- serving -----------------------------------------------------------------------------------------------------
 
@@ -150,21 +139,15 @@ class Monitor:
         told = {name: f"no step for {seconds:.0f} s" for name, seconds in stalled.items()}
         return _health("stalled", told)
 
-    def readyz(self, _request: Request) -> Response:
-        """Say whether what the work needs is there."""
-        return _health("not ready", self.missing())
+    async def readyz(self, _request: Request) -> Response:
+        """Say whether what the work needs is there; callers that wait hold no thread that other answers need."""
+        if self._readiness is None or self._stopping:
+            return _health("not ready", self._unready())
+        return _health("not ready", await self._readiness.missing_soon())
 
     def metrics(self, _request: Request) -> Response:
         """Return what was counted."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _reason(check: Check) -> str | None:
-    try:
-        check()
-    except NearkinError as err:
-        return str(err)
-    return None
 
 
 def _health(bad: str, told: Mapping[str, str]) -> Response:

@@ -15,7 +15,7 @@ from confluent_kafka.admin import AdminClient
 from nearkin.config import Settings
 from nearkin.index.redis import RedisIndex
 from nearkin.runners.kafka.clients import connection, topic, unavailable
-from nearkin.runners.monitor import Check
+from nearkin.runners.readiness import Check
 from nearkin.store import descriptor
 from nearkin.store.opening import open_objects
 
