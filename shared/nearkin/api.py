@@ -23,10 +23,10 @@ from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of
+from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
 from nearkin.frozen import frozen
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
-from nearkin.local_puts import LocalPuts
+from nearkin.local_puts import LocalPuts, PutItem
 from nearkin.memory import give_back_free
 from nearkin.parallel import all_cores
 from nearkin.reports import (
@@ -92,6 +92,13 @@ class Item:
     source: Source
     metadata: Mapping[str, str] = field(default_factory=dict)
     sha256: bytes | None = None
+    created: datetime | None = None
+    """Creation time of a version that is copied from another store; None: the moment of the commit."""
+
+    def as_put(self) -> PutItem:
+        """Return the tuple that `LocalPuts.put` takes."""
+        created_us = None if self.created is None else us_of(self.created)
+        return self.key, self.source, self.metadata, self.sha256, created_us
 
 
 def open_store(
@@ -261,7 +268,7 @@ class Store:
         `sha256` is what the caller holds the content to be. Raises BadInput (nothing stored), StoreLocked,
         StoreUnavailable (nothing visible stored; the same put may be tried again).
         """
-        (result,) = self._puts.put([(key, source, metadata or {}, sha256)], progress)
+        (result,) = self._puts.put([(key, source, metadata or {}, sha256, None)], progress)
         return result
 
     def put_many(
@@ -269,10 +276,7 @@ class Store:
     ) -> Iterator[PutResult]:
         """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit."""
         return self._puts.put(
-            (
-                (item.key, item.source, item.metadata, item.sha256) if isinstance(item, Item) else (*item, {}, None)
-                for item in items
-            ),
+            (item.as_put() if isinstance(item, Item) else (*item, {}, None, None) for item in items),
             progress,
         )
 

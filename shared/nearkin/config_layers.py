@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 ENVIRONMENT_PREFIX = "NEARKIN_"
-OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint"})
+OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint", "from_token"})
 """`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
 FILE_BYTES_MAX = 1 << 20
 TABLES_DEPTH_MAX = 32

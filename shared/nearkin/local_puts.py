@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 BESIDE_ROUND_BYTES = 48 * MIB
 """Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
 over."""
-PutItem = tuple[str, Source, Mapping[str, str], bytes | None]
-"""Key, content, metadata, and the SHA-256 that the content is held to have."""
+PutItem = tuple[str, Source, Mapping[str, str], bytes | None, int | None]
+"""Key, content, metadata, expected SHA-256, creation time in microseconds since 1970 (None: at the commit)."""
 
 
 class LocalPuts:
@@ -178,10 +178,10 @@ class LocalPuts:
                     )
                 )
             waiting = []
-            for key, source, metadata, sha256 in items:
+            for key, source, metadata, sha256, created_us in items:
                 check_key(key)
                 check_metadata(metadata)
-                waiting.append(feed(writer, key, source, metadata, sha256, progress))
+                waiting.append(feed(writer, key, source, metadata, sha256, progress, created_us))
                 if waiting[0].done():
                     yield from (done.result() for done in waiting if done.done())
                     waiting = [pending for pending in waiting if not pending.done()]

@@ -90,11 +90,16 @@ def feed(
     metadata: Mapping[str, str],
     sha256: bytes | None,
     progress: Progress | None,
+    created_us: int | None = None,
 ) -> Future[PutResult]:
-    """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed."""
+    """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed.
+
+    `created_us`: microseconds since 1970, of a copy of an earlier version; by default the moment of the commit.
+    """
     if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
         raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
     blob = writer.begin(key, metadata, sha256)
+    blob.created_us = created_us
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:
         file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)

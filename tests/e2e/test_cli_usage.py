@@ -31,6 +31,7 @@ COMMANDS = (
     "rebuild-index",
     "explain",
     "config",
+    "copy",
     "serve",
     "token",
     "dlq",

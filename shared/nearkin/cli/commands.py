@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _HELP = {"help_option_names": ["-h", "--help"]}
 _ELSEWHERE = {
     "bench": "bench",
+    "copy": "copying",
     "dlq": "dead",
     "docs": "documents",
     "keys": "keys",

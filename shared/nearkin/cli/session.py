@@ -101,15 +101,21 @@ class Session:
             yield store
 
     @contextmanager
-    def connect(self, server: str, settings: Settings) -> Iterator[RemoteStore]:
-        """Open the store behind a server for as long as the block runs."""
+    def connect(self, server: str, settings: Settings, token: str | None = None) -> Iterator[RemoteStore]:
+        """Open the store behind a server for as long as the block runs; `token` instead of the settings' own."""
         self._log_to_stderr()
         with services_extra("--server"):
             from nearkin.client import connect
 
-            remote = connect(server, settings.token)
+            remote = connect(server, token or settings.token)
         with remote:
             yield remote
+
+    @contextmanager
+    def open_folder(self) -> Iterator[Store]:
+        """Open the local store that --store names for reading, even if a server is configured."""
+        with self._open_folder(self.load()[0], False, True) as store:
+            yield store
 
     @contextmanager
     def _open_folder(self, settings: Settings, create: bool, read_only: bool) -> Iterator[Store]:

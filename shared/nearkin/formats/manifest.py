@@ -142,6 +142,15 @@ def moment_of(us: int) -> datetime:
     return _EPOCH + timedelta(microseconds=us)
 
 
+def us_of(moment: datetime) -> int:
+    """Return microseconds since 1970; a time without a zone is UTC. Raises BadInput for a time before 1970."""
+    aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    found = (aware - _EPOCH) // timedelta(microseconds=1)
+    if found < 0:
+        raise BadInput(f"created {moment.isoformat()}: want a time from 1970 to 9999")
+    return found
+
+
 def tenant_of_manifest(data: bytes | memoryview) -> str:
     """Return the tenant of a manifest that was just encoded."""
     view = memoryview(data)

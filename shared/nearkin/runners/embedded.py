@@ -71,6 +71,8 @@ class _Blob:
     metadata: Mapping[str, str]
     sha256: bytes | None
     started: float
+    created_us: int | None = None
+    """Creation time to record; None: the moment of the commit."""
     size_bytes: int = 0
     hasher: blake3 = field(default_factory=blake3)
     segments: list[Locations] = field(default_factory=list)
@@ -384,7 +386,7 @@ class EmbeddedWriter:
                 tenant=tenant,
                 key=blob.key,
                 version=version,
-                created_us=int(self._clock() * 1e6),
+                created_us=int(self._clock() * 1e6) if blob.created_us is None else blob.created_us,
                 size_bytes=blob.size_bytes,
                 blake3=blob.hasher.digest(),
                 sha256=blob.sha256,
