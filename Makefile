@@ -8,7 +8,7 @@ INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
   $(wildcard shared/nearkin/kernels/_*.pyx shared/nearkin/kernels/*.c shared/nearkin/kernels/*.h)
 export NEARKIN_KERNELS ?= cython
 
-.PHONY: help setup demo serve test soak check up down status bench clean
+.PHONY: help setup demo serve test soak man check up down status bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 ki
 	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000
 	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000 --parity rs-8-2
 	@$(BIN)/python -m nearkin.testing.bitflips --flips 5000 --parity rs-8-2 --encrypted
+
+man: setup ## write the manual pages of the command to build/man/man1
+	@$(BIN)/nearkin docs man build/man/man1
 
 fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps what is at fault in fuzz-faults/
 	@$(BIN)/python -m nearkin.testing.fuzz --inputs 200000 --regressions tests/fuzz --keep fuzz-faults

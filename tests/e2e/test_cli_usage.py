@@ -32,6 +32,7 @@ COMMANDS = (
     "explain",
     "config",
     "copy",
+    "completion",
     "serve",
     "token",
     "dlq",

@@ -92,6 +92,11 @@ def run() -> NoReturn:
 def _run(given: list[str], as_json: bool) -> int:  # noqa: PLR0911 - one exit code per kind of failure
     from nearkin.cli.commands import nearkin
 
+    instruction = os.environ.get("_NEARKIN_COMPLETE")  # nearkin.cli.completion.COMPLETION_VARIABLE
+    if instruction:
+        from nearkin.cli.completion import complete
+
+        return complete(instruction)
     try:
         with nearkin.make_context("nearkin", list(given)) as context:
             code = nearkin.invoke(context)

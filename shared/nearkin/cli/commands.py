@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.cli.session import AsWrittenGroup, Session, current_session, shared_options
+from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, shared_options
 from nearkin.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _HELP = {"help_option_names": ["-h", "--help"]}
 _ELSEWHERE = {
     "bench": "bench",
+    "completion": "completion",
     "copy": "copying",
     "dlq": "dead",
     "docs": "documents",
@@ -48,7 +49,7 @@ class _Commands(AsWrittenGroup):
 
 
 def _show_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
+    if wanted and not context.resilient_parsing:  # completion parses a line that is not finished
         from nearkin.cli.output import print_version
 
         print_version(as_json=context.ensure_object(Session).as_json)
@@ -77,7 +78,7 @@ def nearkin() -> None:
 
 @nearkin.command(options_metavar="[OPTIONS]")
 @click.argument("key", metavar="KEY")
-@click.argument("source", metavar="FILE|-", required=False)
+@click.argument("source", metavar="FILE|-", required=False, shell_complete=complete_file)
 @click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
 @click.option("--meta", metavar="NAME=VALUE", multiple=True, help="Metadata kept with the version; repeatable.")
 @click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
@@ -116,7 +117,11 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
 @nearkin.command()
 @click.argument("key", metavar="KEY")
 @click.option(
-    "-o", "--output", metavar="FILE", help="Write here instead of stdout; replaced only once all is verified."
+    "-o",
+    "--output",
+    metavar="FILE",
+    shell_complete=complete_file,
+    help="Write here instead of stdout; replaced only once all is verified.",
 )
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.cli.session import AsWritten, Session, current_session, shared_options
+from nearkin.cli.session import AsWritten, Session, complete_folder, current_session, shared_options
 from nearkin.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ TOKEN_VARIABLE = "NEARKIN_FROM_TOKEN"  # noqa: S105 - its name
 @click.command(cls=AsWritten)
 @click.argument("patterns", metavar="[KEY|GLOB]...", nargs=-1)
 @click.option(
-    "--from", "source", metavar="SRC", required=True, help="The store to copy from: a folder or a server's URL."
+    "--from",
+    "source",
+    metavar="SRC",
+    required=True,
+    shell_complete=complete_folder,
+    help="The store to copy from: a folder or a server's URL.",
 )
 @click.option(
     "--from-config",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from nearkin.cli.session import AsWrittenGroup, current_session, services_extra, shared_options
@@ -10,10 +12,11 @@ from nearkin.cli.session import AsWrittenGroup, current_session, services_extra,
 @click.group(cls=AsWrittenGroup)
 @shared_options
 def docs() -> None:
-    """Print the documents of the interfaces, as JSON.
+    """Print interface documents and manual pages.
 
     nearkin docs openapi > openapi.json       # HTTP: what a gateway serves at /openapi.json
     nearkin docs asyncapi > asyncapi.json     # Kafka: every topic and message, as at /asyncapi.json
+    nearkin docs man ~/.local/share/man/man1  # then: man nearkin-put
     """
 
 
@@ -43,3 +46,30 @@ def asyncapi() -> None:
     with services_extra("docs"):
         from nearkin.runners.kafka.asyncapi import document
     print_json(document(current_session().load()[0]))
+
+
+@docs.command()
+@click.argument("folder", metavar="[FOLDER]", required=False, type=click.Path(path_type=Path, file_okay=False))
+@shared_options
+def man(folder: Path | None) -> None:
+    """Write the manual pages of all commands to FOLDER, or print nearkin(1).
+
+    nearkin docs man ~/.local/share/man/man1     # then: man nearkin, man nearkin-put
+    nearkin docs man | man -l -
+    """
+    from nearkin.cli.commands import nearkin
+    from nearkin.cli.ledger import counted
+    from nearkin.cli.man_pages import generate_pages
+    from nearkin.cli.output import print_json, report, say
+
+    pages = dict(generate_pages(nearkin))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    if current_session().as_json:
+        print_json({"folder": None if folder is None else str(folder), "pages": sorted(pages)})
+    elif folder is None:
+        say(pages["nearkin.1"].rstrip())
+    else:
+        report(f"{counted(len(pages), 'manual page')} written to {folder}")

@@ -16,6 +16,8 @@ import click
 from nearkin.interrupts import interrupts_wait
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from nearkin.api import Store
     from nearkin.client.remote import RemoteStore
     from nearkin.config import Settings
@@ -159,6 +161,20 @@ def current_session() -> Session:
     return session
 
 
+def complete_file(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the name of a file."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_folder(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the name of a folder."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="dir")]
+
+
 def is_quiet() -> bool:
     """Return whether the running command was given --quiet; False outside of a command."""
     context = click.get_current_context(silent=True)
@@ -203,7 +219,11 @@ def shared_options(command: _Command) -> _Command:
             **_SETTLE,
         ),
         click.option(
-            "--store", metavar="FOLDER", help="Folder or file:// URL of the store [NEARKIN_STORE].", **_SETTLE
+            "--store",
+            metavar="FOLDER",
+            help="Folder or file:// URL of the store [NEARKIN_STORE].",
+            shell_complete=complete_folder,
+            **_SETTLE,
         ),
     ):
         command = option(command)
