@@ -66,6 +66,7 @@ from nearkin.store.objects import AlreadyExists, LocalObjects, check_tenant, syn
 from nearkin.store.opening import as_set, local_objects
 from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
+from nearkin.store.private_files import make_private_folders
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubStates
 from nearkin.store.shown import check_newest, shown, units, with_unnamed
@@ -122,7 +123,8 @@ def open_store(
         if not create or read_only:
             raise NotFound(f"store {root}: there is none (no {descriptor.NAME}); put something to make one")
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            if not root.is_dir():
+                make_private_folders(root)
             sync_folder(root.parent)
         except OSError as err:
             raise StoreUnavailable(f"store {root}: {err.strerror}") from err

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,12 +37,15 @@ from nearkin.reports import RebuildReport
 from nearkin.store.containers import ContainerStore
 from nearkin.store.crossing import Crossing
 from nearkin.store.deletion import Notes
+from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.lock import ROUND, WRITING, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects, ObjectStore, sync_folder
+from nearkin.store.private_files import remove_tree, tighten_modes
 
 if TYPE_CHECKING:  # a get needs no index
     from nearkin.index.catalog import CatalogEntry
+    from nearkin.index.entry_names import EntryNames
     from nearkin.index.forgetting import Found
     from nearkin.index.lmdb import LmdbIndex
     from nearkin_janitor import Unsound
@@ -52,6 +55,10 @@ _log = logging.getLogger("nearkin")
 BESIDE_SECONDS = 10.0
 """So long a turn waits at least for what else writes here: it is no put, which is asked for before, and short."""
 FORGETTING = "forgetting what is broken"
+REBUILD_OUTDATED = (
+    "was made by an older version of Nearkin, or under other keys (older ones may hold memory of the process and, of "
+    "an encrypted store, key names in clear)"
+)
 SKIPPED_NAMED = 5
 """So many objects that an index made anew lacks are named, where nobody asked for it."""
 READ_TRIES_MAX = 8
@@ -77,6 +84,7 @@ class LocalIndex(Notes):
         self._fresh = root / "index.new"
         self._raw = raw
         self._map_bytes = int(settings.index.map_bytes)
+        self._names = entry_names_of(objects)
         self._domain = fingerprinter(settings.tenant).domain
         self._containers = containers
         self._manifests = manifests
@@ -105,6 +113,8 @@ class LocalIndex(Notes):
         """Why the index could not be read when `remembered` was asked last."""
         self.crossing = Crossing(str(root))
         self._index: LmdbIndex | None = None
+        self._is_outdated = False
+        """Whether the index that is to be rebuilt was made by an older version."""
         self.putting = False
         """Whether a put is at work, and adds to the index itself."""
         self._puts = 0
@@ -379,8 +389,8 @@ class LocalIndex(Notes):
 
         with self._changing:
             self._take_lock()
-        shutil.rmtree(self._fresh, ignore_errors=True)
-        index = LmdbIndex(self._fresh, self._domain, self._map_bytes, durable=False)
+        remove_tree(self._fresh)
+        index = LmdbIndex(self._fresh, self._domain, self._map_bytes, durable=False, names=self._names())
         try:
             report = self._mending.make(index, progress)
             failpoint("rebuild.complete")
@@ -389,10 +399,7 @@ class LocalIndex(Notes):
         with self._changing:
             self._replaced(None)
             self._said = False
-            if self._folder.is_dir() and not self._folder.is_symlink():
-                shutil.rmtree(self._folder, ignore_errors=True)
-            else:  # whatever stands in its place
-                self._folder.unlink(missing_ok=True)
+            remove_tree(self._folder)
             failpoint("rebuild.removed")
             try:
                 os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
@@ -475,8 +482,18 @@ class LocalIndex(Notes):
             self._lock.acquire(wait_seconds, what)
             self._held = what
             if what != ROUND:
-                self._raw.sweep_scratch()
+                self._prepare_folders()
             self._containers.forget_read()  # containers may have gone meanwhile
+
+    def _prepare_folders(self) -> None:
+        """Remove what dead writers left; take access from others that older versions gave: once for each lock."""
+        try:
+            self._raw.sweep_scratch()
+            tighten_modes(self._folder.parent, (self._folder, self._folder / "gc"))
+        except BaseException:
+            self._held = ""
+            self._lock.release()
+            raise
 
     def _opened(self) -> LmdbIndex:
         """Return the index for writing: the lock is held."""
@@ -510,7 +527,12 @@ class LocalIndex(Notes):
     def _complete(self) -> LmdbIndex | None:
         index = self._open(read_only=False)
         if not index.complete:
-            if next(self._containers.ids(), None) is not None or next(self._manifests.names(), None) is not None:
+            self._is_outdated = index.is_outdated
+            if (
+                self._is_outdated
+                or next(self._containers.ids(), None) is not None
+                or next(self._manifests.names(), None) is not None
+            ):
                 index.close()
                 return None
             index.mark_complete()
@@ -518,9 +540,8 @@ class LocalIndex(Notes):
 
     def _rebuilt(self) -> LmdbIndex:
         started = time.perf_counter()
-        _log.warning(
-            "index of %s is missing or unfinished: rebuilding it from containers and manifests", self._folder.parent
-        )
+        why = REBUILD_OUTDATED if self._is_outdated else "is missing or unfinished"
+        _log.warning("index of %s %s: rebuilding it from containers and manifests", self._folder.parent, why)
         report = self.rebuild()
         _log.warning("index rebuilt in %.1f s", time.perf_counter() - started)
         for name in report.skipped[:SKIPPED_NAMED]:
@@ -537,4 +558,16 @@ class LocalIndex(Notes):
         with interrupts_wait():
             from nearkin.index.lmdb import LmdbIndex
 
-        return LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only)
+        return LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
+
+
+def entry_names_of(objects: ObjectStore) -> Callable[[], EntryNames]:
+    """Return what gives the names under which a store's index keeps versions; asked for only once it is opened."""
+
+    @cache
+    def names() -> EntryNames:
+        from nearkin.index.entry_names import PLAIN_NAMES, SealedNames
+
+        return SealedNames(objects.keyring.index_secret()) if isinstance(objects, EncryptedObjects) else PLAIN_NAMES
+
+    return names

@@ -293,11 +293,10 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_bad_sector_is_damage_of_the_object_and_no_outage(tmp_path: Path) -> None:
+    with pytest.raises(Corrupt, match=r"mem: the device cannot read it \(Input/output error\)"):
+        LocalObjects(Path("/proc/self")).get_ranges("mem", [0], [10])  # EIO, as a bad sector is
     store = LocalObjects(tmp_path)
     store.put_new("a/good", b"1")
-    (tmp_path / "a/bad").symlink_to("/proc/self/mem")  # reading it at 0 is EIO, as a bad sector is
-    with pytest.raises(Corrupt, match=r"a/bad: the device cannot read it \(Input/output error\)"):
-        store.get_ranges("a/bad", [0], [10])
     assert store.get("a/good") == b"1"
 
 

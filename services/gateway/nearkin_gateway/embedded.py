@@ -33,6 +33,7 @@ from nearkin.runners.kafka.hot import HotSettings
 from nearkin.sources import check_key, check_metadata
 from nearkin.store import descriptor
 from nearkin.store.opening import as_set, local_objects
+from nearkin.store.private_files import make_private_folder
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ending, Intent, committed_event
@@ -158,7 +159,7 @@ class EmbeddedIngest:
     def scratch(self) -> Path:
         """Return the folder where bodies wait, on the store's own device."""
         folder = self._store.root / "tmp"
-        folder.mkdir(exist_ok=True)
+        make_private_folder(folder)
         return folder
 
     async def commit(self, intent: Intent, source: BinaryIO, ending: Ending) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from nearkin.errors import BadInput, ConfigError, NotFound, choose
 from nearkin.frozen import frozen
+from nearkin.store.private_files import open_private
 from nearkin.tenants import tenant_problem
 
 SCOPES = ("read", "write", "delete", "admin")
@@ -220,7 +221,7 @@ def _locked(path: Path) -> Iterator[None]:
     """Let one change the file at a time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f"{path.name}.lock").open("w")
+        lock = os.fdopen(open_private(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT), "r+b")
     except OSError as err:
         raise BadInput(f'tokens file "{path}": {err.strerror}') from err
     with lock:

@@ -12,7 +12,6 @@ from struct import Struct
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin.formats.columns import CHECK_BYTES, check_bytes
@@ -100,15 +99,3 @@ def rows_of(array: U8, width: int) -> list[bytes]:
     """Return the rows of uint8[n, width], in whatever shape they come."""
     rows: list[bytes] = np.ascontiguousarray(array).reshape(-1, width).view(f"V{width}").ravel().tolist()
     return rows
-
-
-def tenant_head(tenant: str) -> bytes:
-    """Return what all keys of a tenant's versions begin with."""
-    return blake3(tenant.encode()).digest(length=8)
-
-
-def version_key(tenant: str, key: str, version: int) -> bytes:
-    """Return the key of a version: in the order of blob keys, of one by version."""
-    encoded = key.encode()
-    digest = blake3(encoded).digest(length=16)
-    return tenant_head(tenant) + encoded[:KEY_HEAD_BYTES] + b"\0" + digest + version.to_bytes(8, "big")

@@ -20,6 +20,7 @@ import lmdb
 
 from nearkin import tally
 from nearkin.errors import IndexDamaged, IndexUnfinished, NoRoom, StoreUnavailable
+from nearkin.store.private_files import FILE_MODE, check_no_link, make_private_folders, open_private
 
 READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
@@ -103,7 +104,9 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
     try:
         with _LOCK:
             if writable:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_private_folders(folder)
+            for path in (folder, folder / "data.mdb", folder / "lock.mdb"):
+                check_no_link(path)
             file = _file(folder)
             shared = _OPEN.get(file) if file is not None else None
             if any(left.file == file for left in _PARENTS):  # LMDB has it open here, and cannot have it twice
@@ -167,7 +170,8 @@ def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> E
         "max_dbs": 16,
         "lock": True,
         "readahead": False,
-        "meminit": False,
+        "meminit": True,  # else pages carry whatever the process had in freed memory into the file
+        "mode": FILE_MODE,
         "max_readers": READERS_MAX,
         "sync": durable,
     }
@@ -201,7 +205,7 @@ def _reserve_lock(folder: Path) -> None:
         return
     path = folder / "lock.mdb"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError:  # LMDB says why, or does without
         return
     try:
@@ -224,8 +228,11 @@ def _fill_up(env: Any, folder: Path) -> None:
     path = folder / "data.mdb"
     size_bytes = path.stat().st_size
     if size_bytes < needed_bytes:
-        with path.open("r+b") as file:  # fallocate never shrinks what a writer may have extended meanwhile
-            os.posix_fallocate(file.fileno(), size_bytes, needed_bytes - size_bytes)
+        descriptor = open_private(path, os.O_RDWR)
+        try:  # fallocate never shrinks what a writer may have extended meanwhile
+            os.posix_fallocate(descriptor, size_bytes, needed_bytes - size_bytes)
+        finally:
+            os.close(descriptor)
 
 
 def _file(folder: Path) -> tuple[int, int] | None:

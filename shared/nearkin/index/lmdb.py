@@ -5,7 +5,7 @@ features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       in sorte
 segments    segment id 20               -> container 8, ordinal 4       in sorted runs
 counts      container 8, ordinal 4      -> how many versions hold that segment, 4
 containers  container 8 (big-endian)    -> check of table, key and value 8, ContainerSummary as JSON
-versions    key order 8 + key..., 8     -> check of table, key and value 8, manifest's bytes, ledger and times as JSON
+versions    tenant 8, key..., version 8 -> manifest's bytes, ledger, times: sealed or not (entry_names.py)
 meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 """
 
@@ -32,7 +32,6 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.entries import (
-    KEY_HEAD_BYTES,
     MARK_HEAD,
     MARKED,
     KeyedPlaces,
@@ -43,9 +42,8 @@ from nearkin.index.entries import (
     held_segments,
     marks_under,
     rows_of,
-    tenant_head,
-    version_key,
 )
+from nearkin.index.entry_names import PLAIN_NAMES, EntryNames
 from nearkin.index.environments import DAMAGE, Environment, acquire, damaged, forked, release
 from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
@@ -53,8 +51,9 @@ from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns,
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 from nearkin.reports import Ledger
 
-VERSION = 5
-"""Of an index of another version the store makes a new one, as if it were lost."""
+VERSION = 6
+"""Of an index of another version the store makes a new one, as if it were lost. Before 6 its pages carried memory of
+the process that wrote them, and names of an encrypted store in clear."""
 TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
 Entry = tuple[bytes, bytes]
 _COUNT = Struct("<I")
@@ -75,9 +74,21 @@ class LmdbIndex:
     """The embedded index: one folder, one writer, many readers."""
 
     def __init__(
-        self, folder: Path, domain: bytes, map_bytes: int, *, read_only: bool = False, durable: bool = True
+        self,
+        folder: Path,
+        domain: bytes,
+        map_bytes: int,
+        *,
+        read_only: bool = False,
+        durable: bool = True,
+        names: EntryNames = PLAIN_NAMES,
     ) -> None:
-        """Not `durable`: nothing is, until `mark_complete`; for an index that counts only once it is complete."""
+        """Not `durable`: nothing is, until `mark_complete`; for an index that counts only once it is complete.
+
+        `names`: how versions are named in it; one that was made under others is not complete.
+        """
+        self._names = names
+        self._whole = str(VERSION).encode() + names.marker
         self.read_only = read_only
         self._durable = durable
         self._domain = domain
@@ -218,9 +229,9 @@ class LmdbIndex:
         """Add versions, each with its manifest's bytes, in one transaction."""
         with self._writing() as txn:
             for manifest, manifest_bytes in versions:
-                key = version_key(manifest.tenant, manifest.key, manifest.version)
+                key = self._names.version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-                said = encode_fields("versions", key, {"tenant": manifest.tenant, **fields_of(entry)})
+                said = self._names.encode(key, {"tenant": manifest.tenant, **fields_of(entry)})
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
                 held = held_segments(manifest)
@@ -232,7 +243,7 @@ class LmdbIndex:
         """Take versions out of the catalog and count their segments no more, in one transaction."""
         with self._writing() as txn:
             for version in versions:
-                key = version_key(version.tenant, version.key, version.version)
+                key = self._names.version_key(version.tenant, version.key, version.version)
                 name = MARK_HEAD + key
                 if version.marks_bytes:
                     txn.put(name, MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
@@ -251,7 +262,7 @@ class LmdbIndex:
     def forget_tenants(self, tenants: Collection[str]) -> None:
         """Let go of tenants' versions, and of all that is known of marks, in one transaction."""
         with self._writing() as txn:
-            for head in map(tenant_head, tenants):
+            for head in map(self._names.tenant_head, tenants):
                 drop_under(txn, self._versions, head)
                 drop_under(txn, self._meta, MARK_HEAD + head)
 
@@ -259,7 +270,7 @@ class LmdbIndex:
         """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
         with self._writing() as txn:
             for mark in marks:
-                name = MARK_HEAD + version_key(mark.tenant, mark.key, mark.version)
+                name = MARK_HEAD + self._names.version_key(mark.tenant, mark.key, mark.version)
                 held, _ = MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
                 if mark.sequence > held:
                     txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
@@ -268,7 +279,7 @@ class LmdbIndex:
         """Put what is known of marks in place of what was noted, lower or not; sequence 0: there are none."""
         with self._writing() as txn:
             for mark in marks:
-                name = MARK_HEAD + version_key(mark.tenant, mark.key, mark.version)
+                name = MARK_HEAD + self._names.version_key(mark.tenant, mark.key, mark.version)
                 if mark.sequence:
                     txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
                 else:
@@ -276,7 +287,7 @@ class LmdbIndex:
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""
-        start = version_key(tenant, key, 0)
+        start = self._names.version_key(tenant, key, 0)
         found = []
         with self._reading() as txn:
             cursor = txn.cursor(self._versions)
@@ -289,7 +300,7 @@ class LmdbIndex:
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version."""
-        found = [entry for _, entry in self._said(tenant_head(tenant) + prefix.encode()[:KEY_HEAD_BYTES])]
+        found = [entry for _, entry in self._said(self._names.prefix_head(tenant, prefix))]
         wanted = [entry for entry in found if entry.key.startswith(prefix)]
         wanted.sort(key=lambda entry: (entry.key.encode(), entry.version))
         return iter(wanted)
@@ -307,7 +318,7 @@ class LmdbIndex:
                 for key, value in cursor:
                     if not key.startswith(head):
                         break
-                    fields = decode_fields("versions", key, value)
+                    fields = self._names.decode(key, value)
                     tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
                     sequence, marks_bytes = MARKED.unpack(marks.get(key, _NO_MARKS))
                     entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
@@ -399,12 +410,18 @@ class LmdbIndex:
     def complete(self) -> bool:
         """Return whether the index was once in step with the store; one of an older version, or cut short, is not."""
         with self._reading() as txn:
-            return bool(txn.get(b"complete", db=self._meta) == str(VERSION).encode())
+            return bool(txn.get(b"complete", db=self._meta) == self._whole)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether an older version made the index, or one made it under other names."""
+        with self._reading() as txn:
+            return txn.get(b"complete", db=self._meta) not in (None, self._whole)
 
     def mark_complete(self) -> None:
         """Say that the index holds all that the store does."""
         with self._writing() as txn:
-            txn.put(b"complete", str(VERSION).encode(), db=self._meta)
+            txn.put(b"complete", self._whole, db=self._meta)
             txn.put(b"version", str(VERSION).encode(), db=self._meta)
         if not self._durable:
             try:

@@ -46,6 +46,7 @@ Else what was sealed since is lost once that record is restored from a copy, in 
 RACES_MAX = 16
 _NAMES_CONTEXT = "nearkin 2026 names of key owners"
 _RECORDS_CONTEXT = "nearkin 2026 authentication of key records"
+_INDEX_CONTEXT = "nearkin 2026 secret of local indexes"
 
 
 @frozen
@@ -245,6 +246,10 @@ class Keyring:
         """Return whether the owner is erased and the grace of that is over."""
         found = self._records.find(owner)
         return found is not None and found.is_due(int(self._wall() * 1e6))
+
+    def index_secret(self) -> bytes:
+        """Return 32 bytes under which a local index is sealed. Raises Corrupt, StoreUnavailable."""
+        return self._derived_key(_INDEX_CONTEXT)
 
     def _naming_key(self) -> bytes:
         if self._naming is None:

@@ -20,12 +20,14 @@ from pathlib import Path
 from weakref import WeakSet
 
 from nearkin.errors import StoreLocked, StoreUnavailable
+from nearkin.store.private_files import LinkRefused, open_private, read_private, write_private
 
 POLL_SECONDS = 0.005
 STEP_SECONDS_MAX = 60.0
 """So long whoever writes waits for a step of a round: it holds the lock for one step at a time (decisions/0028)."""
 LOOK_AGAIN_SECONDS = 0.02
 """Between taking the lock and naming itself a holder needs some 0.1 ms: who is named twice holds it."""
+HOLDER_BYTES_MAX = 4096
 WRITING = "writing"
 ROUND = "a step of garbage collection"
 ROUNDS = "garbage collection"
@@ -54,7 +56,7 @@ class WriterLock:
         if self._descriptor is not None:
             return
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as err:
             raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
         try:
@@ -74,7 +76,10 @@ class WriterLock:
             "for": what,
         }
         try:
-            self._holder.write_text(json.dumps(holder))
+            write_private(self._holder, json.dumps(holder).encode())
+        except LinkRefused:
+            self.release()
+            raise
         except OSError:
             return  # a full disk must not stop a delete or a retry; the lock itself is held
 
@@ -112,17 +117,17 @@ class WriterLock:
 
     def _held_for(self) -> str:
         try:
-            return str(json.loads(self._holder.read_text())["for"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(read_private(self._holder, HOLDER_BYTES_MAX))["for"])
+        except (LinkRefused, OSError, ValueError, KeyError, TypeError, RecursionError):
             return WRITING
 
     def _named(self) -> str:
         try:
-            holder = json.loads(self._holder.read_text())
+            holder = json.loads(read_private(self._holder, HOLDER_BYTES_MAX))
             own = holder["pid"] == os.getpid() and holder["host"] == os.uname().nodename
             also = ", which is this one: close its other Store first" if own else ""
             return f"process {holder['pid']} on {holder['host']} since {holder['since']}{also}"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (LinkRefused, OSError, ValueError, KeyError, TypeError, RecursionError):
             return "another process"
 
 
@@ -139,7 +144,7 @@ def _taken(descriptor: int) -> bool:
 def _opened(path: Path | None) -> Iterator[int | None]:
     """Open a lock's file; None where that is not possible: nobody is told then that somebody waits."""
     try:
-        descriptor = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = None if path is None else open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError:
         descriptor = None
     try:

@@ -21,6 +21,7 @@ from nearkin.buffers import SMALLEST_BYTES, Buffers
 from nearkin.errors import Corrupt, NoRoom, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
+from nearkin.store.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
 
 if TYPE_CHECKING:
     from nearkin.store.clients import ObstoreObjects
@@ -145,6 +146,7 @@ class LocalObjects:
         would else be taken for a store that holds nothing, and all be freed that its manifests name.
         """
         folders = [prefix.rstrip("/")]
+        self._check_folders(self._root / folders[0])
         while folders:
             folder = folders.pop()
             try:
@@ -152,6 +154,8 @@ class LocalObjects:
                     for entry in entries:
                         name = f"{folder}/{entry.name}".lstrip("/")
                         if entry.is_dir():
+                            if entry.is_symlink():
+                                check_linked_folder(self._root / name)
                             folders.append(name)
                         elif (size_bytes := _file_bytes(entry)) is not None:
                             yield os.fsencode(name).decode(errors="backslashreplace"), size_bytes
@@ -186,7 +190,9 @@ class LocalObjects:
         final = self._root / name
         failpoint("object.begun")
         try:
+            self._check_folders(final.parent)
             self._make_folder(final.parent)
+            check_no_link(self._scratch)
             _make(self._scratch)
             self._named(name, parts, lambda temporary: _link(temporary, final))
             failpoint("object.scratch-removed")
@@ -201,7 +207,9 @@ class LocalObjects:
         """Write, fsync, rename over the name, fsync the folder."""
         final = self._root / name
         try:
+            self._check_folders(final.parent)
             self._make_folder(final.parent)
+            check_no_link(self._scratch)
             _make(self._scratch)
             self._named(name, [data], lambda temporary: os.replace(temporary, final))
             failpoint("object.replaced")
@@ -272,7 +280,7 @@ class LocalObjects:
         """Open an object for as long as the block runs: (descriptor, bytes)."""
         try:
             # O_NONBLOCK: a pipe in its place would have this wait for ever for who writes into it
-            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode):
@@ -283,6 +291,10 @@ class LocalObjects:
         except FileNotFoundError as err:
             raise NotFound(f"{name}: no such object") from err
         except OSError as err:
+            if err.errno == errno.ELOOP and (self._root / name).is_symlink():
+                raise Corrupt(
+                    f"{name}: is a symbolic link, and Nearkin follows none: put the file that it names in its place"
+                ) from err
             if err.errno == errno.EIO:  # a bad sector is damage of this object, not of the store: it stays
                 raise Corrupt(f"{name}: the device cannot read it ({err.strerror}): run `nearkin verify`") from err
             raise unavailable(name, err) from err
@@ -291,6 +303,7 @@ class LocalObjects:
         """Remove an object and make that durable: what leaned on nothing but it must not come back without it."""
         path = self._root / name
         try:
+            self._check_folders(path.parent)
             os.unlink(path)
             failpoint("object.unlinked")
             sync_folder(path.parent)
@@ -301,7 +314,11 @@ class LocalObjects:
             raise unavailable(name, err) from err
 
     def sweep_scratch(self) -> None:
-        """Remove what a dead writer left half-written; only the holder of the store's lock may call this."""
+        """Remove what a dead writer left half-written; only the holder of the store's lock may call this.
+
+        Raises LinkRefused.
+        """
+        check_no_link(self._scratch)
         for left in self._scratch.glob("*.part"):
             _remove(left)
 
@@ -322,6 +339,12 @@ class LocalObjects:
             sync_folder(folder.parent)
         self._settled.add(folder.parent)
 
+    def _check_folders(self, folder: Path) -> None:
+        """Raise LinkRefused where another user's link leads to a folder of objects, or to one above it."""
+        while folder != self._root:
+            check_linked_folder(folder)
+            folder = folder.parent
+
 
 def whole(parts: Sequence[Payload]) -> Payload:
     """Return the parts one behind the other; a single one as it is."""
@@ -330,7 +353,7 @@ def whole(parts: Sequence[Payload]) -> Payload:
 
 def _write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
     """Write and sync a new file; `drop`: the pages of a large one are the next one's then, still warm."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         _write_all(descriptor, parts)
         failpoint("object.written")
@@ -369,7 +392,7 @@ def _file_bytes(entry: os.DirEntry[str]) -> int | None:
 
 def _make(folder: Path) -> None:
     with suppress(FileExistsError):
-        os.mkdir(folder)
+        os.mkdir(folder, FOLDER_MODE)
 
 
 def _remove(path: Path) -> None:

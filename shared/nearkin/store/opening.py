@@ -14,6 +14,7 @@ from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.keyring import Keyring, open_keyring
 from nearkin.store.objects import AlreadyExists, LocalObjects, ObjectStore
 from nearkin.store.parity import ParityObjects
+from nearkin.store.private_files import make_private_folders
 from nearkin.wrapping import wrapper_of
 
 
@@ -37,7 +38,8 @@ def open_objects(settings: Settings) -> ObjectStore:
         return bucket
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            make_private_folders(folder)
     except OSError as err:
         raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
     return local_objects(folder, settings)

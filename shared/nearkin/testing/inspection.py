@@ -18,6 +18,7 @@ from nearkin.errors import NearkinError
 from nearkin.fingerprints import domain_of
 from nearkin.formats.container import decode_container
 from nearkin.index.lmdb import LmdbIndex
+from nearkin.local_index import entry_names_of
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.objects import LocalObjects
@@ -63,11 +64,14 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
     """
     if not (root / "index" / "data.mdb").is_file():
         return
+    names = entry_names_of(as_set(LocalObjects(root), chosen))()
     with tempfile.TemporaryDirectory(prefix="nearkin-index-") as copy:
         # a copy, of a store that nobody has open: opening a file of LMDB's writes to it
         shutil.copyfile(root / "index" / "data.mdb", Path(copy) / "data.mdb")
         try:
-            index = LmdbIndex(Path(copy), domain_of(chosen.tenant), int(chosen.index.map_bytes), read_only=True)
+            index = LmdbIndex(
+                Path(copy), domain_of(chosen.tenant), int(chosen.index.map_bytes), read_only=True, names=names
+            )
         except NearkinError:
             return
         try:
