@@ -78,6 +78,7 @@ STORE_POINTS: Final = MappingProxyType(
         "gc.forgot-due": "4 the index has forgotten what was condemned and goes now",
         "gc.container": "4 a container is gone",
         "gc.forgot": "5 the index has forgotten what is condemned now",
+        "gc.generation": "5 an index of several writers has begun a GC generation, the record is not written",
         "gc.recorded": "5 the record of it is durable, older ones are there",
         "gc.done": "5 and older ones are gone",
         # counts that nominate (nearkin_janitor.ledger): gc.mode hybrid, refcount, expiry

@@ -41,7 +41,7 @@ from nearkin.testing.waiting import until
 
 RIGHTS = (
     "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire +time "
-    "+hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +zrem +lrange +rpush"
+    "+rename +hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +zrem +lrange +rpush"
 )
 """As docs/decisions/0007-redis-index.md lists them."""
 

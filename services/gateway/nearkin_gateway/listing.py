@@ -46,11 +46,16 @@ class PipelineListing:
         """Return whether the index holds all that the store does."""
         return not self._index.check()
 
+    @property
+    def _has_catalog(self) -> bool:
+        """Return whether the index lists every version: it does so early while it is being recovered."""
+        return self._index.has_catalog
+
     def versions(
         self, tenant: str, prefix: str, after_key: str, after_version: int | None
     ) -> Iterator[tuple[str, int]]:
         """Yield (key, version) by key and version, after what was given. Raises StoreUnavailable."""
-        if not self.whole:
+        if not self._has_catalog:
             return after(iter(self._unindexed(tenant, prefix)), after_key, after_version)
         self._read = {}
         if not after_key:
@@ -59,7 +64,7 @@ class PipelineListing:
 
     def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
         """Yield the keys that have a version with marks, by key. Raises StoreUnavailable."""
-        if self.whole:
+        if self._has_catalog:
             marked = (entry.key for entry in self._index.catalog(tenant, prefix) if entry.sequence)
             return (key for key, _ in groupby(marked))
         return iter(self._unindexed_marked(tenant, prefix))

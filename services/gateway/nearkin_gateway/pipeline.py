@@ -20,6 +20,7 @@ from nearkin.retention import guard_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.store import descriptor
+from nearkin.store.condemned import GcGeneration
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
@@ -121,7 +122,7 @@ def _connected(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, 
         try:
             create_topics(settings)
             objects, found = open_store_of(settings)
-            return objects, found, RedisIndex(settings.redis, b"")
+            return objects, found, RedisIndex(settings.redis, b"", GcGeneration(objects))
         except Retryable as err:
             if time.monotonic() > deadline:
                 raise

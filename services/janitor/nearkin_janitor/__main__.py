@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from nearkin.fingerprints import Fingerprinter, domain_of
-from nearkin.index.protocols import Index, Marked
+from nearkin.index.protocols import Marked
 from nearkin.index.redis import rebuild_in_background
+from nearkin.index.redis.rebuild import RebuildTarget
 from nearkin.local_mending import super_features_of
 from nearkin.recoding import BlockRecoder
 from nearkin.retention import apply_policies, guard_of
@@ -21,7 +22,7 @@ from nearkin.store.objects import ObjectStore
 from nearkin.store.quarantine import Quarantine, joined
 from nearkin_janitor.collect import require_marking
 from nearkin_janitor.keys import Keys
-from nearkin_janitor.rebuild import rebuild_index
+from nearkin_janitor.recover import recover_index
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.scrubbing import BackgroundScrub
 from nearkin_janitor.service import Rounds
@@ -39,12 +40,12 @@ def start(context: Context) -> Callable[[], None]:
     def fingerprinter(tenant: str) -> Fingerprinter:
         return Fingerprinter(context.secret, tenant, context.found.fingerprint_bits)
 
-    def rebuild(index: Index) -> object:
+    def rebuild(index: RebuildTarget) -> object:
         settings = context.settings
         containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
         tenants = Tenants(fingerprinter, [settings.tenant], manifests)
         left_out = joined(CondemnedStore(context.objects).read(), Quarantine(context.objects, time.time).read())
-        return rebuild_index(containers, manifests, index, tenants, super_features_of, condemned=left_out)
+        return recover_index(containers, manifests, index, tenants, super_features_of, left_out)
 
     stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
     stop_looking = LagWatch(context.settings).start()

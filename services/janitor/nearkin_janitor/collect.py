@@ -29,7 +29,7 @@ from nearkin.failpoints import failpoint
 from nearkin.formats.condemned import Condemned, fitting
 from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import CREATED_US_MAX
-from nearkin.index.protocols import Collected, ContainerSummary, SupportsCollection
+from nearkin.index.protocols import Collected, ContainerSummary, SupportsCollection, SupportsGenerations
 from nearkin.limits import MIB
 from nearkin.records import U32, ContainerId
 from nearkin.reports import GcReport
@@ -367,7 +367,11 @@ class Collector:
                     found[container] = carried(record[container], found[container])
             found = fitting(found)
             if not same_record(found, before) or not self._condemned.settled():  # the latter after a crash, or damage
-                self._condemned.replace(found)
+                generation = 1
+                if isinstance(index, SupportsGenerations):  # before the record: see GcGeneration
+                    generation = index.advance_generation(max(self._condemned.listed(), default=0) + 1)
+                    failpoint("gc.generation")
+                self._condemned.replace(found, generation)
         sums.later_bytes = self._later_bytes(found, ids)
         return found
 

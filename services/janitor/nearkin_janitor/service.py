@@ -70,6 +70,11 @@ class FencedIndex:
         self._check()
         self._index.renew(summary)
 
+    def advance_generation(self, at_least: int) -> int:
+        """Begin a GC generation. Raises LeaseOver."""
+        self._check()
+        return self._index.advance_generation(at_least)
+
     def collect_many(self, versions: Sequence[Collected]) -> None:
         """Take versions out of the catalog. Raises LeaseOver."""
         self._check()

@@ -131,6 +131,22 @@ class SupportsCollection(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsGenerations(Protocol):
+    """An index that may come back from an older copy of itself, and tells by a count of GC runs."""
+
+    def advance_generation(self, at_least: int) -> int:
+        """Begin a GC generation, once `forget` has removed what a GC run withdraws; return its number."""
+
+
+@runtime_checkable
+class SupportsReports(Protocol):
+    """An index that is checked when a container that it names turns out to be missing."""
+
+    def report_missing(self, container: int) -> None:
+        """Report a container that an entry names and the store lacks."""
+
+
 class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
     """All of it, with the two writes that make entries appear."""
 

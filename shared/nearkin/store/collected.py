@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,8 @@ from nearkin.records import ZERO, Bools, ContainerId, Locations, grouped
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerSource, ContainerStore
 
+SOUND_MAX = 10_000
+"""Containers whose segments are remembered as sound: 40 GB of data, some 300 KB."""
 REFRESH_SECONDS = 5.0
 """A record may be so old when a base is chosen; a quarter of the grace where that is less."""
 
@@ -74,6 +77,8 @@ class Collected:
         self._fresh = fresh
         self._containers = containers
         self._seen = watch.changes
+        self._sound: OrderedDict[int, Bools] = OrderedDict()
+        """By container, which of its segments can be restored, as found since the record last changed."""
 
     @property
     def grace_seconds(self) -> float:
@@ -86,6 +91,7 @@ class Collected:
         if self._seen != self._watch.changes:
             self._seen = self._watch.changes
             self._containers.forget_read()
+            self._sound.clear()
 
     def condemned(self, chunks: Locations) -> Bools:
         """Return which chunks are condemned."""
@@ -107,6 +113,53 @@ class Collected:
             beyond = ordinals >= len(there)
             found[rows] |= beyond | ~there[np.where(beyond, 0, ordinals)]
         return found
+
+    def find_missing(self, segments: Locations) -> tuple[int, str] | None:
+        """Return (container, problem) of a segment that cannot be restored, None where all can.
+
+        Each container is read once between two GC runs. A segment condemned for longer than half the grace counts as
+        missing: no index names it, unless it was restored from an older copy, and it may be freed at any moment.
+        Raises StoreUnavailable.
+        """
+        self.refresh()
+        record = self._watch.record()
+        stale_us = (time.time() - self.grace_seconds / 2) * 1e6
+        for container, rows in grouped(segments.containers):
+            ordinals, entry = segments.ordinals[rows], record.get(container)
+            try:
+                sound = self._sound_segments(container)
+            except (Corrupt, NotFound) as err:
+                return container, str(err)
+            if int(ordinals.max()) >= len(sound) or not sound[ordinals].all():
+                return container, f"a segment of container {container:016x}, or a chunk of one, is not in the store"
+            if entry is not None and entry.at_us < stale_us and np.isin(ordinals, entry.segments).any():
+                return container, f"a segment of container {container:016x} was withdrawn by an earlier GC run"
+        return None
+
+    def _sound_segments(self, container: int) -> Bools:
+        """Return which segments of a container name nothing but chunks that are there."""
+        if container in self._sound:
+            self._sound.move_to_end(container)
+            return self._sound[container]
+        recipes = self._containers.directory(ContainerId(container)).segments
+        counts = np.diff(recipes.bounds)
+        sound: Bools = counts > 0
+        of_row = np.repeat(np.arange(len(counts)), counts)
+        for other, rows in grouped(recipes.chunks.containers):
+            if other == ZERO:
+                continue
+            try:
+                there = self._containers.directory(ContainerId(other)).chunks.there
+            except (Corrupt, NotFound):
+                sound[of_row[rows]] = False
+                continue
+            ordinals = recipes.chunks.ordinals[rows]
+            beyond = ordinals >= len(there)
+            sound[of_row[rows[beyond | ~there[np.where(beyond, 0, ordinals)]]]] = False
+        self._sound[container] = sound
+        if len(self._sound) > SOUND_MAX:
+            self._sound.popitem(last=False)
+        return sound
 
     def dangling(self, segments: Locations) -> str | None:
         """Return why segments may not be relied on by now, None where they may. Raises StoreUnavailable.

@@ -9,6 +9,9 @@ way to write number 1 would else find it free once all was collected, and what i
 from __future__ import annotations
 
 import logging
+import math
+import threading
+import time
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.failpoints import failpoint
@@ -17,6 +20,8 @@ from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import ObjectStore
 
 FOLDER = "gc"
+GENERATION_SECONDS = 5.0
+"""A GC generation may be this old when an index is asked: what a newer one withdrew is freed a grace later."""
 _log = logging.getLogger("nearkin")
 
 
@@ -69,18 +74,42 @@ class CondemnedStore:
             raise Corrupt(f"{name}: is record {found}")
         return record
 
-    def replace(self, record: Record) -> None:
+    def replace(self, record: Record, sequence_min: int = 1) -> None:
         """Make `record` the one that holds, before the ones until now go; the first one is not empty.
 
-        Raises AlreadyExists: another janitor was first, and its record holds.
+        `sequence_min`: the GC generation that the index has begun. Raises AlreadyExists: another janitor was first, and
+        its record holds.
         """
         before = sorted(self.listed())
         if record or before:
-            sequence = max(before, default=0) + 1
+            sequence = max(max(before, default=0) + 1, sequence_min)
             self._records.add(sequence, encode_record(sequence, record))
         failpoint("gc.recorded")
         self._records.remove(before)
         failpoint("gc.done")
+
+
+class GcGeneration:
+    """The sequence of the newest record, as an index of several writers is asked by it; shared by threads.
+
+    Invariant: an entry that a GC run withdrew is answered by no partition of this generation, so that an index restored
+    from an older dump is noticed before what it names is freed.
+    """
+
+    def __init__(self, objects: ObjectStore, refresh_seconds: float = GENERATION_SECONDS) -> None:
+        self._condemned = CondemnedStore(objects)
+        self._refresh_seconds = refresh_seconds
+        self._lock = threading.Lock()
+        self._generation, self._read_at = 0, -math.inf
+
+    def __call__(self) -> int:
+        """Return it, at most `refresh_seconds` old. Raises Corrupt, StoreUnavailable."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._read_at > self._refresh_seconds:
+                self._generation = max(self._condemned.listed(), default=self._generation)
+                self._read_at = now
+            return self._generation
 
 
 def _nothing(err: Corrupt) -> dict[int, Condemned]:

@@ -61,6 +61,7 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "round.told",
             "gc.marked",
             "gc.forgot",
+            "gc.generation",
             "gc.recorded",
             "gc.done",
             "rebuild.begun",

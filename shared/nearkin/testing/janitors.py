@@ -22,6 +22,7 @@ from nearkin.recoding import BlockRecoder
 from nearkin.records import ContainerId
 from nearkin.restore import Blob
 from nearkin.store import descriptor
+from nearkin.store.condemned import GcGeneration
 from nearkin.store.containers import ContainerStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects, ObjectStore
@@ -46,7 +47,8 @@ class Fleet:
         self.objects, self.now, self.chosen = objects, now, chosen
         found = descriptor.read(objects)
         self.secret, self.bits = bytes.fromhex(found.secret), found.fingerprint_bits
-        self.index = RedisIndex(RedisSettings(url=url, prefix=prefix), domain_of("default"))
+        generation = GcGeneration(objects, 0.0)
+        self.index = RedisIndex(RedisSettings(url=url, prefix=prefix), domain_of("default"), generation)
         self.manifests = ManifestStore(objects)
 
     def fill_index(self) -> None:

@@ -9,16 +9,17 @@ A bucket that is parted while they are read gives entries to one of a higher num
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import numpy as np
 
 from nearkin.frozen import frozen
 from nearkin.index.redis import rows
-from nearkin.index.redis.epoch import Epoch, EpochGone
+from nearkin.index.redis.epoch import Epoch, EpochGone, NumberedContainers
 from nearkin.index.redis.rows import CHUNKS, FEATURES, SEGMENTS, Table
 from nearkin.index.redis.server import Command, Server
-from nearkin.records import U8, U32, U64, Bools
+from nearkin.records import U8, U32, U64, Bools, grouped
 
 BUCKETS_A_READ = 1000
 """Some 720 KB a reply."""
@@ -75,11 +76,51 @@ def forget_entries(
     gone = 0
     for table, unwanted in ((CHUNKS, of_chunks), (FEATURES, of_chunks), (SEGMENTS, of_segments)):
         for partition in range(epoch.partitions) if len(unwanted.firsts) else ():
-            gone += _forget(server, epoch.partition(table, partition), table, unwanted)
+            gone += _forget(server, epoch.partition(table, partition), table, unwanted.named)
     return gone
 
 
-def _forget(server: Server, key: str, table: Table, unwanted: Unwanted) -> int:
+def forget_missing(
+    server: Server,
+    epoch: Epoch,
+    numbered: NumberedContainers,
+    chunks: Mapping[int, Bools | None],
+    segments: Mapping[int, Bools | None],
+) -> int:
+    """Remove entries of numbers that no container has, or of chunks or segments that are not there.
+
+    By container of the store: a mask of its chunks, or segments, that may be found; None for all of them. `numbered`
+    was read before the store was listed: what was published since stays. Reads the whole index. Raises EpochGone.
+    """
+    gone = 0
+    for table, there in ((CHUNKS, chunks), (FEATURES, chunks), (SEGMENTS, segments)):
+        for partition in range(epoch.partitions):
+            gone += _forget(server, epoch.partition(table, partition), table, partial(_is_missing, numbered, there))
+    return gone
+
+
+def _is_missing(numbered: NumberedContainers, there: Mapping[int, Bools | None], numbers: U64) -> Bools:
+    """Return which numbers stand for nothing that is there."""
+    firsts, spans, containers = numbered.firsts, numbered.spans, numbered.containers
+    old: Bools = numbers < np.uint64(numbered.end)
+    if not len(firsts):
+        return old
+    at = np.maximum(np.searchsorted(firsts, numbers, side="right").astype(np.int64) - 1, 0)
+    missing: Bools = (numbers < firsts[at]) | (numbers - firsts[at] >= spans[at])
+    ordinals = np.where(missing, np.uint64(0), numbers - firsts[at]).astype(np.int64)
+    for container, rows_of in grouped(containers[at]):
+        mask = there.get(container, _NOTHING)
+        if mask is not None:
+            inside = ordinals[rows_of] < len(mask)
+            missing[rows_of] |= ~inside
+            missing[rows_of[inside]] |= ~mask[ordinals[rows_of[inside]]]
+    return missing & old
+
+
+_NOTHING = np.zeros(0, np.bool_)
+
+
+def _forget(server: Server, key: str, table: Table, is_unwanted: Callable[[U64], Bools]) -> int:
     gone = at = 0
     while at < (buckets := _buckets(server, key)):
         fields = [number.to_bytes(3, "little") for number in range(at, min(at + BUCKETS_A_READ, buckets))]
@@ -87,7 +128,7 @@ def _forget(server: Server, key: str, table: Table, unwanted: Unwanted) -> int:
         at += len(fields)
         held = b"".join(bucket for bucket in found if bucket and len(bucket) % table.width == 0)
         entries: U8 = np.frombuffer(held, np.uint8).reshape(-1, table.width)
-        named = unwanted.named(rows.numbers_of(entries[:, table.key_bytes :].tobytes()))
+        named = is_unwanted(rows.numbers_of(entries[:, table.key_bytes :].tobytes()))
         going = np.flatnonzero(named)
         calls: list[Command] = [
             Server.call(

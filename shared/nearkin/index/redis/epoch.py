@@ -6,10 +6,11 @@
     {m}:name:next        the next free number
     {t0}:name ...        a partition of table t, see `scripts`
 
-Numbers are given out in one place, by a script that first compares epoch and run_id. A server that was emptied, that
-came back from an older snapshot, or a replica that took over with the last writes missing has another run_id or no
-epoch: a new one begins, with a new name in every key, and what was written under the old name is never read again.
-Every partition has a state from its epoch's first moment on, so that one whose state is gone was lost.
+Numbers are given out in one place, by a script that first compares epoch and run_id. A server that restarted, that was
+restored from an older dump, or a replica that took over with the last writes missing has another run_id: the epoch is
+continued under a new name, by renaming the keys that are there (`partitions`), so that no number that a client knows is
+used any more. A server without an epoch gets an empty one. Every partition has a state from its epoch's first moment
+on, so that one whose state is gone was lost.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -26,13 +27,12 @@ import numpy as np
 
 from nearkin.errors import FormatTooNew, StoreUnavailable
 from nearkin.frozen import frozen
-from nearkin.index.redis.rows import TABLES, Table
+from nearkin.index.redis.partitions import LOOKUP_LETTERS, Partitions, meta_key, partition_key
+from nearkin.index.redis.rows import Table
 from nearkin.index.redis.server import Command, Server
 from nearkin.records import U64, Bools, ContainerId, Locations
 
 LAYOUT = 1
-VERSIONS_LETTER = "v"
-_LETTERS = (*(table.letter for table in TABLES), VERSIONS_LETTER)
 _EPOCH = re.compile(rb"(\d+) ([\w-]{8}) ([1-9]\d{0,3}) (\w+) ([01])")
 _RECORD = np.dtype([("first", "<u8"), ("container", "<u8"), ("span", "<u4"), ("domain", "<u8", (2,))])
 assert _RECORD.itemsize == 36
@@ -51,6 +51,17 @@ class EpochGone(Exception):
 def _domain(domain: bytes) -> U64:
     """Return a domain as records hold it; who names none gets one that is no tenant's."""
     return np.frombuffer(domain.ljust(16, b"\0"), "<u8")
+
+
+@frozen
+class NumberedContainers:
+    """Which numbers containers had at one moment: container i those of spans[i] from firsts[i], ascending."""
+
+    end: int
+    """No number from here on had been given out."""
+    firsts: U64
+    spans: U64
+    containers: U64
 
 
 class ContainerTable:
@@ -115,6 +126,13 @@ class ContainerTable:
         columns = (wanted[name].tolist() for name in ("container", "first", "span"))
         return {container: (first, span) for container, first, span in zip(*columns, strict=True)}
 
+    def numbered(self, end: int) -> NumberedContainers:
+        """Return all records; `end` is the first number that was not given out before they were read."""
+        with self._lock:
+            records = self._records[: self._count]
+        firsts, spans, containers = (records[name].astype(np.uint64) for name in ("first", "span", "container"))
+        return NumberedContainers(end, firsts, spans, containers)
+
     def containers(self, domain: bytes | None) -> U64:
         """Return the ids of a domain's containers, or of all, in stream order."""
         with self._lock:
@@ -139,29 +157,81 @@ class Epoch:
 
     def meta(self, what: str) -> str:
         """Return the name of one of the keys about containers."""
-        return f"{self.prefix}:{{m}}:{self.name}:{what}"
+        return meta_key(self.prefix, self.name, what)
 
     def partition(self, table: Table | str, number: int) -> str:
         """Return the key of a partition; its braces choose its slot in a Cluster."""
-        letter = table if isinstance(table, str) else table.letter
-        return f"{self.prefix}:{{{letter}{number:x}}}:{self.name}"
+        return partition_key(self.prefix, self.name, table if isinstance(table, str) else table.letter, number)
 
 
 class Epochs:
     """The epoch in force, and how one follows another. Shared by threads."""
 
-    def __init__(self, server: Server, prefix: str, partitions: int) -> None:
+    def __init__(self, server: Server, prefix: str, partitions: int, generation: Callable[[], int] = lambda: 0) -> None:
+        """`generation` returns the GC generation of the object store: what GC may have freed has an older one."""
+        self._generation, self._generation_seen = generation, 0
         self._server = server
         self._prefix = prefix
         self._partitions = partitions
         self._lock = threading.Lock()
         self.key = f"{prefix}:{{m}}:epoch"
+        self._successor_key = f"{prefix}:{{m}}:successor"
         self._epoch, _ = self._next(None)
 
     @property
     def current(self) -> Epoch:
         """Return the epoch as last seen."""
         return self._epoch
+
+    @property
+    def generation(self) -> int:
+        """Return the GC generation that a partition needs for its entries to be answered. Raises StoreUnavailable."""
+        return max(self._generation_seen, self._generation())
+
+    def partitions_of(self, epoch: Epoch) -> Partitions:
+        """Return the partitions of an epoch."""
+        return Partitions(self._server, self._prefix, epoch.name, epoch.partitions)
+
+    def advance(self, at_least: int) -> int:
+        """Begin a GC generation after all entries that a GC run withdraws were removed; return it. Raises EpochGone."""
+        epoch, required = self._epoch, self.generation
+        partitions = self.partitions_of(epoch)
+        states = partitions.inspect()
+        if states is None:
+            raise EpochGone
+        generation = max(at_least, required + 1, *(state.generation + 1 for state in states))
+        if not partitions.advance(required, generation):
+            raise EpochGone
+        self._generation_seen = generation
+        return generation
+
+    def is_stale(self) -> bool:
+        """Return whether the epoch is not whole, or a partition is stale: a GC run is missing, or it was created empty.
+
+        Continues the epoch where the server of a partition, or of one node of a Cluster, is another than before.
+        """
+        for _ in range(EPOCH_TRIES_MAX):
+            epoch = self.check()
+            states = self.partitions_of(epoch).inspect()
+            if states is not None and all(state.same_server for state in states):
+                stale = any(state.generation < self.generation or state.began_empty for state in states)
+                return stale or not epoch.whole
+            self.renew(epoch)
+        raise StoreUnavailable(f"{self._server.name}: it restarted {EPOCH_TRIES_MAX} times at once; try again later")
+
+    def began_empty(self, epoch: Epoch) -> bool:
+        """Return whether entries of containers may be missing that the index lists as published."""
+        states = self.partitions_of(epoch).inspect()
+        return states is None or any(state.began_empty for state in states if state.letter in LOOKUP_LETTERS)
+
+    def has_unchecked(self, epoch: Epoch) -> bool:
+        """Return whether entries may name what GC has freed, or numbers that no container has."""
+        states = self.partitions_of(epoch).inspect()
+        return states is None or self._server.clustered or any(s.generation < self.generation for s in states)
+
+    def settle(self, epoch: Epoch, generation: int) -> bool:
+        """Declare all partitions checked; return False where one was lost or its server restarted meanwhile."""
+        return self.partitions_of(epoch).settle(generation)
 
     def seen(self, epoch: Epoch, value: bytes | None) -> None:
         """Compare what Redis says now with the epoch that a caller works in. Raises EpochGone."""
@@ -191,10 +261,10 @@ class Epochs:
                 return  # another thread was here
             self._epoch, adopted = self._next(gone)
             _log.warning(
-                "%s: the index of epoch %s is gone (emptied, restarted or failed over); %s epoch %s",
+                "%s: epoch %s of the index ended (restart, failover or loss); %s epoch %s",
                 self._server.name,
                 gone.name,
-                "taking up" if adopted else "began",
+                "joined" if adopted else "began",
                 self._epoch.name,
             )
 
@@ -208,26 +278,31 @@ class Epochs:
             found = self._parsed(value)
             if found is not None and (gone is None or found.name != gone.name) and self._still(found):
                 return found, True
-            name, value = self._begin(value or b"")
+            name, value = self._begin(value or b"", found)
             found = self._parsed(value)
             if found is not None and found.name == name:
                 return found, False
         raise StoreUnavailable(f"{self._server.name}: {EPOCH_TRIES_MAX} new epochs were gone at once; try again later")
 
-    def _begin(self, before: bytes) -> tuple[str, bytes]:
-        """Make the partitions of a new epoch, then put it into force, unless `before` is the value no more.
+    def _begin(self, value: bytes, before: Epoch | None) -> tuple[str, bytes]:
+        """Make the partitions of a new epoch, then put it into force, unless `value` is in force no more.
 
-        Returns the new epoch's name, and the value that is there now.
+        It continues the epoch `before`, where that is known: all clients that do so at once use one name.
+        Returns the new epoch's name, and the value that is in force now.
         """
-        name = secrets.token_urlsafe(6)
-        fresh = Epoch(name, b"", self._partitions, False, self._prefix)
-        keys = [fresh.partition(letter, p) for letter in _LETTERS for p in range(self._partitions)]
-        self._server.run([("HSET", key, "", "0 0 0") for key in keys])
-        wanted = f"{LAYOUT} {name} {self._partitions}"
-        value: bytes = self._server.one(Server.call("begin", [self.key], before, wanted))
-        if not value.startswith(wanted.encode()):
+        name, count, keys = secrets.token_urlsafe(6), self._partitions, list[str]()
+        generation = self.generation
+        if before is None:
+            keys = Partitions(self._server, self._prefix, name, count).create(generation)
+        else:
+            agreed = self._server.one(Server.call("successor", [self._successor_key], before.name, name))
+            name, count = agreed.decode(), before.partitions
+            Partitions(self._server, self._prefix, name, count).adopt(before.name, generation)
+        wanted = f"{LAYOUT} {name} {count}"
+        now: bytes = self._server.one(Server.call("begin", [self.key], value, wanted))
+        if not now.startswith(wanted.encode()):
             self._server.run([("UNLINK", key) for key in keys])
-        return name, value
+        return name, now
 
     def _parsed(self, value: bytes | None) -> Epoch | None:
         """Return the epoch of a value, with what is known of it; None for what nobody wrote. Raises FormatTooNew."""
@@ -266,6 +341,12 @@ class Epochs:
     def cover_all(self, epoch: Epoch) -> None:
         """Read the table to its end."""
         self.cover(epoch, np.full(1, np.iinfo(np.uint64).max, np.uint64))
+
+    def numbered(self, epoch: Epoch) -> NumberedContainers:
+        """Return which numbers containers have by now."""
+        end = int(self._server.one(("GET", epoch.meta("next"))) or 1)  # before the records
+        self.cover_all(epoch)
+        return epoch.table.numbered(end)
 
     def first_numbers(self, epoch: Epoch, spans: Sequence[tuple[ContainerId, int, bytes]]) -> list[int]:
         """Return the number of ordinal 0 of each (container, ordinals, domain), in one round trip.

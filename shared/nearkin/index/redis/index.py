@@ -24,8 +24,9 @@ from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, summarise
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.redis import catalog, rows
-from nearkin.index.redis.collecting import drop_containers, forget_entries
-from nearkin.index.redis.epoch import EPOCH_TRIES_MAX, VERSIONS_LETTER, Epoch, EpochGone, Epochs
+from nearkin.index.redis.collecting import drop_containers, forget_entries, forget_missing
+from nearkin.index.redis.epoch import EPOCH_TRIES_MAX, Epoch, EpochGone, Epochs, NumberedContainers
+from nearkin.index.redis.partitions import VERSIONS_LETTER
 from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, U16, Keys, Table
 from nearkin.index.redis.server import Command, Server
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
@@ -45,15 +46,16 @@ Numbered = tuple[Keys, U64]
 class RedisIndex:
     """The index of several workers, seen from one dedup domain. Shared by threads."""
 
-    def __init__(self, settings: RedisSettings, domain: bytes = b"") -> None:
+    def __init__(self, settings: RedisSettings, domain: bytes = b"", generation: Callable[[], int] = lambda: 0) -> None:
         """Connect; without a domain only the catalog and `for_domain` are of use.
 
+        `generation` returns the GC generation of the object store (`nearkin.store.condemned.GcGeneration`).
         Raises StoreUnavailable, or ConfigError where settings or the server's policy are wrong.
         """
         self.server = Server(settings)
         self.prefix = settings.prefix
         self._domain = domain
-        self.epochs = Epochs(self.server, settings.prefix, settings.partitions)
+        self.epochs = Epochs(self.server, settings.prefix, settings.partitions, generation)
         self.server.begin_use()
 
     def for_domain(self, domain: bytes) -> RedisIndex:
@@ -70,6 +72,40 @@ class RedisIndex:
     def check(self) -> bool:
         """Ask whether Redis is still the one it was; return `needs_rebuild`."""
         return not self.epochs.check().whole
+
+    def is_stale(self) -> bool:
+        """Return whether entries have to be checked against the store; asks every server of a Cluster."""
+        return self.epochs.is_stale() or bool(self.server.one(("EXISTS", self._suspects_key)))
+
+    # --- containers that the store lacks -----------------------------------------------------------------------------
+
+    @property
+    def _suspects_key(self) -> str:
+        return f"{self.prefix}:{{m}}:suspects"
+
+    def report_missing(self, container: int) -> None:
+        """Report a container that an entry names and the store lacks: the janitor checks the index soon."""
+        self.server.one(("SET", self._suspects_key, f"{container:016x}"))
+
+    def take_reports(self) -> bool:
+        """Remove the reports, since the index is about to be checked; return whether there was one."""
+        return bool(self.server.one(("UNLINK", self._suspects_key)))
+
+    # --- listings while the index is being checked -------------------------------------------------------------------
+
+    @property
+    def has_catalog(self) -> bool:
+        """Return whether the catalog lists every version, although containers may still be missing in the index."""
+        epoch = self.epochs.check()
+        return epoch.whole or bool(self.server.one(("EXISTS", epoch.meta("catalog"))))
+
+    def declare_catalog(self, epoch: Epoch) -> None:
+        """Declare that the catalog of this epoch lists every version."""
+        self.server.one(("SET", epoch.meta("catalog"), "1"))
+
+    def tenants(self) -> list[str]:
+        """Return all tenants that have versions in the catalog."""
+        return self._in_epoch(lambda epoch: self.epochs.partitions_of(epoch).tenants())
 
     # --- lookups -----------------------------------------------------------------------------------------------------
 
@@ -97,7 +133,8 @@ class RedisIndex:
         return self._in_epoch(partial(self._located, table=table, keys=keys))
 
     def _located(self, epoch: Epoch, table: Table, keys: Keys) -> tuple[Locations, Bools]:
-        order, calls = _finds(epoch, table, keys, 1 if self.server.clustered else epoch.partitions)
+        tables_max = 1 if self.server.clustered else epoch.partitions
+        order, calls = _finds(epoch, table, keys, tables_max, self.epochs.generation)
         known, tail = self.epochs.tail(epoch)
         value, *values, records = self.server.run([("GET", self.epochs.key), *calls, tail])
         self.epochs.seen(epoch, value)
@@ -174,7 +211,8 @@ class RedisIndex:
         for row in new:
             manifest, manifest_bytes = versions[row]
             entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
-            adding.append(Server.call("commit", homes[row], starts[row], catalog.member_rest(entry)))
+            owner = catalog.tenant_tag(manifest.tenant), manifest.tenant
+            adding.append(Server.call("commit", homes[row], starts[row], catalog.member_rest(entry), *owner))
         if None in self.server.run(adding):  # 3
             raise EpochGone
 
@@ -214,6 +252,31 @@ class RedisIndex:
         self.epochs.cover_all(epoch)
         forget_entries(self.server, epoch, chunks, segments)
         drop_containers(self.server, self.epochs.key, epoch, containers)
+
+    def advance_generation(self, at_least: int) -> int:
+        """Begin a GC generation, once `forget` has removed what a GC run withdraws; return its number."""
+        return self._in_epoch(lambda _: self.epochs.advance(at_least))
+
+    def numbered(self) -> NumberedContainers:
+        """Return which numbers containers have by now, for `forget_missing`."""
+        return self._in_epoch(self.epochs.numbered)
+
+    def forget_missing(
+        self,
+        numbered: NumberedContainers,
+        chunks: Mapping[int, Bools | None],
+        segments: Mapping[int, Bools | None],
+    ) -> int:
+        """Remove entries whose number no container has, or whose chunk or segment is not there; return how many.
+
+        By container of the store: a mask of its chunks, or segments; None for all of them. The store is listed after
+        `numbered` was read: what is published meanwhile stays.
+        """
+        epoch = self.epochs.current
+        gone = forget_missing(self.server, epoch, numbered, chunks, segments)
+        lost = sorted({int(container) for container in numbered.containers} - chunks.keys())
+        drop_containers(self.server, self.epochs.key, epoch, lost)
+        return gone
 
     def renew(self, summary: ContainerSummary) -> None:
         """Replace what `containers` tells of a container: it was written anew."""
@@ -381,7 +444,7 @@ class RedisIndex:
 
 
 def _finds(
-    epoch: Epoch, table: Table, keys: Keys, tables_max: int
+    epoch: Epoch, table: Table, keys: Keys, tables_max: int, generation: int
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], list[Command]]:
     """Return (order, calls) that look keys up: `order` says in which order the values come.
 
@@ -397,7 +460,8 @@ def _finds(
 
     def ask() -> None:
         part = data[began * width : at * width]
-        calls.append(Server.call("find", names, part, width, table.width, table.bucket_entries, *counts))
+        sizes = (width, table.width, table.bucket_entries)
+        calls.append(Server.call("find", names, part, *sizes, generation, *counts))
 
     for partition in np.flatnonzero(np.diff(bounds)).tolist():
         while at < starts[partition + 1]:
@@ -438,7 +502,8 @@ def _inserts(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[Comm
     if not parts:
         return []
     keys, numbers = Keys.join([keys for keys, _ in parts]), np.concatenate([numbers for _, numbers in parts])
-    return _calls(epoch, "insert", table, rows.with_numbers(keys, numbers), keys.partitions)[1]
+    highest = int(numbers.max()) if len(numbers) else 0
+    return _calls(epoch, "insert", table, rows.with_numbers(keys, numbers), keys.partitions, highest)[1]
 
 
 def _counts(epoch: Epoch, manifest: Manifest, start: bytes, script: str = "count") -> list[Command]:
@@ -462,7 +527,7 @@ def _counts(epoch: Epoch, manifest: Manifest, start: bytes, script: str = "count
 def _flat(buckets: Any, width: int) -> U8:
     """Return all whole entries of a partition's reply to HGETALL."""
     pairs = buckets.items() if isinstance(buckets, dict) else zip(buckets[::2], buckets[1::2], strict=True)
-    held = b"".join(bucket for number, bucket in pairs if number and len(bucket) % width == 0)
+    held = b"".join(bucket for number, bucket in pairs if len(number) == 3 and len(bucket) % width == 0)
     return np.frombuffer(held, np.uint8).reshape(-1, width)
 
 

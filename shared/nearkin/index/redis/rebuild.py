@@ -12,25 +12,23 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from nearkin import metrics
 from nearkin.claims import ContainerClaims
 from nearkin.errors import NearkinError, Retryable
 from nearkin.formats.manifest import Manifest
-from nearkin.index.protocols import Index, Marked
-from nearkin.index.redis.epoch import Epoch
+from nearkin.index.protocols import Collected, Marked
+from nearkin.index.redis.epoch import Epoch, EpochGone, NumberedContainers
 from nearkin.index.redis.index import RedisIndex
 from nearkin.index.redis.server import Server
+from nearkin.records import Bools
 
 LEASE_SECONDS = 30.0
 POLL_SECONDS = 5.0
 RENEWALS_A_LEASE = 3
 STOP_SECONDS = 60.0
-
-Rebuild = Callable[[Index], object]
-"""Publishes every durable container and commits every version into the index that it is given."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +40,10 @@ class RebuildOver(Retryable):
 class RebuildTarget:
     """The index as a rebuild sees it: writes stop as soon as the rebuild is no longer this process's."""
 
-    def __init__(self, index: RedisIndex, epoch: Epoch, held: threading.Event) -> None:
+    def __init__(self, index: RedisIndex, epoch: Epoch, held: threading.Event, *, reported: bool = False) -> None:
+        """`reported`: a container that an entry names was found missing."""
         self._index = index
+        self._reported = reported
         self._epoch = epoch
         self._held = held
         self.locate_chunks = index.locate_chunks
@@ -53,6 +53,42 @@ class RebuildTarget:
         self.catalog = index.catalog
         self.manifest_names = index.manifest_names
         self.containers = index.containers
+        self.container_ids = index.container_ids
+        self.tenants = index.tenants
+        self.numbered = index.numbered
+
+    @property
+    def began_empty(self) -> bool:
+        """Return whether entries may be missing of containers that the index lists."""
+        return self._index.epochs.began_empty(self._epoch)
+
+    @property
+    def has_unchecked(self) -> bool:
+        """Return whether entries may name what the store no longer has."""
+        return self._reported or self._index.epochs.has_unchecked(self._epoch)
+
+    def collect_many(self, versions: Sequence[Collected]) -> None:
+        """Take versions out of the catalog. Raises RebuildOver."""
+        self._go_on()
+        self._index.collect_many(versions)
+
+    def forget_missing(
+        self,
+        numbered: NumberedContainers,
+        chunks: Mapping[int, Bools | None],
+        segments: Mapping[int, Bools | None],
+    ) -> int:
+        """Remove entries of what is not in the store. Raises RebuildOver."""
+        self._go_on()
+        try:
+            return self._index.forget_missing(numbered, chunks, segments)
+        except EpochGone as err:
+            raise RebuildOver(f"rebuild: epoch {self._epoch.name} ended; it begins again in the next one") from err
+
+    def declare_catalog(self) -> None:
+        """Declare that the catalog lists every version. Raises RebuildOver."""
+        self._go_on()
+        self._index.declare_catalog(self._epoch)
 
     def publish(self, claims: ContainerClaims) -> None:
         """Publish. Raises RebuildOver."""
@@ -85,6 +121,10 @@ class RebuildTarget:
             raise RebuildOver("rebuild: its lease has passed to another, or it was told to stop")
         if self._index.epochs.current.name != self._epoch.name:
             raise RebuildOver(f"rebuild: epoch {self._epoch.name} is gone; it begins again in the next one")
+
+
+Rebuild = Callable[[RebuildTarget], object]
+"""Publishes every durable container and commits every version into the index that it is given."""
 
 
 class Rebuilder:
@@ -143,7 +183,7 @@ class Rebuilder:
         Raises what the rebuild raised, or RebuildOver.
         """
         index = self._index
-        needed = index.check()
+        needed = index.check() or index.is_stale()
         metrics.INDEX_WHOLE.labels("redis").set(not needed)
         metrics.REDIS_BYTES.set(index.server.memory_bytes())
         if not needed:
@@ -156,11 +196,14 @@ class Rebuilder:
         renewing = threading.Thread(target=self._renew, args=(holder, over), name="rebuild-lease", daemon=True)
         renewing.start()
         try:
-            if not index.check():  # another was done since this one looked
+            if not (index.check() or index.is_stale()):  # another was done since this one looked
                 return False
-            epoch = index.epochs.current
+            epoch, generation = index.epochs.current, index.epochs.generation  # no GC run begins meanwhile
             _log.warning("%s: rebuilding the index, epoch %s", index.server.name, epoch.name)
-            self._rebuild(RebuildTarget(index, epoch, self._held))
+            reported = index.take_reports()
+            self._rebuild(RebuildTarget(index, epoch, self._held, reported=reported))
+            if not index.epochs.settle(epoch, generation):
+                raise RebuildOver(f"rebuild of epoch {epoch.name}: a server of the index restarted meanwhile")
             if not index.server.one(Server.call("whole", [index.epochs.key, self._keys[0]], epoch.name, holder)):
                 raise RebuildOver(f"rebuild of epoch {epoch.name}: its lease or its epoch is gone")
             index.check()

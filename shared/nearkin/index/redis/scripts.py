@@ -4,6 +4,10 @@ A table lies in partitions; a partition is one Redis hash and a linear hash (Lit
 
     field ""   "level split entries": there are 2^level + split buckets
     field n    n as 3 bytes, bucket n: entries of one width, key then value, in order of arrival
+    field g    GC generation: every entry withdrawn by the GC runs up to this one has been removed
+    field r    run_id of the server when the partition was created, adopted or last settled
+    field f    present while entries of published containers may be missing: the partition was created empty
+    field m    highest number ever inserted
 
     h = the first 24 bits of an entry's key, little-endian; it lies in bucket h mod 2^level, or, where that is below
     `split`, in bucket h mod 2^(level + 1)
@@ -85,18 +89,24 @@ FIND = (
   end
   return table.concat(out)
 end
-local found, at = {}, 0
+local found, at, generation = {}, 0, tonumber(ARGV[5])
 for i = 1, #KEYS do
-  local keys_bytes = tonumber(ARGV[4 + i]) * key_bytes
-  local values = values_of(KEYS[i], sub(ARGV[1], at + 1, at + keys_bytes))
+  local keys_bytes = tonumber(ARGV[5 + i]) * key_bytes
+  local values
+  if generation > tonumber(redis.call('HGET', KEYS[i], 'g') or '0') and redis.call('EXISTS', KEYS[i]) == 1 then
+    values = string.rep('\\0', keys_bytes / key_bytes * (width - key_bytes))
+  else
+    values = values_of(KEYS[i], sub(ARGV[1], at + 1, at + keys_bytes))
+  end
   if type(values) ~= 'string' then return values end
   found[i], at = values, at + keys_bytes
 end
 return table.concat(found)
 """
 )
-"""KEYS tables; ARGV keys, key bytes, width, bucket entries, how many keys for each table: the keys' values, zeros for
-what is not there; or nil where a table has no state. In a Cluster one table, since each has a slot of its own."""
+"""KEYS tables; ARGV keys, key bytes, width, bucket entries, GC generation required, how many keys for each table: the
+keys' values, zeros for what is not there and for all of a table of an older generation; or nil where a table has no
+state. In a Cluster one table, since each has a slot of its own."""
 
 _STORE = """
 local changed, before = {}, entries
@@ -157,10 +167,12 @@ for i = 1, #wanted do
   local bucket = held[n]
   if not place(bucket, sub(rows, at + 1, at + key_bytes)) then append(n, bucket, sub(rows, at + 1, at + width)) end
 end
+if tonumber(redis.call('HGET', base, 'm') or '0') < tonumber(ARGV[5]) then redis.call('HSET', base, 'm', ARGV[5]) end
 return save()
 """
 )
-"""KEYS table; ARGV entries, as above: add those whose key is not there yet, in order; how many they were; or nil."""
+"""KEYS table; ARGV entries, as above, highest number: add those whose key is not there yet, in order; how many they
+were; or nil."""
 
 COUNT = (
     _TABLE
@@ -234,11 +246,15 @@ return save()
 )
 """KEYS table, mark; ARGV keys, as above, seconds: take 1 from each key's count unless the mark says it was done."""
 
-_EPOCH = """
+_RUN_NOW = "local function run_now() return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)') end\n"
+
+_EPOCH = (
+    """
 local epoch = redis.call('GET', KEYS[1])
 local version, name, partitions, run, whole = string.match(epoch or '', '^(%d+) (%S+) (%d+) (%S+) (%d)$')
-local function run_now() return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)') end
 """
+    + _RUN_NOW
+)
 
 BEGIN = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return redis.call('GET', KEYS[1]) or '' end
@@ -257,6 +273,81 @@ return epoch
 """
 )
 """KEYS epoch; ARGV name: the epoch's value; or nil where it is another's, or that of another run of the server."""
+
+SUCCESSOR = (
+    _RUN_NOW
+    + """
+local before, run, name = string.match(redis.call('GET', KEYS[1]) or '', '^(%S+) (%S+) (%S+)$')
+if before == ARGV[1] and run == run_now() then return name end
+redis.call('SET', KEYS[1], ARGV[1] .. ' ' .. run_now() .. ' ' .. ARGV[2])
+return ARGV[2]
+"""
+)
+"""KEYS successor; ARGV epoch's name, proposed name: the name under which all clients continue that epoch."""
+
+MOVE = """
+if redis.call('EXISTS', KEYS[1]) == 0 and redis.call('EXISTS', KEYS[2]) == 1 then
+  redis.pcall('RENAME', KEYS[2], KEYS[1])
+end
+return redis.call('EXISTS', KEYS[1])
+"""
+"""KEYS new, old: rename a key unless that was done before; whether the new one exists."""
+
+RAISE = """
+if tonumber(redis.call('GET', KEYS[1]) or '1') <= tonumber(ARGV[1]) then
+  redis.call('SET', KEYS[1], string.format('%.0f', tonumber(ARGV[1]) + 1))
+end
+return 1
+"""
+"""KEYS next; ARGV number: no container is given that number or a lower one from now on."""
+
+ADOPT = (
+    _RUN_NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 1 then redis.pcall('RENAME', KEYS[2], KEYS[1]) end
+  if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], '', '0 0 0', 'g', ARGV[1], 'f', '1') end
+  redis.call('HSET', KEYS[1], 'r', run_now())
+end
+return tonumber(redis.call('HGET', KEYS[1], 'm') or '0')
+"""
+)
+"""KEYS partition, the same partition of the epoch before; ARGV GC generation: rename the old one, or create an empty
+one; the highest number in it."""
+
+INSPECT = (
+    _RUN_NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local held = redis.call('HMGET', KEYS[1], 'g', 'r', 'f')
+return {tonumber(held[1] or '0'), held[2] == run_now() and 1 or 0, held[3] and 1 or 0}
+"""
+)
+"""KEYS partition: GC generation, whether its server is still the same, whether it began empty; or nil."""
+
+ADVANCE = (
+    _RUN_NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local held = redis.call('HMGET', KEYS[1], 'g', 'r')
+if held[2] ~= run_now() or tonumber(held[1] or '0') < tonumber(ARGV[1]) then return 0 end
+redis.call('HSET', KEYS[1], 'g', math.max(tonumber(held[1]), tonumber(ARGV[2])))
+return 1
+"""
+)
+"""KEYS partition; ARGV GC generation required, new one: 1 if set, 0 if stale or its server restarted; or nil."""
+
+SETTLE = (
+    _RUN_NOW
+    + """
+local held = redis.call('HMGET', KEYS[1], '', 'g', 'r')
+if not held[1] or held[3] ~= run_now() then return false end
+redis.call('HSET', KEYS[1], 'g', math.max(tonumber(held[2] or '0'), tonumber(ARGV[1])))
+redis.call('HDEL', KEYS[1], 'f')
+return 1
+"""
+)
+"""KEYS partition; ARGV GC generation: its entries were checked against the store; nil if it or its server changed."""
 
 ASSIGN = (
     _EPOCH
@@ -325,9 +416,11 @@ return #redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\
 COMMIT = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 if #redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255', 'LIMIT', 0, 1) > 0 then return 0 end
+redis.call('HSET', KEYS[1], ARGV[3], ARGV[4])
 return redis.call('ZADD', KEYS[2], 0, ARGV[1] .. ARGV[2])
 """
-"""KEYS partition, versions; ARGV start and rest of a member: add it unless the version is there; or nil."""
+"""KEYS partition, versions; ARGV start and rest of a member, tenant's tag and name: add it unless the version is there;
+or nil."""
 
 MARK = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
@@ -389,6 +482,13 @@ SOURCES = {
     "uncount": _filled(UNCOUNT),
     "begin": BEGIN,
     "check": CHECK,
+    "successor": SUCCESSOR,
+    "move": MOVE,
+    "raise": RAISE,
+    "adopt": ADOPT,
+    "inspect": INSPECT,
+    "advance": ADVANCE,
+    "settle": SETTLE,
     "assign": ASSIGN,
     "finish": FINISH,
     "anew": ANEW,

@@ -25,6 +25,7 @@ from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest, moment_of
 from nearkin.formats.message import End, Envelope, Placed
 from nearkin.frozen import frozen
+from nearkin.index.protocols import SupportsReports
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.records import U32, Bools, Locations
 from nearkin.reports import LEDGER_FIELDS, Ledger
@@ -251,7 +252,7 @@ class CommitHandler:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
         lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
         gathered = _gathered(blob, end)
-        manifest, manifest_bytes, durable_us = self._committed(end, gathered)  # 1
+        manifest, manifest_bytes, durable_us = self._committed(lane, end, gathered)  # 1
         failpoint("version.manifest")
         self._confirm(lane, manifest, durable_us - end.began_us)
         self._catalogue(lane, manifest, manifest_bytes)  # 2
@@ -297,7 +298,24 @@ class CommitHandler:
             self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
             raise Permanent(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
 
-    def _committed(self, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
+    @staticmethod
+    def _require_stored(lane: Lane, segments: Locations) -> None:
+        """Refuse segments that the store lacks (I2): an index that was restored from an older copy may name them.
+
+        Raises Permanent, after which the index is checked, so that the same content is stored when it is put again.
+        """
+        missing = lane.collected.find_missing(segments)
+        if missing is None:
+            return
+        container, problem = missing
+        if isinstance(lane.index, SupportsReports):
+            lane.index.report_missing(container)
+        metrics.CORRUPT.labels("committer").inc()
+        raise Permanent(
+            f"the index named a segment that the store lacks ({problem}): it is being checked; put the blob again"
+        )
+
+    def _committed(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
         """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2)."""
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
@@ -305,6 +323,7 @@ class CommitHandler:
             earlier = self._earlier(end, sorted(histories))
             if earlier is not None:
                 return *earlier, earlier[0].created_us
+            self._require_stored(lane, gathered.segments)
             now_us = time.time_ns() // 1000
             manifest = Manifest(
                 tenant=tenant,

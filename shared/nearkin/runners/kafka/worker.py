@@ -32,6 +32,7 @@ from nearkin.runners.kafka.reporting import report
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.runners.monitor import Monitor
 from nearkin.store import descriptor
+from nearkin.store.condemned import GcGeneration
 from nearkin.store.opening import open_store_of
 from nearkin.store.parity import ParityObjects
 
@@ -180,7 +181,7 @@ def _connected(
         try:
             create_topics(settings)
             objects, found = open_store_of(settings)
-            index = RedisIndex(settings.redis, b"")
+            index = RedisIndex(settings.redis, b"", GcGeneration(objects))
         except Retryable as err:
             if time.monotonic() > deadline:
                 raise
