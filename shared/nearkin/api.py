@@ -21,7 +21,7 @@ from weakref import WeakSet
 from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
-from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, StoreLocked, StoreUnavailable
+from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, Permanent, StoreLocked, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
 from nearkin.frozen import frozen
@@ -29,6 +29,7 @@ from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.local_puts import LocalPuts, PutItem
 from nearkin.memory import give_back_free
 from nearkin.parallel import all_cores
+from nearkin.preconditions import Precondition, precondition_of
 from nearkin.reports import (
     Damage,
     Deletion,
@@ -95,11 +96,12 @@ class Item:
     sha256: bytes | None = None
     created: datetime | None = None
     """Creation time of a version that is copied from another store; None: the moment of the commit."""
+    precondition: Precondition | None = None
 
     def as_put(self) -> PutItem:
         """Return the tuple that `LocalPuts.put` takes."""
         created_us = None if self.created is None else us_of(self.created)
-        return self.key, self.source, self.metadata, self.sha256, created_us
+        return self.key, self.source, self.metadata, self.sha256, created_us, self.precondition
 
 
 def open_store(
@@ -251,6 +253,7 @@ class Store:
 
     def forked(self) -> None:
         """Begin anew in a process that was forked."""
+        self._manifests.locks.forked()
         self._puts.forked()
         self._index.forked()
 
@@ -263,24 +266,44 @@ class Store:
         *,
         metadata: Mapping[str, str] | None = None,
         sha256: bytes | None = None,
+        if_match: str | None = None,
+        if_none_match: str | None = None,
         progress: Progress | None = None,
     ) -> PutResult:
         """Store a new version of `key`. Returns once it is committed and durable.
 
-        `sha256` is what the caller holds the content to be. Raises BadInput (nothing stored), StoreLocked,
-        StoreUnavailable (nothing visible stored; the same put may be tried again).
+        `sha256` is what the caller holds the content to be. `if_match`: only over a newest version with this digest
+        (`VersionInfo.digest`), or `*` for any; `if_none_match`: only where the newest version has another digest, or
+        with `*` where there is none. Both are decided at the commit: of several puts that rely on the same state one
+        succeeds. Raises PreconditionFailed (nothing stored), BadInput (nothing stored), StoreLocked, StoreUnavailable
+        (nothing visible stored; the same put may be tried again).
         """
-        (result,) = self._puts.put([(key, source, metadata or {}, sha256, None)], progress)
+        precondition = precondition_of(if_match, if_none_match)
+        if precondition is not None:  # before a large source is read in vain; the commit decides
+            check_key(key)
+            newest = self._manifests.newest(self.settings.tenant, key)
+            precondition.check(key, None if newest is None else newest.info)
+        item = Item(key, source, metadata or {}, sha256, precondition=precondition)
+        (result,) = self.put_many([item], progress=progress)
         return result
 
     def put_many(
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
     ) -> Iterator[PutResult]:
-        """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit."""
-        return self._puts.put(
-            (item.as_put() if isinstance(item, Item) else (*item, {}, None, None) for item in items),
-            progress,
-        )
+        """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit.
+
+        Raises PreconditionFailed at the first item that its precondition refuses; others of its group are committed.
+        """
+        for outcome in self.put_outcomes(items, progress=progress):
+            if isinstance(outcome, Permanent):
+                raise outcome
+            yield outcome
+
+    def put_outcomes(
+        self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
+    ) -> Iterator[PutResult | Permanent]:
+        """Store many blobs as `put_many` does; yield the error in place of the result of one that is refused."""
+        return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
 
     # --- get ---------------------------------------------------------------------------------------------------------
 

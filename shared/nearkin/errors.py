@@ -40,6 +40,10 @@ class Retained(Permanent):
     """A version may not be deleted yet, by nobody: it is younger than retention.min_age_seconds."""
 
 
+class PreconditionFailed(Permanent):
+    """The key's newest version is not the one that a conditional put was made for; nothing was stored."""
+
+
 class Paused(Permanent):
     """Garbage collection is paused, until somebody resumes it."""
 

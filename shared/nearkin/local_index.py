@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -270,6 +270,10 @@ class LocalIndex(Notes):
         """Return how often notes of marks were put back: one that is not written yet may have been among them."""
         with self._restating:
             return self._restated
+
+    def outside_gc_step(self) -> AbstractContextManager[None]:
+        """Keep GC steps of this process from beginning; wait for the one at work, unless this is part of it."""
+        return self.crossing.beside()
 
     def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of marks of versions that a round has collected in place of what was noted of them since.

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin.config import Settings
-from nearkin.errors import StoreLocked
+from nearkin.errors import Permanent, StoreLocked
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.interrupts import interrupts_wait
 from nearkin.limits import MIB
 from nearkin.local_index import LocalIndex
+from nearkin.preconditions import Precondition
 from nearkin.reports import PutResult
 from nearkin.sources import Progress, Source, check_key, check_metadata, feed
 from nearkin.store.containers import ContainerStore
@@ -34,8 +36,9 @@ if TYPE_CHECKING:
 BESIDE_ROUND_BYTES = 48 * MIB
 """Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
 over."""
-PutItem = tuple[str, Source, Mapping[str, str], bytes | None, int | None]
-"""Key, content, metadata, expected SHA-256, creation time in microseconds since 1970 (None: at the commit)."""
+PutItem = tuple[str, Source, Mapping[str, str], bytes | None, int | None, Precondition | None]
+"""Key, content, metadata, expected SHA-256, creation time in microseconds since 1970 (None: at the commit),
+and what must hold at the commit."""
 
 
 class LocalPuts:
@@ -122,8 +125,11 @@ class LocalPuts:
         if not self.at_work:
             self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._reading_bytes))
 
-    def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult]:
-        """Put blobs; yield results as groups commit. Raises what `Store.put` does."""
+    def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult | Permanent]:
+        """Put blobs; yield results as groups commit, and the error of each that its precondition refused.
+
+        Raises what `Store.put` does.
+        """
         if self.at_work:
             raise self.in_the_middle("another put")
         settings = self._settings()
@@ -151,7 +157,7 @@ class LocalPuts:
 
     def _in_groups(
         self, settings: Settings, items: Iterable[PutItem], progress: Progress | None
-    ) -> Iterator[PutResult]:
+    ) -> Iterator[PutResult | Permanent]:
         with interrupts_wait():
             from nearkin.runners.embedded import EmbeddedWriter, Spares
 
@@ -178,15 +184,21 @@ class LocalPuts:
                     )
                 )
             waiting = []
-            for key, source, metadata, sha256, created_us in items:
+            for key, source, metadata, sha256, created_us, precondition in items:
                 check_key(key)
                 check_metadata(metadata)
-                waiting.append(feed(writer, key, source, metadata, sha256, progress, created_us))
+                waiting.append(feed(writer, key, source, metadata, sha256, progress, created_us, precondition))
                 if waiting[0].done():
-                    yield from (done.result() for done in waiting if done.done())
+                    yield from (_outcome(done) for done in waiting if done.done())
                     waiting = [pending for pending in waiting if not pending.done()]
             writer.flush()
             self._index.behind = False
             failpoint("put.settled")
             self._heal()
-            yield from (done.result() for done in waiting)
+            yield from (_outcome(done) for done in waiting)
+
+
+def _outcome(done: Future[PutResult]) -> PutResult | Permanent:
+    """Return the result, or why the precondition of this blob alone refused it. Raises what ended the whole put."""
+    err = done.exception()
+    return err if isinstance(err, Permanent) else done.result()

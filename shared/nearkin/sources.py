@@ -20,6 +20,7 @@ from nearkin.limits import KEY_BYTES_MAX
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from nearkin.preconditions import Precondition
     from nearkin.reports import PutResult
     from nearkin.runners.embedded import EmbeddedWriter
 
@@ -91,6 +92,7 @@ def feed(
     sha256: bytes | None,
     progress: Progress | None,
     created_us: int | None = None,
+    precondition: Precondition | None = None,
 ) -> Future[PutResult]:
     """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed.
 
@@ -98,7 +100,7 @@ def feed(
     """
     if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
         raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
-    blob = writer.begin(key, metadata, sha256)
+    blob = writer.begin(key, metadata, sha256, precondition)
     blob.created_us = created_us
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:

@@ -217,3 +217,14 @@ def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tm
     assert not (tmp_path / "store").exists()
     assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, "rename it first")
     assert b"stops\n  all of it before anything is stored" in call("put", "--help").stdout
+
+
+def test_put_with_a_condition_that_fails_exits_1(tmp_path: Path, call: InProcess) -> None:
+    """F.16: `put --if-none-match` and `--if-match` refuse with exit code 1 and store nothing."""
+    file, store = tmp_path / "file", ("--store", tmp_path / "s")
+    file.write_bytes(b"one")
+    digest = call.answer(*store, "put", "k", file, "--if-none-match", "*")["digest"]
+    assert_refused(call(*store, "put", "k", file, "--if-none-match", "*"), 1, "precondition failed")
+    assert call(*store, "put", "k", file, "--if-match", digest).returncode == 0
+    assert_refused(call(*store, "put", "k", file, "--if-match", "nonsense"), 2, "if_match 'nonsense'")
+    assert_refused(call(*store, "put", "-r", tmp_path, "--if-match", "*"), 2, "not with --recursive")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,50 +20,16 @@ from nearkin.index.redis import RedisIndex
 from nearkin.records import Locations
 from nearkin.reports import Ledger
 from nearkin.runners.kafka import committing
-from nearkin.runners.kafka.clients import Headers
 from nearkin.runners.kafka.committing import CommitHandler
-from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.loop import Record
 from nearkin.runners.kafka.tenants import lanes
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
+from nearkin.testing.committers import Kept, Nothing
 from nearkin.testing.redis_server import RedisServer
 
 SEGMENT_BYTES = 1000
 BEGAN_US = time.time_ns() // 1000
-
-
-class Nothing(Backlog):
-    """Says that nothing waits before."""
-
-    def __init__(self) -> None:
-        pass
-
-    def unread(self, name: str, partition: int, offset: int) -> bool:
-        return False
-
-    def oldest_seconds(self, services: Collection[str]) -> float:
-        return 0.0
-
-
-class Kept:
-    """An outbox whose events and dead letters are looked at instead of sent."""
-
-    def __init__(self, *_: object) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.letters: list[dict[str, bytes | None]] = []
-
-    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
-        assert name == "committed"
-        self.events.append(json.loads(value))
-
-    def send_to(
-        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
-    ) -> None:
-        self.letters.append(dict(headers))
-
-    def flush(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`python -m nearkin_delta`: encodes and stores chunks, commits versions, and rebuilds an index that was lost."""
 
+from nearkin.index.redis.key_locks import RedisKeyLocks
 from nearkin.runners.kafka.committing import CommitHandler
 from nearkin.runners.kafka.lag import Backlog
 from nearkin.runners.kafka.placing import PlaceHandler
@@ -14,9 +15,9 @@ def placer(context: Context) -> PlaceHandler:
 
 def committer(context: Context) -> CommitHandler:
     """Return the handler of topic `placed`."""
-    manifests = ManifestStore(context.objects)
-    worker = f"committer-{context.worker}"
-    return CommitHandler(context.settings, manifests, context.lanes(), worker, Backlog(context.settings))
+    locks = RedisKeyLocks(context.index)
+    manifests, worker = ManifestStore(context.objects, locks), f"committer-{context.worker}"
+    return CommitHandler(context.settings, manifests, context.lanes(), worker, Backlog(context.settings), locks)
 
 
 if __name__ == "__main__":

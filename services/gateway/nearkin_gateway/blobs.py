@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from nearkin.errors import NotFound
+from nearkin.errors import NotFound, PreconditionFailed
 from nearkin.formats.answers import info_json
 from nearkin.reports import VersionInfo
 from nearkin_gateway import models
@@ -32,8 +32,8 @@ from nearkin_gateway.intake import (
 )
 from nearkin_gateway.keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.listing import damaged_json
-from nearkin_gateway.problems import Problem, responses
-from nearkin_gateway.ranges import check_put, etag, last_modified, not_modified, wanted_range
+from nearkin_gateway.problems import responses
+from nearkin_gateway.ranges import etag, last_modified, not_modified, precondition_of_put, wanted_range
 from nearkin_gateway.responses import BlobResponse
 from nearkin_gateway.state import Gateway, gateway_of
 
@@ -108,15 +108,24 @@ async def put_blob(
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:`, checked (RFC 9530).")] = None,
     x_content_sha256: Annotated[str | None, Header(description="64 hex digits, checked.")] = None,
     want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
-    if_match: Annotated[str | None, Header(description="Only over this newest version, as the upload begins.")] = None,
-    if_none_match: Annotated[str | None, Header(description="`*`: only where there is no version.")] = None,
+    if_match: Annotated[
+        str | None, Header(description="Only over this newest version (ETag); checked at the commit.")
+    ] = None,
+    if_none_match: Annotated[
+        str | None, Header(description="`*`: only where there is no version; checked at the commit.")
+    ] = None,
 ) -> Response:
-    """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded."""
+    """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
+
+    `If-Match` and `If-None-Match` are checked where the version is committed: of several puts that rely on the same
+    state one is 201, the others are 412 and store nothing. After 202 the outcome has the reason `precondition-failed`.
+    """
     gateway = gateway_of(request)
     bytes_max = int(gateway.bounds.body_bytes_max)
     await check_open(gateway, caller.tenant)
     check_declared(request, bytes_max)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
+    precondition = precondition_of_put(request.headers)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one())
@@ -125,10 +134,10 @@ async def put_blob(
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin))
             earlier = gateway.outcomes.of_origin(origin)
-        if earlier is None and (if_match is not None or if_none_match is not None):
+        if earlier is None and precondition is not None:  # before a large body is sent in vain
             try:
-                check_put(request.headers, await _newest(gateway, caller.tenant, key))
-            except Problem:  # what is in its way may be its own version
+                precondition.check(key, await _newest(gateway, caller.tenant, key))
+            except PreconditionFailed:  # what is in its way may be its own version
                 earlier = None if origin is None else await _told_soon(gateway, origin)
                 if earlier is None:
                     raise
@@ -145,6 +154,7 @@ async def put_blob(
             sha256=sha256,
             with_sha256=wants_sha256(request.headers),
             trace=_trace(request),
+            precondition=precondition,
         )
     outcome = await gateway.outcomes.wait(blob, wait)
     if outcome is None:

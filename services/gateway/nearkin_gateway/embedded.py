@@ -23,7 +23,7 @@ from typing import BinaryIO, cast
 from nearkin import metrics, tally
 from nearkin.api import Item, Store, open_store
 from nearkin.config import Settings
-from nearkin.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
+from nearkin.errors import ConfigError, NearkinError, NotFound, Permanent, StoreUnavailable
 from nearkin.formats.answers import gc_json
 from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
@@ -300,16 +300,22 @@ class EmbeddedIngest:
         """Commit a group; what was committed before a failure stays committed and is told so."""
         self._store.settings = self._settings()  # the hot ones may have changed
         results = iter(
-            self._store.put_many(
-                Item(job.intent.key, job.source, job.intent.metadata, job.ending.sha256) for job in jobs
+            self._store.put_outcomes(
+                Item(
+                    job.intent.key,
+                    job.source,
+                    job.intent.metadata,
+                    job.ending.sha256,
+                    precondition=job.intent.precondition,
+                )
+                for job in jobs
             )
         )
         failure: Exception | None = None
         for job in jobs:
             try:
                 if failure is None:
-                    result = next(results)
-                    job.loop.call_soon_threadsafe(_tell, job.done, result, None)
+                    job.loop.call_soon_threadsafe(_tell, job.done, next(results), None)
                     continue
             except Exception as err:
                 failure = err if isinstance(err, NearkinError) else StoreUnavailable(f"{type(err).__name__}: {err}")
@@ -411,12 +417,14 @@ def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:
         left = left[file.write(left) :]
 
 
-def _tell(done: asyncio.Future[PutResult], result: PutResult | None, failure: Exception | None) -> None:
+def _tell(done: asyncio.Future[PutResult], result: PutResult | Permanent | None, failure: Exception | None) -> None:
     if done.done():
         return
+    if isinstance(result, Permanent):  # its precondition refused it
+        failure = result
     if failure is not None:
         done.set_exception(failure)
         done.exception()  # looked at: nobody may be waiting any more
     else:
-        assert result is not None
+        assert isinstance(result, PutResult)
         done.set_result(result)

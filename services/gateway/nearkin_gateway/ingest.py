@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from nearkin.formats.answers import info_json, ledger_json
 from nearkin.frozen import frozen
+from nearkin.preconditions import Precondition
 from nearkin.reports import PutResult
 
 COMMITTED = "committed"
@@ -31,6 +32,8 @@ class Intent:
     metadata: Mapping[str, str] = field(default_factory=dict)
     trace: str | None = None
     """W3C traceparent of the request."""
+    precondition: Precondition | None = None
+    """Checked where the version is committed."""
 
 
 @frozen
@@ -49,7 +52,10 @@ class Upload(Protocol):
         """Take a frame of at most FRAME_BYTES_MAX; waits while too much is unacknowledged. Raises Retryable."""
 
     async def finish(self, ending: Ending) -> None:
-        """Return once all is durable. Raises Retryable: what became of it is then not known."""
+        """Return once all is durable. Raises Retryable: what became of it is then not known.
+
+        An ingest that commits raises PreconditionFailed; from any other the outcome tells it.
+        """
 
     async def abort(self, why: str) -> None:
         """Give the upload up, visibly where that is possible. Never raises."""

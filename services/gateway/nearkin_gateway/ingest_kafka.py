@@ -201,6 +201,7 @@ class KafkaUpload:
             blake3=ending.blake3,
             sha256=ending.sha256,
             metadata=self._intent.metadata,
+            precondition=self._intent.precondition,
         )
         await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
         await self._tracker.settled()

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from nearkin.failpoints import failpoint
 from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.preconditions import PRECONDITION, Precondition
 from nearkin.runners import logs, tracing
 from nearkin_gateway.ingest import FAILED, Ending, Intent, Upload
 from nearkin_gateway.outcomes import new_id
@@ -96,13 +97,14 @@ async def take(
     sha256: bytes | None = None,
     with_sha256: bool = False,
     trace: str | None = None,
+    precondition: Precondition | None = None,
 ) -> tuple[bytes, Ending]:
     """Store what `pieces` yield; return the attempt's id and what the bytes were. Raises Problem, NearkinError.
 
     `sha256` is what the caller announced; `pieces` yield frames of at most FRAME_BYTES_MAX.
     """
     blob = new_id()
-    intent = Intent(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace)
+    intent = Intent(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace, precondition)
     logs.bind(blob, tenant, trace)
     tracing.describe(trace, tracing.about(blob, tenant))
     upload = await gateway.ingest.begin(intent)
@@ -159,6 +161,8 @@ def check_same(outcome: Mapping[str, Any], ending: Ending) -> None:
 def check_failed(outcome: Mapping[str, Any]) -> None:
     """Say that an upload which was accepted has failed. Raises Problem."""
     if outcome["state"] == FAILED:
+        if outcome.get("reason") == PRECONDITION:
+            raise Problem(412, PRECONDITION, str(outcome["failure"]))
         raise Problem(500, "blob-failed", f"the blob was not stored: {outcome['failure']}")
 
 

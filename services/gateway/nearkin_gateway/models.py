@@ -34,6 +34,9 @@ class Outcome(BaseModel):
     status: str = Field(description="Where to ask again.")
     key: str | None = None
     failure: str | None = None
+    reason: str | None = Field(
+        default=None, description="Of a failure: `precondition-failed` where a condition refused it at the commit."
+    )
     version: int | None = None
     size_bytes: int | None = None
     created: datetime | None = None

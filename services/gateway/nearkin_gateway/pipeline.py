@@ -15,6 +15,7 @@ from pathlib import Path
 from nearkin.config import Settings
 from nearkin.errors import Retryable
 from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.key_locks import RedisKeyLocks
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.retention import guard_of
 from nearkin.runners.kafka.clients import create_topics
@@ -86,7 +87,9 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         outcomes=outcomes,
         tickets=Tickets(bytes.fromhex(found.secret)),
         catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
-        deletions=Deletions(ManifestStore(objects), index.mark_many, guard=guard_of(settings.retention, time.time)),
+        deletions=Deletions(
+            ManifestStore(objects, RedisKeyLocks(index)), index.mark_many, guard=guard_of(settings.retention, time.time)
+        ),
         resumable=Resumable(objects, settings.gateway.resumable_max),
         collecting=JanitorRounds(index),
         pauses=Pauses(objects),

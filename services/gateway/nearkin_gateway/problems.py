@@ -21,7 +21,19 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from nearkin import metrics
-from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, FormatTooNew, NotFound, Paused, Retained, Retryable
+from nearkin.errors import (
+    BadInput,
+    ConfigError,
+    Corrupt,
+    Erased,
+    FormatTooNew,
+    NotFound,
+    Paused,
+    PreconditionFailed,
+    Retained,
+    Retryable,
+)
+from nearkin.preconditions import PRECONDITION
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 5
@@ -93,6 +105,8 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             return Problem(410, "erased", str(err))
         case Paused():
             return Problem(409, "paused", str(err))
+        case PreconditionFailed():
+            return Problem(412, PRECONDITION, str(err))
         case Retained():
             return Problem(409, "retained", str(err))
         case ConfigError():
@@ -174,7 +188,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
-    refusals = NotFound, Erased, Paused, Retained, ConfigError, BadInput
+    refusals = NotFound, Erased, Paused, PreconditionFailed, Retained, ConfigError, BadInput
     for kind in (Problem, *refusals, Corrupt, FormatTooNew, Retryable, Exception):
         app.add_exception_handler(kind, ours)
 

@@ -8,6 +8,7 @@ from email.utils import format_datetime, parsedate_to_datetime
 
 from starlette.datastructures import Headers
 
+from nearkin.preconditions import ANY, PRECONDITION, Precondition, Tags, tags_of
 from nearkin.reports import VersionInfo
 from nearkin_gateway.problems import Problem
 
@@ -31,19 +32,18 @@ def listed(headers: Headers, name: str) -> str | None:
     return ", ".join(lines) if lines else None
 
 
-def check_put(headers: Headers, newest: VersionInfo | None) -> None:
-    """Refuse a put whose `If-Match` or `If-None-Match` does not hold. Raises Problem 412."""
+def precondition_of_put(headers: Headers) -> Precondition | None:
+    """Return what `If-Match` and `If-None-Match` ask of the key's newest version. Raises BadInput."""
     match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
-    if match is not None and (newest is None or not _listed(match, etag(newest), weak=False)):
-        raise Problem(412, "precondition-failed", f"If-Match {match:.100}: the newest version is another")
-    if none_match is not None and newest is not None and _listed(none_match, etag(newest), weak=True):
-        raise Problem(412, "precondition-failed", f"If-None-Match {none_match:.100}: there is such a version")
+    if match is None and none_match is None:
+        return None
+    return Precondition(_tags("If-Match", match, weak=False), _tags("If-None-Match", none_match, weak=True))
 
 
 def check_match(match: str, info: VersionInfo) -> None:
     """Refuse a deletion whose `If-Match` is another than the newest version that would go. Raises Problem 412."""
     if not _listed(match, etag(info), weak=False):
-        raise Problem(412, "precondition-failed", f"If-Match {match:.100}: version {info.version} is {info.digest}")
+        raise Problem(412, PRECONDITION, f"If-Match {match:.100}: version {info.version} is {info.digest}")
 
 
 def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
@@ -55,13 +55,11 @@ def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
     match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
     if match is not None:
         if not _listed(match, etag(info), weak=False):
-            raise Problem(412, "precondition-failed", f"If-Match {match:.100}: this version is {info.digest}")
+            raise Problem(412, PRECONDITION, f"If-Match {match:.100}: this version is {info.digest}")
     else:
         unmodified = _date(headers.get("if-unmodified-since"))
         if unmodified is not None and (_seconds(info) if named else info.created) > unmodified:
-            raise Problem(
-                412, "precondition-failed", f"If-Unmodified-Since: made at {last_modified(info)}; use If-Match"
-            )
+            raise Problem(412, PRECONDITION, f"If-Unmodified-Since: made at {last_modified(info)}; use If-Match")
     if none_match is not None:
         return _listed(none_match, etag(info), weak=True)
     since = _date(headers.get("if-modified-since"))
@@ -110,6 +108,16 @@ def _listed(text: str, tag: str, *, weak: bool) -> bool:
     if text.strip() == "*":
         return True
     return any(f'"{found[2]}"' == tag and (weak or not found[1]) for found in _TAG.finditer(text))
+
+
+def _tags(name: str, text: str | None, *, weak: bool) -> Tags | None:
+    """Return the digests that a list of entity tags names; a weak tag counts in a weak comparison alone."""
+    if text is None:
+        return None
+    found = _TAG.finditer(text)
+    return tags_of(
+        name, [ANY] if text.strip() == ANY else [tag[2] for tag in found if tag[2] != ANY and (weak or not tag[1])]
+    )
 
 
 def _seconds(info: VersionInfo) -> datetime:

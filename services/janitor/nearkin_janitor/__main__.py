@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.index.protocols import Marked
 from nearkin.index.redis import rebuild_in_background
+from nearkin.index.redis.key_locks import RedisKeyLocks
 from nearkin.index.redis.rebuild import RebuildTarget
 from nearkin.local_mending import super_features_of
 from nearkin.recoding import BlockRecoder
@@ -64,7 +65,7 @@ def start(context: Context) -> Callable[[], None]:
     keys = Keys()
 
     def forgetting(objects: ObjectStore, check: Callable[[], None]) -> tuple[int, int]:
-        settings, listed = context.current(), ManifestStore(objects)
+        settings, listed = context.current(), ManifestStore(objects, RedisKeyLocks(context.index))
 
         def note(marks: Sequence[Marked]) -> None:
             check()

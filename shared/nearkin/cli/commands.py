@@ -82,12 +82,23 @@ def nearkin() -> None:
 @click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
 @click.option("--meta", metavar="NAME=VALUE", multiple=True, help="Metadata kept with the version; repeatable.")
 @click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
+@click.option("--if-match", metavar="DIGEST|*", help="Only if the newest version has this digest; * for any version.")
+@click.option("--if-none-match", metavar="DIGEST|*", help="Only if the newest version has not; * for no version.")
 @shared_options
-def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sha256: str | None) -> int:
+def put(
+    key: str,
+    source: str | None,
+    recursive: bool,
+    meta: tuple[str, ...],
+    sha256: str | None,
+    if_match: str | None,
+    if_none_match: str | None,
+) -> int:
     """Store a file as a new version of KEY ("-" reads stdin).
 
     nearkin put db/dump dump.rdb --meta host=db1
     pg_dump shop | nearkin put db/shop -
+    nearkin put --if-none-match "*" lock mine    # only if the key has no version; else exit code 1
     nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
@@ -106,11 +117,13 @@ def put(key: str, source: str | None, recursive: bool, meta: tuple[str, ...], sh
     if recursive:
         if digest is not None:
             raise BadInput("--sha256 names one content: not with --recursive")
+        if if_match is not None or if_none_match is not None:
+            raise BadInput("--if-match and --if-none-match name one key's version: not with --recursive")
         prefix, folder = ("", key) if source is None else (key, source)
         return put_tree(current_session(), prefix, folder, metadata)
     if source is None:
         raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
-    put_one(current_session(), key, source, metadata, digest)
+    put_one(current_session(), key, source, metadata, digest, if_match, if_none_match)
     return 0
 
 

@@ -29,7 +29,15 @@ class _Plan(NamedTuple):
     total_bytes: int
 
 
-def put_one(session: Session, key: str, source: str, metadata: dict[str, str], sha256: bytes | None) -> None:
+def put_one(
+    session: Session,
+    key: str,
+    source: str,
+    metadata: dict[str, str],
+    sha256: bytes | None,
+    if_match: str | None = None,
+    if_none_match: str | None = None,
+) -> None:
     """Put one file or stdin and print what it cost. Raises BadInput."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.ledger import human_bytes
@@ -45,7 +53,15 @@ def put_one(session: Session, key: str, source: str, metadata: dict[str, str], s
             session.open(create=True, read_only=False) as store,
             bytes_bar("put", total_bytes, shown=not session.as_json) as progress,
         ):
-            result = store.put(key, content, metadata=metadata, sha256=sha256, progress=progress)
+            result = store.put(
+                key,
+                content,
+                metadata=metadata,
+                sha256=sha256,
+                if_match=if_match,
+                if_none_match=if_none_match,
+                progress=progress,
+            )
     finally:
         if source != "-" and not isinstance(content, Path):
             content.close()

@@ -29,6 +29,7 @@ from nearkin.client.exchange import (
 from nearkin.client.remote import PUTS_IN_FLIGHT_MAX
 from nearkin.client.transfer import AsyncSource, Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
+from nearkin.preconditions import precondition_of
 from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import Progress, write_pieces
 
@@ -62,11 +63,15 @@ class AsyncRemoteStore:
         *,
         metadata: Mapping[str, str] | None = None,
         sha256: bytes | None = None,
+        if_match: str | None = None,
+        if_none_match: str | None = None,
         progress: Progress | None = None,
     ) -> PutResult:
         """Store a new version of `key` as `RemoteStore.put` does; an async iterable of bytes is a source too."""
-        upload = Upload(source, progress)
-        return await self._hold(conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds))
+        upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
+        return await self._hold(
+            conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition)
+        )
 
     async def put_many(
         self,

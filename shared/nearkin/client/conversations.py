@@ -16,8 +16,9 @@ from urllib.parse import quote
 
 from nearkin.client.exchange import Answer, Call, Conversation, T, blob_path
 from nearkin.client.transfer import Upload
-from nearkin.errors import BadInput, Corrupt, StoreUnavailable
+from nearkin.errors import BadInput, Corrupt, PreconditionFailed, StoreUnavailable
 from nearkin.formats import answers
+from nearkin.preconditions import ANY, PRECONDITION, Precondition
 from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import check_key, check_metadata, check_prefix, check_reason, check_version
 
@@ -52,6 +53,7 @@ def accept(
     sha256: bytes | None,
     wait_seconds: float,
     commit_seconds: float,
+    precondition: Precondition | None = None,
 ) -> Conversation[PutResult | Accepted]:
     """Send a blob; the gateway may wait up to `wait_seconds` for its commit before it answers.
 
@@ -66,6 +68,8 @@ def accept(
         if not isinstance(sha256, bytes) or len(sha256) != 32:
             raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
         headers["X-Content-SHA256"] = sha256.hex()
+    if precondition is not None:
+        headers |= precondition_headers(precondition)
     answer = yield Call(
         "PUT",
         blob_path(key),
@@ -93,6 +97,16 @@ def _header_name(name: str) -> str:
     return "".join(c if c in _NAME_SAFE else "".join(f"%{byte:02X}" for byte in c.encode()) for c in name)
 
 
+def precondition_headers(precondition: Precondition) -> dict[str, str]:
+    """Return `If-Match` and `If-None-Match`: entity tags, or `*`."""
+    named = {"If-Match": precondition.if_match, "If-None-Match": precondition.if_none_match}
+    return {
+        name: ", ".join(tag if tag == ANY else f'"{tag}"' for tag in tags)
+        for name, tags in named.items()
+        if tags is not None
+    }
+
+
 def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]:
     """Wait for the end of a put. Raises StoreUnavailable when it failed or time is up."""
     deadline = time.monotonic() + commit_seconds
@@ -110,6 +124,8 @@ def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]
         state = told.get("state") if isinstance(told, dict) else None
         if state == "committed":
             return _stored(answer, told, accepted.upload)
+        if state == "failed" and told.get("reason") == PRECONDITION:
+            raise PreconditionFailed(str(told.get("failure"))[:500])
         if state == "failed":
             raise StoreUnavailable(f"key {accepted.key!r}: nothing was stored: {str(told.get('failure'))[:500]}")
         if state not in ("pending", "unknown"):
@@ -125,10 +141,16 @@ def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]
 
 
 def put(
-    key: str, upload: Upload, metadata: Mapping[str, str], sha256: bytes | None, commit_seconds: float
+    key: str,
+    upload: Upload,
+    metadata: Mapping[str, str],
+    sha256: bytes | None,
+    commit_seconds: float,
+    precondition: Precondition | None = None,
 ) -> Conversation[PutResult]:
     """Send a blob and wait for its commit."""
-    done = yield from accept(key, upload, metadata, sha256, min(WAIT_SECONDS, commit_seconds), commit_seconds)
+    wait_seconds = min(WAIT_SECONDS, commit_seconds)
+    done = yield from accept(key, upload, metadata, sha256, wait_seconds, commit_seconds, precondition)
     return done if isinstance(done, PutResult) else (yield from settle(done, commit_seconds))
 
 

@@ -30,6 +30,7 @@ from nearkin.client.exchange import (
 )
 from nearkin.client.transfer import Download, Upload
 from nearkin.errors import NearkinError, StoreUnavailable
+from nearkin.preconditions import precondition_of
 from nearkin.reports import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin.sources import Progress, Source, write_pieces
 
@@ -66,17 +67,20 @@ class RemoteStore:
         *,
         metadata: Mapping[str, str] | None = None,
         sha256: bytes | None = None,
+        if_match: str | None = None,
+        if_none_match: str | None = None,
         progress: Progress | None = None,
     ) -> PutResult:
         """Store a new version of `key`. Returns once it is committed and durable.
 
         A source that can be read again (a Path, bytes, a seekable file) is sent again where the connection fails; it is
-        stored once all the same (perhaps twice by an embedded gateway that was ended in between). Raises BadInput
-        (nothing stored), Denied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was
-        stored is not what was sent).
+        stored once all the same (perhaps twice by an embedded gateway that was ended in between). `if_match` and
+        `if_none_match` as for `Store.put`. Raises PreconditionFailed (nothing stored), BadInput (nothing stored),
+        Denied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was stored is not what
+        was sent).
         """
-        upload = Upload(source, progress)
-        return self._hold(conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds))
+        upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
+        return self._hold(conversations.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
 
     def put_many(self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None) -> Iterator[PutResult]:
         """Store many blobs, one sent while those before it are being committed. Yields results in order."""

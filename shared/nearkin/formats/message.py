@@ -23,6 +23,7 @@ from nearkin.formats.message_layout import (
     BLOB_BYTES,
     CHUNKS_MAX,
     COLUMNS,
+    CONDITIONAL_VERSION,
     HEADER,
     LEDGER,
     MAGIC,
@@ -41,6 +42,7 @@ from nearkin.formats.message_layout import (
 from nearkin.frozen import frozen
 from nearkin.kernels.gather import gather_new
 from nearkin.limits import SEGMENT_BYTES_MAX
+from nearkin.preconditions import Precondition, checked_tags
 from nearkin.records import U8, U32, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch
 from nearkin.reports import LEDGER_FIELDS, Ledger
 
@@ -135,6 +137,8 @@ class End:
     segments: int | None = None
     failure: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    precondition: Precondition | None = None
+    """What the committer checks at the commit."""
 
 
 Message = Frame | Segments | Fresh | Paired | Placed | End
@@ -178,7 +182,9 @@ def encode(message: Message) -> bytes:
     problem = problem_of(len(tenant), len(key), len(named), counts, len(payload), kind)
     if problem is not None or len(envelope.blob) != BLOB_BYTES:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
-    header = _header(kind, envelope, counts, len(payload), len(tenant), len(named), len(key))
+    conditional = isinstance(message, End) and message.precondition is not None
+    version = CONDITIONAL_VERSION if conditional else VERSION
+    header = _header(kind, envelope, counts, len(payload), len(tenant), len(named), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
     return _whole([header, tenant, key, named, *written, payload])
 
@@ -224,10 +230,11 @@ def _header(
     tenant_bytes: int,
     sketch_bytes: int,
     key_bytes: int,
+    version: int = VERSION,
 ) -> bytes:
     return HEADER.pack(
         MAGIC,
-        VERSION,
+        version,
         kind,
         counts.fresh,
         envelope.blob,
@@ -337,7 +344,7 @@ def _paired_columns(paired: PairedBatch) -> dict[str, Column]:
 
 
 def _end_text(end: End) -> bytes:
-    fields = {
+    fields: dict[str, object] = {
         "began_us": end.began_us,
         "origin": end.origin.hex(),
         "size_bytes": end.size_bytes,
@@ -347,6 +354,8 @@ def _end_text(end: End) -> bytes:
         "failure": None if end.failure is None else _legible(end.failure),
         "metadata": dict(end.metadata),
     }
+    if end.precondition is not None:
+        fields |= {"if_match": end.precondition.if_match, "if_none_match": end.precondition.if_none_match}
     return json.dumps(fields, ensure_ascii=False).encode()
 
 
@@ -367,6 +376,7 @@ def _end(envelope: Envelope, payload: U8) -> End:
         segments=None if found["segments"] is None else _bounded(found["segments"], "segments"),
         failure=None if found["failure"] is None else _legible(found["failure"]),
         metadata=found["metadata"],
+        precondition=_precondition(found),
     )
     encode_metadata(end.metadata)
     whole = end.failure is None
@@ -375,6 +385,12 @@ def _end(envelope: Envelope, payload: U8) -> End:
     if end.sha256 is not None and len(end.sha256) != 32:
         raise ValueError("a SHA-256 of the wrong size")
     return end
+
+
+def _precondition(found: Mapping[str, object]) -> Precondition | None:
+    if_match = checked_tags("if_match", found.get("if_match"))
+    if_none_match = checked_tags("if_none_match", found.get("if_none_match"))
+    return None if if_match is None and if_none_match is None else Precondition(if_match, if_none_match)
 
 
 def _legible(failure: object) -> str:

@@ -26,6 +26,8 @@ from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools
 
 MAGIC = b"NKS1"
 VERSION = 1
+CONDITIONAL_VERSION = 2
+"""Of an end with a precondition: a reader that does not know preconditions must refuse it, not commit regardless."""
 BLOB_BYTES = 16
 MESSAGE_BYTES_MAX = 1_048_576 - 16 * 1024
 """Kafka's default limit, less what a record batch and our headers take."""
@@ -192,9 +194,10 @@ def opened(data: bytes, what: str) -> Opened:
         raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
     if len(data) < HEADER.size or data[:4] != MAGIC:
         raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {data[:4]!r})")
-    if data[4] != VERSION:
+    if data[4] not in (VERSION, CONDITIONAL_VERSION):
         raise FormatTooNew(
-            f"{what}: message format {data[4]}; this Nearkin reads {VERSION}: upgrade the workers together"
+            f"{what}: message format {data[4]}; this Nearkin reads {VERSION} and {CONDITIONAL_VERSION}: "
+            "upgrade the workers together"
         )
     fields = HEADER.unpack_from(data)
     _, _, code, fresh, blob, position, sequence, payload_bytes, segments, chunks, ranks = fields[:11]

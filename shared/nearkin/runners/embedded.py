@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from nearkin import tally
 from nearkin.claims import ContainerClaims
 from nearkin.config import Settings
-from nearkin.errors import NearkinError, Retryable
+from nearkin.errors import NearkinError, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import Manifest
@@ -37,6 +37,7 @@ from nearkin.index.pending import PendingIndex
 from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system, one_heap
 from nearkin.parallel import Helpers, cores
+from nearkin.preconditions import Precondition
 from nearkin.records import U32, Bools, FreshBatch, Locations, SegmentBatch
 from nearkin.reports import Ledger, PutResult
 from nearkin.runners.counted import count_fresh, count_sealed
@@ -80,6 +81,7 @@ class _Blob:
     lengths: list[U32] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     done: Future[PutResult] = field(default_factory=Future)
+    precondition: Precondition | None = None
 
 
 @frozen
@@ -178,9 +180,11 @@ class EmbeddedWriter:
 
     # --- the caller's side -------------------------------------------------------------------------------------------
 
-    def begin(self, key: str, metadata: Mapping[str, str], sha256: bytes | None) -> _Blob:
+    def begin(
+        self, key: str, metadata: Mapping[str, str], sha256: bytes | None, precondition: Precondition | None = None
+    ) -> _Blob:
         """Start a blob; its bytes follow through `window` and `advance`."""
-        blob = _Blob(self._blobs, key, metadata, sha256, time.perf_counter())
+        blob = _Blob(self._blobs, key, metadata, sha256, time.perf_counter(), precondition=precondition)
         self._by_number[self._blobs] = blob
         self._blobs += 1
         self._runs.append(BlobRun(blob.number, self._used, self._used, False))
@@ -343,10 +347,14 @@ class EmbeddedWriter:
         with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
             done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
         failpoint("commit.manifests")
-        self._index.commit_many(list(done.values()))  # 4
+        self._index.commit_many([put for put in done.values() if not isinstance(put, Permanent)])  # 4
         failpoint("commit.catalogued")
         for blob in item.blobs:
-            self._report(blob, *done[blob.number])
+            put = done[blob.number]
+            if isinstance(put, Permanent):
+                self._report_refused(blob, put)
+            else:
+                self._report(blob, *put)
         self._reported = self._stored
 
     def _publish(self) -> None:
@@ -356,8 +364,8 @@ class EmbeddedWriter:
             failpoint("put.published")
             self._pending.published([claims.directory.container for claims in many])
 
-    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int]]]:
-        """Commit the versions of one key, in order."""
+    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int] | Permanent]]:
+        """Commit the versions of one key, in order; of a conditional put that is refused, return why."""
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
     def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
@@ -373,14 +381,27 @@ class EmbeddedWriter:
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 
-    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int]:
-        """Commit under the next free number; who loses a race for a number takes the one after it (I2)."""
+    def _report_refused(self, blob: _Blob, err: Permanent) -> None:
+        """End a conditional put that was refused; what was stored of it is unreferenced until GC frees it."""
+        del self._by_number[blob.number]
+        blob.done.set_exception(err)
+
+    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int] | Permanent:
+        """Commit under the next free number; on conflict check again and retry with the following number (I2)."""
+        with self._manifests.exclusive_if(blob.precondition, self._settings.tenant, blob.key):
+            return self._take_number(blob)
+
+    def _take_number(self, blob: _Blob) -> tuple[Manifest, int] | Permanent:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         # What the index lists is taken too: a manifest that is lost may come back from a copy.
         indexed, version = self._index.versions_of(tenant, blob.key), 0
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, blob.key)
+            try:
+                self._manifests.check_precondition(tenant, blob.key, histories, blob.precondition)
+            except Permanent as err:  # of this blob alone: the others of its group are committed
+                return err
             version = max((version, *histories, *indexed)) + 1
             manifest = Manifest(
                 tenant=tenant,

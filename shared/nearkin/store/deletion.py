@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
@@ -55,6 +55,10 @@ class Notes:
         """Return how often notes were put back: one whose mark is not written yet may have been among them."""
         return 0
 
+    def outside_gc_step(self) -> AbstractContextManager[None]:
+        """Keep GC steps of this process from beginning; wait for the one at work, unless this is part of it."""
+        return nullcontext()
+
 
 class Deletions:
     """Deletes and undeletes versions of any tenant. Safe between threads and processes."""
@@ -94,35 +98,38 @@ class Deletions:
         """
         _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
-        for _ in range(RACES_MAX):
-            histories = self._histories(tenant, key, version)
-            wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
-            earlier = self._marks(tenant, key, histories, request, Kind.DELETED)
-            if earlier:
-                wanted = self._left_of(tenant, key, wanted, earlier)
-            if not wanted:
+        with self._exclusive(tenant, key):
+            for _ in range(RACES_MAX):
+                histories = self._histories(tenant, key, version)
+                wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
+                earlier = self._marks(tenant, key, histories, request, Kind.DELETED)
                 if earlier:
-                    return len(earlier)
-                raise NotFound(f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted")
-            if condition is not None:
-                condition(self._manifests.get(tenant, key, wanted[-1].version).info)
-            check = None if self._guard is None else self._guard(tenant, key)
-            if check is not None:
-                for history in wanted:
-                    check(self._manifests.get(tenant, key, history.version).info)
-            now_us = int(self._clock() * 1e6)
-            until_us = now_us + int(undelete_seconds * 1e6)
-            marks = [
-                Mark(
-                    tenant, key, history.version, history.sequence + 1, Kind.DELETED, now_us, until_us, made_by,
-                    who, reason,
-                )
-                for history in wanted
-            ]  # fmt: skip
-            written = self._write(wanted, marks)
-            if written:
-                return written
-        raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+                    wanted = self._left_of(tenant, key, wanted, earlier)
+                if not wanted:
+                    if earlier:
+                        return len(earlier)
+                    raise NotFound(
+                        f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted"
+                    )
+                if condition is not None:
+                    condition(self._manifests.get(tenant, key, wanted[-1].version).info)
+                check = None if self._guard is None else self._guard(tenant, key)
+                if check is not None:
+                    for history in wanted:
+                        check(self._manifests.get(tenant, key, history.version).info)
+                now_us = int(self._clock() * 1e6)
+                until_us = now_us + int(undelete_seconds * 1e6)
+                marks = [
+                    Mark(
+                        tenant, key, history.version, history.sequence + 1, Kind.DELETED, now_us, until_us, made_by,
+                        who, reason,
+                    )
+                    for history in wanted
+                ]  # fmt: skip
+                written = self._write(wanted, marks)
+                if written:
+                    return written
+            raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
 
     def undelete(
         self,
@@ -140,32 +147,36 @@ class Deletions:
         """
         _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
-        for _ in range(RACES_MAX):
-            histories = self._histories(tenant, key, version)
-            hidden = self._deleted(tenant, key, histories)
-            earlier = self._marks(tenant, key, histories, request, Kind.UNDELETED)
-            if earlier:
-                hidden = self._hidden_with(tenant, key, hidden, earlier)
-            if not hidden:
+        with self._exclusive(tenant, key):
+            for _ in range(RACES_MAX):
+                histories = self._histories(tenant, key, version)
+                hidden = self._deleted(tenant, key, histories)
+                earlier = self._marks(tenant, key, histories, request, Kind.UNDELETED)
                 if earlier:
-                    return len(earlier)
-                raise NotFound(f"{_named(key, version)}: not deleted, or never there")
-            latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
-            same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
-            now_us = int(self._clock() * 1e6)
-            if now_us > latest.until_us:
-                raise NotFound(
-                    f"{_named(key, version)}: deleted at {moment_of(latest.at_us):%Y-%m-%dT%H:%M:%SZ}; it could be "
-                    f"brought back until {moment_of(latest.until_us):%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
-                )
-            marks = [
-                Mark(tenant, key, found.version, found.sequence + 1, Kind.UNDELETED, now_us, 0, made_by, who, reason)
-                for _, found in same
-            ]
-            written = self._write([history for history, _ in same], marks)
-            if written:
-                return written
-        raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+                    hidden = self._hidden_with(tenant, key, hidden, earlier)
+                if not hidden:
+                    if earlier:
+                        return len(earlier)
+                    raise NotFound(f"{_named(key, version)}: not deleted, or never there")
+                latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
+                same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
+                now_us = int(self._clock() * 1e6)
+                if now_us > latest.until_us:
+                    at, until = moment_of(latest.at_us), moment_of(latest.until_us)
+                    raise NotFound(
+                        f"{_named(key, version)}: deleted at {at:%Y-%m-%dT%H:%M:%SZ}; it could be brought back until "
+                        f"{until:%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
+                    )
+                marks = [
+                    Mark(
+                        tenant, key, found.version, found.sequence + 1, Kind.UNDELETED, now_us, 0, made_by, who, reason
+                    )
+                    for _, found in same
+                ]
+                written = self._write([history for history, _ in same], marks)
+                if written:
+                    return written
+            raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
 
     def listed(
         self, tenant: str, keys: Iterable[str], broken: Callable[[Damage], None] | None = None
@@ -189,6 +200,15 @@ class Deletions:
                 else:
                     at, until = moment_of(mark.at_us), moment_of(mark.until_us)
                     yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
+
+    @contextmanager
+    def _exclusive(self, tenant: str, key: str) -> Iterator[None]:
+        """Exclude conditional puts of the key: each sees the key before this change, or after it. Raises Retryable.
+
+        A GC step ends first: it may delete, too, and would wait for the lock that waits for it.
+        """
+        with self._notes.outside_gc_step(), self._manifests.locks.for_deletion(tenant, key):
+            yield
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 

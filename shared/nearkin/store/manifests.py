@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from blake3 import blake3
@@ -26,6 +27,8 @@ from nearkin.formats.manifest import (
 )
 from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.frozen import frozen
+from nearkin.preconditions import Precondition
+from nearkin.store.key_locks import KeyLocks, ProcessKeyLocks
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
 from nearkin.store.passing import takes_bytes
@@ -85,8 +88,10 @@ def _digest_of_manifest(data: bytes, what: str) -> bytes:
 class ManifestStore:
     """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises Erased."""
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: ObjectStore, locks: KeyLocks | None = None) -> None:
+        """`locks`: shared by all who put conditionally and delete; by default one process's own."""
         self._objects = objects
+        self.locks = locks or ProcessKeyLocks()
 
     # --- what was committed, whatever became of it -------------------------------------------------------------------
 
@@ -200,6 +205,24 @@ class ManifestStore:
         if histories and histories[max(histories)].sequence % 2:
             # A folder's listing may hold a mark and miss a version that was committed before it: it is in the next one.
             histories = self.histories(tenant, key)
+        return self._newest_of(tenant, key, histories)
+
+    def check_precondition(
+        self, tenant: str, key: str, histories: Mapping[int, History], precondition: Precondition | None
+    ) -> None:
+        """Check a put's precondition against the histories that its version number is taken from.
+
+        Raises PreconditionFailed, Corrupt (the newest version cannot be read), StoreUnavailable.
+        """
+        if precondition is not None:
+            newest = self._newest_of(tenant, key, histories)
+            precondition.check(key, None if newest is None else newest.info)
+
+    def exclusive_if(self, precondition: Precondition | None, tenant: str, key: str) -> AbstractContextManager[None]:
+        """Hold the key's lock for a conditional put; do nothing for any other. Raises Retryable."""
+        return nullcontext() if precondition is None else self.locks.for_put(tenant, key)
+
+    def _newest_of(self, tenant: str, key: str, histories: Mapping[int, History]) -> Manifest | None:
         for version in sorted(histories, reverse=True):
             if self.shows(tenant, key, histories[version]):
                 return self.get(tenant, key, version)

@@ -313,7 +313,7 @@ def _headers(data: bytes) -> object:
 
     from nearkin_gateway.digests import announced_sha256, metadata_of, wants_sha256
     from nearkin_gateway.keys import decoded_key
-    from nearkin_gateway.ranges import check_put, not_modified, wanted_range
+    from nearkin_gateway.ranges import not_modified, precondition_of_put, wanted_range
     from nearkin_gateway.upload_headers import parse_concat, parse_metadata
 
     lines = data.split(b"\n")
@@ -326,7 +326,7 @@ def _headers(data: bytes) -> object:
         lambda: metadata_of(headers),
         lambda: wanted_range(headers, info),
         lambda: not_modified(headers, info, named=True),
-        lambda: check_put(headers, info),
+        lambda: precondition_of_put(headers),
         lambda: parse_metadata(headers.get("upload-metadata", ""), 1024, needs_key=True),
         lambda: parse_concat(headers.get("upload-concat"), 16),
     ]

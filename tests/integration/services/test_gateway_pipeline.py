@@ -427,3 +427,25 @@ def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: Run
         assert browser.post("/login", data={"token": all_scopes}).status_code == 303
         for page in ("/", "/ui/blobs", "/ui/upkeep", "/ui/settings", "/ui/deleted"):
             assert browser.get(page).status_code == 200, page
+
+
+def test_of_concurrent_first_puts_the_pipeline_commits_one(client: httpx.Client) -> None:
+    """F.16: The condition travels to the committer; 412 within `wait`, else a status with the reason."""
+    answers: list[httpx.Response] = []
+
+    def one(number: int) -> None:
+        query = {"wait": 60} if number % 2 else {}
+        body, headers = content(2000, 100 + number), {"If-None-Match": "*"}
+        answers.append(client.put("/v1/blobs/only-one", content=body, headers=headers, params=query))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    refused = [answer for answer in answers if answer.status_code == 412]
+    outcomes = [settled(client, answer) for answer in answers if answer.status_code != 412]
+    assert len(refused) + len(outcomes) == 6
+    assert sorted(outcome["state"] for outcome in outcomes) == ["committed"] + ["failed"] * (len(outcomes) - 1)
+    assert {outcome["reason"] for outcome in outcomes if outcome["state"] == "failed"} <= {"precondition-failed"}
+    assert len(client.get("/v1/blobs/only-one/versions").json()["versions"]) == 1

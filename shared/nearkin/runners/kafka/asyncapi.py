@@ -27,6 +27,7 @@ from nearkin.formats.message_layout import (
     Kind,
 )
 from nearkin.hot_rules import changes_schema
+from nearkin.preconditions import DIGESTS_MAX, PRECONDITION
 from nearkin.reports import LEDGER_FIELDS, Ledger, VersionInfo
 from nearkin.runners.kafka import dead_letters
 from nearkin.runners.kafka.clients import COMPACTED, TOPICS, topic
@@ -229,8 +230,14 @@ def end_schema() -> Json:
         },
         "metadata": {"type": "object", "additionalProperties": _TEXT},
     }
-    assert set(properties) == {field.name for field in fields(End)} - {"envelope"}
-    return _object(properties)
+    assert set(properties) == {field.name for field in fields(End)} - {"envelope", "precondition"}
+    tags: Json = {"type": ["array", "null"], "items": _TEXT, "maxItems": DIGESTS_MAX}
+    conditions: Json = {
+        "if_match": tags | {"description": "Only over a newest version with one of these digests; `*`: any."},
+        "if_none_match": tags | {"description": "Only where the newest version has none of these digests."},
+    }
+    found = _object(properties)
+    return {**found, "properties": {**properties, **conditions}}
 
 
 def _headers(kind: str, more: Json | None = None) -> Json:
@@ -272,6 +279,7 @@ def _others() -> Json:
             "state": {"type": "string", "const": "failed"},
             "failure": _TEXT,
             "began": {"type": ["string", "null"], "format": "date-time"},
+            "reason": {"type": ["string", "null"], "enum": [PRECONDITION, None]},
         },
         further=True,
     )

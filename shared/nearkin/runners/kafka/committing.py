@@ -19,7 +19,7 @@ import numpy as np
 
 from nearkin import metrics
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
+from nearkin.errors import Corrupt, NotFound, Permanent, PreconditionFailed, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.answers import info_json, ledger_json
 from nearkin.formats.manifest import Manifest, moment_of
@@ -27,9 +27,11 @@ from nearkin.formats.message import End, Envelope, Placed
 from nearkin.frozen import frozen
 from nearkin.index.protocols import SupportsReports
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
+from nearkin.preconditions import PRECONDITION
 from nearkin.records import U32, Bools, Locations
 from nearkin.reports import LEDGER_FIELDS, Ledger
 from nearkin.runners.kafka.clients import Outbox
+from nearkin.runners.kafka.conditions import Refusals, check_precondition
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
@@ -75,6 +77,8 @@ class _Open:
     records: list[tuple[int, int]] = field(default_factory=list)
     last_seen: float = field(default_factory=time.monotonic)
     segments: int = 0
+    refusal: PreconditionFailed | None = None
+    """Why its precondition refused it."""
 
     def add(self, placed: Placed) -> None:
         """Keep what is told of a run of segments: once for each start, the longest."""
@@ -103,9 +107,16 @@ class CommitHandler:
     """Commits."""
 
     def __init__(
-        self, settings: Settings, manifests: ManifestStore, lanes: Lanes, worker: str, backlog: Backlog
+        self,
+        settings: Settings,
+        manifests: ManifestStore,
+        lanes: Lanes,
+        worker: str,
+        backlog: Backlog,
+        refusals: Refusals | None = None,
     ) -> None:
-        """`backlog`: asked before a blob is failed for want of segments."""
+        """`backlog`: asked before a blob is failed for want of segments; `refusals`: of conditional puts."""
+        self._refusals = refusals
         self._settings = settings
         self._backlog = backlog
         self._manifests = manifests
@@ -209,10 +220,16 @@ class CommitHandler:
         if end is not None and end.failure is not None:
             return self._fail(blob, end.failure, trace_of(record))
         if end is not None and end.segments is not None and self._whole(blob, end.segments):
-            if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
-                return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
-            return self._finish(blob)
+            return self._carry_out(blob, end, record)
         return self._make_room(blob)
+
+    def _carry_out(self, blob: _Open, end: End, record: Record) -> list[tuple[int, int]]:
+        """Commit a whole blob, or fail it; return its records."""
+        if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
+            return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
+        if blob.refusal is not None:
+            return self._fail(blob, str(blob.refusal), trace_of(record), PRECONDITION)
+        return self._finish(blob)
 
     def _make_room(self, newest: _Open) -> list[tuple[int, int]]:
         """Fail a blob where more gather than may; return its records.
@@ -246,7 +263,10 @@ class CommitHandler:
     def _commit_traced(self, blob: _Open, end: End, record: Record) -> None:
         told = about_span(blob.envelope.blob, blob.envelope.tenant) | {"nearkin.bytes": end.size_bytes or 0}
         with span("commit", trace_of(record), told) as traceparent:
-            self._commit(blob, end, traceparent)
+            try:
+                self._commit(blob, end, traceparent)
+            except PreconditionFailed as err:  # an answer to the caller, not a fault: no dead letter
+                blob.refusal = err
 
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
@@ -316,13 +336,21 @@ class CommitHandler:
         )
 
     def _committed(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
-        """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2)."""
+        """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2).
+
+        Raises PreconditionFailed.
+        """
+        with self._manifests.exclusive_if(end.precondition, end.envelope.tenant, end.envelope.key):
+            return self._take_number(lane, end, gathered)
+
+    def _take_number(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, key)
             earlier = self._earlier(end, sorted(histories))
             if earlier is not None:
                 return *earlier, earlier[0].created_us
+            check_precondition(self._manifests, self._refusals, end, histories)
             self._require_stored(lane, gathered.segments)
             now_us = time.time_ns() // 1000
             manifest = Manifest(
@@ -364,8 +392,12 @@ class CommitHandler:
                 return None
         return None
 
-    def _fail(self, blob: _Open, failure: str, traceparent: bytes | None) -> list[tuple[int, int]]:
+    def _fail(
+        self, blob: _Open, failure: str, traceparent: bytes | None, reason: str | None = None
+    ) -> list[tuple[int, int]]:
         """Tell a blob failed, or committed where a version has its origin; return its records, which are done.
+
+        `reason`: a name for programs, where there is one.
 
         Raises Retryable.
         """
@@ -382,7 +414,13 @@ class CommitHandler:
             else:
                 metrics.BLOBS.labels("failed").inc()
                 _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
-                self._tell(blob.envelope, origin, began_us, traceparent, {"state": "failed", "failure": failure})
+                self._tell(
+                    blob.envelope,
+                    origin,
+                    began_us,
+                    traceparent,
+                    {"state": "failed", "failure": failure, "reason": reason},
+                )
         return self._finish(blob)
 
     def _version_of(self, end: End) -> tuple[Manifest, int] | None:
