@@ -172,6 +172,15 @@ class GatewaySettings:
     """Uploads at a time; each holds a frame of at most 900 KiB."""
     downloads_max: Annotated[int, Between(1, 1024)] = 32
     """Restores at a time; each holds at most four pieces of 4 MiB, and with S3 32 MiB of blocks on their way."""
+    tenant_share: Annotated[float, Share(1.0)] = 0.75
+    """Of uploads, downloads, explanations and open resumable uploads: the most that one tenant may hold."""
+    token_share: Annotated[float, Share(1.0)] = 0.5
+    """The same for one token."""
+    address_share: Annotated[float, Share(1.0)] = 0.75
+    """The same for one peer address (IPv6: one /64). Behind a proxy all callers have the proxy's: set 1."""
+    idle_per_address_max: Annotated[int, Between(1, 65_536)] = 256
+    """Connections of one peer address that have sent no whole request head, or idle after an answer; the oldest is
+    closed for one more. Of all addresses together the oldest is closed at `connections_max`."""
     requests_per_second: Annotated[int, Between(0, 1_000_000)] = 1000
     """For each token (without tokens: each address), in bursts of as many; 0 is without bound."""
     upload_unacknowledged_bytes: Annotated[int, Size(MIB, GIB)] = 8 * MIB
@@ -182,12 +191,16 @@ class GatewaySettings:
     """See `slow_bytes_per_second`."""
     slow_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 1024
     """A client slower than this over `slow_seconds`, sending or taking, is let go."""
+    busy_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 65_536
+    """The same once all uploads, or downloads, that may run are running; from half of them on the bound rises to it."""
     outcomes_bytes: Annotated[int, Size(MIB, 4 * GIB)] = 64 * MIB
     """Memory for what has become of uploads; the oldest go first."""
     outcomes_minutes: Annotated[int, Between(1, 10_080)] = 60
     """How far back a gateway that starts reads what has become of uploads."""
     resumable_hours: Annotated[int, Between(1, 720)] = 24
     """A resumable upload must be whole so long after it began."""
+    resumable_empty_minutes: Annotated[int, Between(1, 43_200)] = 10
+    """A resumable upload of which no byte has arrived expires so long after it began."""
     resumable_max: Annotated[int, Between(1, 1_000_000)] = 10_000
     """Resumable uploads that are open at a time, of all tenants."""
     partial_uploads_max: Annotated[int, Between(1, 1000)] = 256

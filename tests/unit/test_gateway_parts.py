@@ -28,7 +28,7 @@ from nearkin_gateway.catalogue import VERSION_MAX, Catalogue, _after
 from nearkin_gateway.digests import metadata_headers, metadata_of
 from nearkin_gateway.embedded import StoreListing
 from nearkin_gateway.keys import decoded_key, quoted
-from nearkin_gateway.limits import Budget, Rates, Slots
+from nearkin_gateway.limits import Budget, Holders, Rates, Slots
 from nearkin_gateway.listing import PipelineListing
 from nearkin_gateway.outcomes import ENTRY_BYTES, Outcomes, Tickets, new_id
 from nearkin_gateway.problems import Problem, from_error
@@ -198,10 +198,10 @@ def test_a_rate_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pyte
 
 
 def test_a_slot_is_given_back_whatever_happens() -> None:
-    slots = Slots("things", 1)
-    with pytest.raises(RuntimeError), slots.one():
+    slots, somebody = Slots("things", 1), Holders("t", "", "")
+    with pytest.raises(RuntimeError), slots.one(somebody):
         raise RuntimeError
-    with slots.one(), pytest.raises(Problem), slots.one():
+    with slots.one(somebody), pytest.raises(Problem), slots.one(somebody):
         pass
     assert slots.taken == 0
 

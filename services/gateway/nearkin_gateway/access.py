@@ -17,6 +17,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from nearkin.frozen import frozen
 from nearkin_gateway.cross_origin import is_allowed_origin
+from nearkin_gateway.limits import Holders
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.sessions import (
     CSRF_HEADER,
@@ -42,6 +43,15 @@ class Caller:
 
     tenant: str
     name: str
+    address: str = ""
+    """Where the request comes from."""
+    token: str = ""
+    """The token's id; "" where no tokens are configured."""
+
+    @property
+    def holders(self) -> Holders:
+        """Return whose shares of the gateway's limits the request counts against."""
+        return Holders(self.tenant, self.token, self.address)
 
 
 def needs(scope: str) -> Callable[..., Awaitable[Caller]]:
@@ -70,7 +80,7 @@ def needs(scope: str) -> Callable[..., Awaitable[Caller]]:
                 f"the token {token.id} has not the scope {scope}",
                 headers={"WWW-Authenticate": f'Bearer realm="nearkin", error="insufficient_scope", scope="{scope}"'},
             )
-        return Caller(token.tenant, token.id)
+        return Caller(token.tenant, token.id, address_of(request), token.id)
 
     return caller
 
@@ -82,7 +92,7 @@ def open_caller(request: Request, gateway: Gateway) -> Caller:
     check_loopback_host(request)
     if request.method not in SAFE_METHODS and not is_allowed_origin(request.headers, gateway.bounds.cors_origins):
         check_same_origin(request, must_say=False)
-    return Caller(gateway.settings.tenant, address)
+    return Caller(gateway.settings.tenant, address, address)
 
 
 def session_of(request: Request, gateway: Gateway) -> Session | None:

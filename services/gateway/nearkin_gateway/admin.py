@@ -92,7 +92,7 @@ async def explain(
         found = gateway.catalogue.explain(caller.tenant, key, version)
         return json.dumps(explain_json(found, segments=segments)).encode()
 
-    with gateway.explanations.one():
+    with gateway.explanations.one(caller.holders):
         return Response(await asyncio.to_thread(explained), media_type="application/json")
 
 

@@ -17,7 +17,7 @@ from nearkin.errors import NotFound, PreconditionFailed
 from nearkin.formats.answers import info_json
 from nearkin.reports import VersionInfo
 from nearkin_gateway import models
-from nearkin_gateway.access import Reader, Writer
+from nearkin_gateway.access import Caller, Reader, Writer
 from nearkin_gateway.bodies import check_declared, chunks, frames
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX, Listed
 from nearkin_gateway.digests import announced_sha256, metadata_headers, metadata_of, repr_digest, wants_sha256
@@ -128,8 +128,8 @@ async def put_blob(
     precondition = precondition_of_put(request.headers)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     with ExitStack() as held:
-        held.enter_context(gateway.uploads.one())
-        pieces = frames(chunks(request, gateway.bounds, bytes_max))
+        held.enter_context(gateway.uploads.one(caller.holders))
+        pieces = frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads))
         earlier = None
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin))
@@ -254,17 +254,17 @@ async def get_blob(
     if_range: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Return a version's bytes, each verified before it is sent. A body that ends early is damaged: never use it."""
-    return await _read(request, key, caller.tenant, version)
+    return await _read(request, key, caller, version)
 
 
 @router.head("/v1/blobs/{key:path}", responses=_WHOLE_ANSWERS, response_class=Response, operation_id="headBlob")
 async def head_blob(request: Request, key: BlobKey, caller: Reader, version: VersionQuery = None) -> Response:
     """Return what GET would, without the bytes."""
-    return await _read(request, key, caller.tenant, version)
+    return await _read(request, key, caller, version)
 
 
-async def _read(request: Request, key: str, tenant: str, version: int | None) -> Response:
-    gateway = gateway_of(request)
+async def _read(request: Request, key: str, caller: Caller, version: int | None) -> Response:
+    gateway, tenant = gateway_of(request), caller.tenant
     manifest = await asyncio.to_thread(gateway.catalogue.manifest, tenant, key, version)
     info = manifest.info
     headers = {
@@ -293,7 +293,7 @@ async def _read(request: Request, key: str, tenant: str, version: int | None) ->
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
         return Response(headers=headers)
-    slot = gateway.downloads.one()
+    slot = gateway.downloads.one(caller.holders)
     slot.__enter__()
     try:
         pieces = iter(gateway.catalogue.blob(tenant, manifest, start, stop))
@@ -302,7 +302,9 @@ async def _read(request: Request, key: str, tenant: str, version: int | None) ->
     except BaseException:
         slot.__exit__(None, None, None)
         raise
-    return BlobResponse(pieces, first, 206 if wanted is not None else 200, headers, gateway.bounds, slot)
+    return BlobResponse(
+        pieces, first, 206 if wanted is not None else 200, headers, gateway.bounds, slot, gateway.downloads
+    )
 
 
 async def _newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo | None:

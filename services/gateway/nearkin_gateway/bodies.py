@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from nearkin.config_services import GatewaySettings
 from nearkin.limits import FRAME_BYTES_MAX
+from nearkin_gateway.limits import Slots
 from nearkin_gateway.problems import Problem
 
 FRAME_SECONDS = 10.0
@@ -39,9 +40,14 @@ def check_declared(request: Request, bytes_max: int) -> None:
         raise Problem(400, "partial-put", "Content-Range: a put stores a whole; /v1/uploads takes parts (tus)")
 
 
-async def chunks(request: Request, bounds: GatewaySettings, bytes_max: int) -> AsyncIterator[bytes]:
-    """Yield the body as it comes, some 64 KiB at a time. Raises Problem 408 or 413, ClientDisconnect."""
-    window_seconds, window_bytes = bounds.slow_seconds, bounds.slow_seconds * bounds.slow_bytes_per_second
+async def chunks(
+    request: Request, bounds: GatewaySettings, bytes_max: int, slots: Slots | None = None
+) -> AsyncIterator[bytes]:
+    """Yield the body as it comes, some 64 KiB at a time. Raises Problem 408 or 413, ClientDisconnect.
+
+    The slowest sender that is borne depends on how many of `slots` are taken.
+    """
+    window_seconds = bounds.slow_seconds
     waited_seconds, window_got, total_bytes = 0.0, 0, 0
     while True:
         before = time.monotonic()
@@ -64,11 +70,12 @@ async def chunks(request: Request, bounds: GatewaySettings, bytes_max: int) -> A
             if not message.get("more_body", False):
                 return
         if message is None or waited_seconds >= window_seconds:
-            if window_got < window_bytes:
+            least = bounds.slow_bytes_per_second if slots is None else slots.least_bytes_per_second
+            if window_got < window_seconds * least:
                 raise Problem(
                     408,
                     "too-slow",
-                    f"{window_got} bytes in {waited_seconds:.0f} s: want {bounds.slow_bytes_per_second} a second at "
+                    f"{window_got} bytes in {waited_seconds:.0f} s: want {least:.0f} a second at "
                     "least; /v1/uploads takes up where it stopped (tus)",
                 )
             waited_seconds, window_got = 0.0, 0

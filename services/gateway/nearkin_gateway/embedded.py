@@ -41,7 +41,7 @@ from nearkin_gateway.listing import after
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.scrubbing import Scrubbing
-from nearkin_gateway.state import HAND_OVERS_MAX, Gateway
+from nearkin_gateway.state import HAND_OVERS_MAX, Gateway, shares_of
 from nearkin_gateway.threads import DISK
 from nearkin_gateway.tokens import token_file
 
@@ -92,7 +92,7 @@ def embedded_gateway(settings: Settings) -> Gateway:
         tickets=Tickets(secret),
         catalogue=Catalogue(objects, found, settings, StoreListing(store)),
         deletions=store.deletions,
-        resumable=Resumable(objects, settings.gateway.resumable_max),
+        resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
         collecting=ingest,
         pauses=store.pauses,
     )

@@ -34,7 +34,7 @@ from nearkin_gateway.listing import PipelineListing
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.pipeline_state import PipelineState
 from nearkin_gateway.resumable import Resumable
-from nearkin_gateway.state import Gateway
+from nearkin_gateway.state import Gateway, shares_of
 from nearkin_gateway.tokens import token_file
 from nearkin_gateway.watching import Watch
 
@@ -90,7 +90,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         deletions=Deletions(
             ManifestStore(objects, RedisKeyLocks(index)), index.mark_many, guard=guard_of(settings.retention, time.time)
         ),
-        resumable=Resumable(objects, settings.gateway.resumable_max),
+        resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
         collecting=JanitorRounds(index),
         pauses=Pauses(objects),
         workers=watch,

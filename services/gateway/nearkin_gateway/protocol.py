@@ -3,6 +3,7 @@
 headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
 as much beside a body's bytes -> 431       a body under `Upgrade` -> 400: the parser would take it for requests
 garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
+half a head, or idle: the oldest of an address beyond `idle_per_address_max`, or of all at `connections_max` -> closed
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import partial
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nearkin.config_services import GatewaySettings
+from nearkin_gateway.idle_connections import IdleConnections
 from nearkin_gateway.problems import MEDIA_TYPE, Problem, problem_body
 
 DISCARD_BYTES_MAX = 16 * 1024 * 1024
@@ -43,6 +45,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
     """Return uvicorn's protocol with the bounds of `settings`."""
     connections_max = settings.connections_max
     head_bytes_max, head_seconds = int(settings.header_bytes_max), settings.slow_seconds
+    idle = IdleConnections(settings.idle_per_address_max)
     head_too_large = f"a request's head, metadata and all, takes at most {head_bytes_max} bytes"
 
     class BoundedProtocol(HttpToolsProtocol):
@@ -58,11 +61,13 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._arm(head_seconds)
-            if len(self.connections) > connections_max:
+            self._note_idle()
+            if len(self.connections) > connections_max and not idle.close_oldest(self):
                 self._refuse(503, "busy", f"{connections_max} connections are open, which is the most; try again")
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
+            idle.discard(self)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -100,6 +105,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             self._in_head, self._head_bytes, self._discarded_bytes = False, 0, 0
             self._framing_bytes = 0
             self._disarm()
+            idle.discard(self)
             size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", head_too_large)
@@ -131,6 +137,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             self._disarm()
             if self.cycle.response_complete and not self.transport.is_closing():  # its rest was discarded
                 self._arm(self.timeout_keep_alive)
+            self._note_idle()
 
         def on_response_complete(self) -> None:
             unread = self.cycle is not None and self.cycle.more_body
@@ -138,6 +145,23 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             if unread and not self.transport.is_closing():
                 self._unset_keepalive_if_required()
                 self._arm(DISCARD_SECONDS)
+            self._note_idle()
+
+        def close_idle(self) -> None:
+            """Make room for another connection."""
+            self._refused = True
+            self._disarm()
+            self._unset_keepalive_if_required()
+            self.transport.close()
+            if self.transport.get_write_buffer_size():  # the end of an answer: a peer that reads still gets it
+                self.loop.call_later(DISCARD_SECONDS, self.transport.abort)
+
+        def _note_idle(self) -> None:
+            """Count the connection among the idle ones if it has no request under way."""
+            if self._in_head and (self.cycle is None or self.cycle.response_complete):
+                address = "unknown" if self.client is None else self.client[0]
+                if not self.transport.is_closing():
+                    idle.add(self, address)
 
         def shutdown(self) -> None:
             self._disarm()

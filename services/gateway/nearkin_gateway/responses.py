@@ -18,6 +18,7 @@ from nearkin import metrics
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import Corrupt, NearkinError
 from nearkin.restore import VerifiedPieces
+from nearkin_gateway.limits import Slots
 
 SLICE_BYTES = 256 * 1024
 LOOKS = 4
@@ -38,9 +39,11 @@ class BlobResponse(Response):
         headers: Mapping[str, str],
         bounds: GatewaySettings,
         slot: AbstractContextManager[None],
+        slots: Slots,
     ) -> None:
         super().__init__(status_code=status, headers=dict(headers))
-        self._pieces, self._first, self._bounds, self._slot = pieces, first, bounds, slot
+        self._pieces, self._first, self._slot = pieces, first, slot
+        self._slow_seconds, self._slots = bounds.slow_seconds, slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all; whatever ends it early ends the connection."""
@@ -53,7 +56,9 @@ class BlobResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gone = asyncio.create_task(_disconnected(receive))
         piece, coming = self._first, None
-        watch = _Watch(self._bounds, **scope.get("extensions", {}).get("nearkin.connection", _UNKNOWN))
+        watch = _Watch(
+            self._slow_seconds, self._slots, **scope.get("extensions", {}).get("nearkin.connection", _UNKNOWN)
+        )
         try:
             while piece is not None:
                 coming = asyncio.create_task(asyncio.to_thread(next, self._pieces, None))
@@ -81,11 +86,13 @@ class BlobResponse(Response):
 
 
 class _Watch:
-    """Lets a reader go that takes less than `slow_bytes_per_second` over `slow_seconds` of what waits for it."""
+    """Lets a reader go that takes less than `slots` demand over `slow_seconds` of what waits for it."""
 
-    def __init__(self, bounds: GatewaySettings, unsent_bytes: Callable[[], int], abort: Callable[[], None]) -> None:
+    def __init__(
+        self, slow_seconds: int, slots: Slots, unsent_bytes: Callable[[], int], abort: Callable[[], None]
+    ) -> None:
         """`unsent_bytes`: of what was handed over; `abort` ends the connection, since closing waits for who sleeps."""
-        self._seconds, self._least_bytes = bounds.slow_seconds, bounds.slow_seconds * bounds.slow_bytes_per_second
+        self._seconds, self._slots = slow_seconds, slots
         self._unsent_bytes, self._abort = unsent_bytes, abort
         self._handed_bytes = self._taken_bytes = 0
         self._waiting = False
@@ -106,10 +113,11 @@ class _Watch:
 
     def _look(self) -> None:
         taken_bytes, now = self._handed_bytes - self._unsent_bytes(), self._loop.time()
-        if not self._waiting or taken_bytes - self._taken_bytes >= self._least_bytes:
+        least_bytes = self._seconds * self._slots.least_bytes_per_second
+        if not self._waiting or taken_bytes - self._taken_bytes >= least_bytes:
             self._taken_bytes, self._since = taken_bytes, now
         elif now - self._since >= self._seconds:
-            _log.warning("a client took less than %.0f bytes in %.0f s: let go", self._least_bytes, self._seconds)
+            _log.warning("a client took less than %.0f bytes in %.0f s: let go", least_bytes, self._seconds)
             self._abort()
             return
         self._timer = self._loop.call_later(self._seconds / LOOKS, self._look)

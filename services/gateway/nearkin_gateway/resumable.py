@@ -28,7 +28,7 @@ from nearkin.errors import Corrupt, NearkinError, NotFound
 from nearkin.frozen import frozen
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.store.objects import AlreadyExists, ObjectStore
-from nearkin_gateway.problems import Problem
+from nearkin_gateway.limits import Holders, Holdings, Shares
 
 ROOT = "uploads"
 ID_BYTES = 16
@@ -37,6 +37,7 @@ PART_BYTES = 4 * FRAME_BYTES_MAX
 CHECK_BYTES = 16
 UNSEEN_SECONDS = 60.0
 """An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
+ROOM_RETRY_SECONDS = 60
 WHOLE_SECONDS = 7 * 24 * 3600
 """An upload that is whole and cannot be handed over is kept so long after it would have expired."""
 _ID = re.compile("[0-9a-f]{32}", re.ASCII)
@@ -70,6 +71,15 @@ class Meta:
     """Stored as a part of a final upload only; `key` may be empty."""
     sources: tuple[str, ...] = ()
     """Ids of the partial uploads that a final upload concatenates, in order."""
+    token: str = ""
+    address: str = ""
+    empty_expires_us: int = 0
+    """When it expires while none of its bytes has arrived; 0: with the others."""
+
+    @property
+    def holders(self) -> Holders:
+        """Return whose shares it counts against."""
+        return Holders(self.tenant, self.token, self.address)
 
     @property
     def final(self) -> bool:
@@ -124,26 +134,35 @@ class Staged:
         A claimed partial upload expires with its final upload (`Resumable.sweep`).
         """
         waits = WHOLE_SECONDS if self.pending else 0
+        if self.meta.empty_expires_us and not self.offset and not self.whole:
+            return self.meta.empty_expires_us < time.time_ns() // 1000
         return self.meta.expires_us + waits * 1_000_000 < time.time_ns() // 1000
 
 
 class Resumable:
     """All resumable uploads of a store."""
 
-    def __init__(self, objects: ObjectStore, uploads_max: int) -> None:
+    def __init__(self, objects: ObjectStore, uploads_max: int, shares: Shares | None = None) -> None:
         self._objects = objects
-        self._uploads_max = uploads_max
-        self._open = 0
-        self._begun = 0
+        self._open = Holdings("resumable uploads", uploads_max, shares or Shares(), "open")
+        self._begun: dict[object, Holders] = {}
+        """Those that began since the last sweep did."""
         self._suspects: dict[str, float] = {}
 
     def create(self, meta: Meta) -> str:
         """Begin an upload; return its id. Raises StoreUnavailable; `check_room` goes first."""
         number = os.urandom(ID_BYTES).hex()
         self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
-        self._open += 1
-        self._begun += 1
+        self._add(number, meta)
         return number
+
+    def _add(self, number: str, meta: Meta) -> None:
+        self._begun[number] = meta.holders
+        self._open.add(number, meta.holders)
+
+    def _drop(self, number: str) -> None:
+        self._begun.pop(number, None)
+        self._open.discard(number)
 
     def create_final(self, number: str, meta: Meta) -> Staged:
         """Begin a final upload under an id derived from its request; a repeat returns the one there is.
@@ -153,8 +172,7 @@ class Resumable:
         """
         with suppress(AlreadyExists):
             self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())  # 1
-            self._open += 1
-            self._begun += 1
+            self._add(number, meta)
         staged = self._load(number)
         if staged.done is None:
             try:
@@ -169,7 +187,7 @@ class Resumable:
         name = f"{ROOT}/{source}/claim"
         try:
             self._objects.put_new(name, number.encode())
-            self._open = max(0, self._open - 1)
+            self._drop(source)
         except AlreadyExists:
             if self._objects.get(name) != number.encode():
                 raise
@@ -179,9 +197,8 @@ class Resumable:
         for source in sources:
             if self._claimed_by(source, number):
                 self._objects.delete(f"{ROOT}/{source}/claim")
-                self._open += 1
         self._objects.delete(f"{ROOT}/{number}/meta")
-        self._open = max(0, self._open - 1)
+        self._drop(number)
 
     def _claimed_by(self, source: str, number: str) -> bool:
         try:
@@ -189,15 +206,9 @@ class Resumable:
         except NotFound:
             return False
 
-    def check_room(self) -> None:
-        """Refuse one more upload where as many are open as may be, as last counted. Raises Problem 503."""
-        if self._open >= self._uploads_max:
-            raise Problem(
-                503,
-                "busy",
-                f"{self._uploads_max} resumable uploads are open, which is the most",
-                headers={"Retry-After": "60"},
-            )
+    def check_room(self, holders: Holders) -> None:
+        """Refuse one more upload, as last counted. Raises Problem: 503 where all are open, 429 beyond a share."""
+        self._open.check_room(holders, ROOM_RETRY_SECONDS)
 
     def load(self, tenant: str, number: str) -> Staged:
         """Return an upload of a tenant. Raises NotFound: never there, another's, expired or terminated."""
@@ -245,7 +256,7 @@ class Resumable:
         """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
         try:
             self._objects.put_new(f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
-            self._open = max(0, self._open - 1)
+            self._drop(staged.id)
         except AlreadyExists:
             done = self._done(staged.id)
         for offset, _ in staged.parts:
@@ -266,9 +277,7 @@ class Resumable:
         names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
         for name in sorted(names, key=lambda name: name.endswith("/meta")):
             self._objects.delete(name)
-        # Counted when it ended or was claimed; twice, whoever drops what is done makes room.
-        if not {f"{ROOT}/{number}/done", f"{ROOT}/{number}/claim"} & set(names):
-            self._open = max(0, self._open - 1)
+        self._drop(number)
 
     def sweep(self, hand_over: Callable[[Staged], None]) -> None:
         """Remove what has expired; hand over what is whole and was left by a gateway that died.
@@ -276,23 +285,26 @@ class Resumable:
         Costs a listing of `uploads/`, and one read for each upload. An error leaves an upload for the next time.
         """
         found: dict[str, set[str]] = {}
-        begun = self._begun
+        self._begun = {}
         for name, _ in self._objects.names(ROOT):
             _, number, rest = (*name.split("/", 2), "", "")[:3]
             if _ID.fullmatch(number) is not None:
                 found.setdefault(number, set()).add(rest.partition("/")[0])
         now, ended = time.monotonic(), {number for number, kinds in found.items() if "done" in kinds}
         self._suspects = {number: since for number, since in self._suspects.items() if number in found}
-        still_open = 0
+        still_open: dict[object, Holders] = {}
         for number, kinds in found.items():
             try:
                 if "claim" in kinds:
                     self._sweep_claimed(number, found.keys() - ended, now)
                 else:
-                    still_open += self._swept(number, kinds, now, hand_over)
+                    holders = self._swept(number, kinds, now, hand_over)
+                    if holders is not None:
+                        still_open[number] = holders
             except NearkinError as err:
                 _log.warning("upload %s: not swept: %s", number, err)
-        self._open = still_open + self._begun - begun  # a sweep of thousands takes long, and more begin meanwhile
+        # A sweep of thousands takes long, and more begin meanwhile.
+        self._open.replace({**self._begun, **still_open})
 
     def _sweep_claimed(self, number: str, finals: Set[str], now: float) -> None:
         """Remove a claimed partial upload whose final upload has ended; `finals`: those that have not."""
@@ -302,24 +314,24 @@ class Resumable:
             elif self._suspect(number, now):  # a final upload may be newer than the listing
                 self.remove(number)
 
-    def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> bool:
-        """Return whether the upload is open."""
+    def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> Holders | None:
+        """Return whose shares the upload counts against, None where it is not open."""
         if "meta" not in kinds:
             if self._suspect(number, now):
                 self.remove(number)
-            return False
+            return None
         staged = self._load(number)
         if staged.expired:
             _log.log(logging.ERROR if staged.pending else logging.INFO, "upload %s: expired", number)
             self.remove(number)
-            return False
+            return None
         if staged.done is not None:
             if staged.parts:
                 self.finish(staged, staged.done)
-            return False
+            return None
         if staged.pending and self._suspect(number, now):
             hand_over(staged)
-        return True
+        return staged.meta.holders
 
     def _suspect(self, number: str, now: float) -> bool:
         return now - self._suspects.setdefault(number, now) >= UNSEEN_SECONDS

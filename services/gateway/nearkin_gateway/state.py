@@ -18,7 +18,7 @@ from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ingest
 from nearkin_gateway.insight import Insight
-from nearkin_gateway.limits import Rates, Slots
+from nearkin_gateway.limits import Rates, Shares, Slots
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.sessions import Sessions
@@ -82,10 +82,11 @@ class Gateway:
         """Make the counters of the limits."""
         bounds = self.bounds
         self.rates = Rates(bounds.requests_per_second)
-        self.uploads = Slots("uploads", bounds.uploads_max)
+        shares, rates = shares_of(bounds), (bounds.slow_bytes_per_second, bounds.busy_bytes_per_second)
+        self.uploads = Slots("uploads", bounds.uploads_max, shares, rates)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
-        self.downloads = Slots("downloads", bounds.downloads_max)
-        self.explanations = Slots("explanations", EXPLANATIONS_MAX)
+        self.downloads = Slots("downloads", bounds.downloads_max, shares, rates)
+        self.explanations = Slots("explanations", EXPLANATIONS_MAX, shares)
         self.insight = Insight(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check})
         self.sessions = (
@@ -103,6 +104,11 @@ class Gateway:
     def bounds(self) -> GatewaySettings:
         """Return the gateway's own settings; they are not hot."""
         return self.hot.settings.gateway
+
+
+def shares_of(bounds: GatewaySettings) -> Shares:
+    """Return the share of each limit that one caller may take."""
+    return Shares(bounds.tenant_share, bounds.token_share, bounds.address_share)
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from nearkin.errors import StoreUnavailable
 from nearkin.store.objects import AlreadyExists
 from nearkin_gateway.bodies import check_declared, chunks
+from nearkin_gateway.limits import Holders
 from nearkin_gateway.problems import RETRY_SECONDS, Problem
 from nearkin_gateway.resumable import PART_BYTES, Staged
 from nearkin_gateway.state import Gateway
@@ -49,19 +50,19 @@ class alone:  # noqa: N801 - used as a function
         self._busy.discard(self._number)
 
 
-async def receive(request: Request, gateway: Gateway, staged: Staged) -> int:
+async def receive(request: Request, gateway: Gateway, staged: Staged, holders: Holders) -> int:
     """Stage the body; return how many bytes there are then. What came of a body that breaks off is staged too."""
     room_bytes = staged.meta.length_bytes - staged.offset
     check_declared(request, room_bytes)
     if len(staged.parts) >= PARTS_MAX:
         raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
-    with gateway.uploads.one(), alone(gateway, staged.id):
+    with gateway.uploads.one(holders), alone(gateway, staged.id):
         checksum = request.headers.get("upload-checksum")
         if checksum is not None:
             return await _checked(request, gateway, staged, room_bytes, checksum)
         part, offset = bytearray(), staged.offset
         try:
-            async for piece in chunks(request, gateway.bounds, room_bytes):
+            async for piece in chunks(request, gateway.bounds, room_bytes, gateway.uploads):
                 part += piece
                 # Not the last one while more may come: too long, the whole would be stored though it is refused.
                 if len(part) >= PART_BYTES and offset + len(part) < staged.meta.length_bytes:
@@ -85,7 +86,7 @@ async def _checked(request: Request, gateway: Gateway, staged: Staged, room_byte
     hasher, offset = CHECKSUMS[name](), staged.offset
     bytes_max = min(room_bytes, int(gateway.bounds.checked_patch_bytes))
     with tempfile.SpooledTemporaryFile(SPOOL_MEMORY_BYTES) as spool:
-        async for piece in chunks(request, gateway.bounds, bytes_max):
+        async for piece in chunks(request, gateway.bounds, bytes_max, gateway.uploads):
             hasher.update(piece)
             try:
                 await DISK.run(spool.write, piece)

@@ -129,13 +129,13 @@ async def create(
         final = await create_final(gateway, meta, sources)
         return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
     meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
-    gateway.resumable.check_room()
+    gateway.resumable.check_room(caller.holders)
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
     number = await asyncio.to_thread(gateway.resumable.create, meta)
     staged, offset = Staged(number, meta, (), None), 0
     if with_body:
         try:
-            offset = await receive(request, gateway, staged)
+            offset = await receive(request, gateway, staged, caller.holders)
         except BaseException:  # nobody was told where it is: it would keep its place, and what came, until it expires
             with suppress(NearkinError):
                 await asyncio.shield(asyncio.to_thread(gateway.resumable.remove, number))
@@ -159,6 +159,9 @@ def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial
         sha256=described.sha256,
         upload_metadata=upload_metadata,
         partial=partial,
+        token=caller.token,
+        address=caller.address,
+        empty_expires_us=now_us + gateway.bounds.resumable_empty_minutes * 60_000_000,
     )
 
 
@@ -262,7 +265,7 @@ async def patch(
         raise Problem(409, "wrong-offset", f"Upload-Offset {upload_offset}: {staged.offset} bytes are there; ask HEAD")
     if staged.meta.final:
         raise Problem(403, "final-upload", "a final upload takes no bytes: send them to its partial uploads")
-    offset = await receive(request, gateway, staged)
+    offset = await receive(request, gateway, staged, caller.holders)
     if offset == staged.meta.length_bytes and not staged.meta.partial:
         await handed_over(gateway, caller.tenant, id)
     return _answer(204, **_progress(staged.meta, offset))
@@ -289,7 +292,8 @@ async def terminate(request: Request, id: str, caller: Writer, tus_resumable: Tu
 
 def _progress(meta: Meta, offset: int) -> dict[str, str]:
     """Return the headers that say how far an upload is; a final upload has an offset only once it is whole (tus)."""
-    expires = datetime.fromtimestamp(meta.expires_us / 1e6, UTC).replace(microsecond=0)
+    expires_us = meta.expires_us if offset or not meta.empty_expires_us else meta.empty_expires_us
+    expires = datetime.fromtimestamp(expires_us / 1e6, UTC).replace(microsecond=0)
     progress = {} if meta.final and offset != meta.length_bytes else {"Upload-Offset": str(offset)}
     return {**progress, "Upload-Expires": format_datetime(expires, usegmt=True)}
 

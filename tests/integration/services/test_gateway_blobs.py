@@ -20,6 +20,7 @@ from nearkin.store.manifests import object_name
 from nearkin.testing.gateways import Running, embedded, running
 from nearkin.testing.waiting import until
 from nearkin_gateway.keys import quoted
+from nearkin_gateway.limits import Holders
 from nearkin_gateway.state import EXPLANATIONS_MAX
 
 
@@ -58,8 +59,8 @@ def test_what_was_stored_is_a_download_and_never_a_page_of_this_origin(client: h
 def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: Running, client: httpx.Client) -> None:
     client.put("/v1/blobs/explained", content=noise(100_000))
     with ExitStack() as taken:
-        for _ in range(EXPLANATIONS_MAX):
-            taken.enter_context(gateway.gateway.explanations.one())
+        for number in range(EXPLANATIONS_MAX):
+            taken.enter_context(gateway.gateway.explanations.one(Holders(f"t{number}", "", "")))
         busy = client.get("/v1/explain/explained")
         assert (busy.status_code, "retry-after" in busy.headers) == (503, True)
         page = client.get("/ui/blob?key=explained")

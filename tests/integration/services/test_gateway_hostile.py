@@ -33,6 +33,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "slow_seconds": SLOW_SECONDS,
         "slow_bytes_per_second": 1000,
         "uploads_max": 4,
+        "tenant_share": 1,  # one caller fills all of it
+        "address_share": 1,
         "connections_max": 40,
     }
     with running(embedded(tmp_path_factory.mktemp("store"), {"gateway": bounds})) as found:
@@ -208,10 +210,13 @@ def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: Running)
 
 
 def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
-    with running(embedded(tmp_path, {"gateway": {"connections_max": 40}})) as own:  # whose idle ones stay for long
-        holders = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(40)]
+    with running(embedded(tmp_path, {"gateway": {"connections_max": 4}})) as own:
+        body = head("/v1/blobs/held", "Content-Length: 100000")  # under way: an idle one would make room (F.28)
+        holders = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(4)]
         try:
-            until(lambda: own.connections == 40)
+            for connection in holders:
+                connection.sendall(body)
+            until(lambda: own.gateway.uploads.taken == 4)
             assert status_of(own.raw(head("/livez", method="GET"), timeout=3)) == 503
         finally:
             for connection in holders:

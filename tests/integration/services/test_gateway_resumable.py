@@ -25,11 +25,14 @@ from nearkin.testing.waiting import until
 from nearkin.wrapping import generate
 from nearkin_gateway import handing_over
 from nearkin_gateway import resumable as stored
+from nearkin_gateway.limits import Holders
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Resumable, Staged
 
 MIB = 1024 * 1024
 TUS = {"Tus-Resumable": "1.0.0"}
+WHOLE = {"tenant_share": 1, "address_share": 1}
+"""One caller may have all there is."""
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
 
 
@@ -313,7 +316,7 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     orphan = "0" * 32
     resumable.stage(orphan, 0, b"abc")
     with pytest.raises(Problem):
-        resumable.check_room()
+        resumable.check_room(Holders("default", "", ""))
     handed: list[Staged] = []
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{late}"))
@@ -322,7 +325,7 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{orphan}"))
     assert list(objects.names(f"uploads/{live}"))
-    resumable.check_room()
+    resumable.check_room(Holders("default", "", ""))
     assert not handed
 
 
@@ -481,7 +484,10 @@ def test_an_expired_upload_is_404(tmp_path: Path) -> None:
 
 
 def test_more_uploads_than_may_be_open_are_refused(tmp_path: Path) -> None:
-    with running(embedded(tmp_path, {"gateway": {"resumable_max": 2}})) as gateway, gateway.client() as client:
+    with (
+        running(embedded(tmp_path, {"gateway": {"resumable_max": 2, **WHOLE}})) as gateway,
+        gateway.client() as client,
+    ):
         begin(client, "a", 5)
         begin(client, "b", 5)
         answer = client.post("/v1/uploads", headers={**TUS, "Upload-Length": "5", "Upload-Metadata": described("c")})

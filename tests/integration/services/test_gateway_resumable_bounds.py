@@ -17,11 +17,14 @@ from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import embedded, running
 from nearkin.testing.waiting import until
 from nearkin_gateway import upload_bodies
+from nearkin_gateway.limits import Holders
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.resumable import Meta, Resumable, Staged
 from nearkin_gateway.state import HAND_OVERS_MAX
 
 TUS = {"Tus-Resumable": "1.0.0"}
+WHOLE = {"tenant_share": 1, "address_share": 1}
+"""One caller may have all there is."""
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream", "Upload-Offset": "0"}
 
 
@@ -36,7 +39,10 @@ def begun(client: httpx.Client, key: str, length: int) -> httpx.Response:
 
 
 def test_dropping_what_is_done_makes_no_room_for_more_than_may_be_open(tmp_path: Path) -> None:
-    with running(embedded(tmp_path, {"gateway": {"resumable_max": 3}})) as gateway, gateway.client() as client:
+    with (
+        running(embedded(tmp_path, {"gateway": {"resumable_max": 3, **WHOLE}})) as gateway,
+        gateway.client() as client,
+    ):
         for key in ("a", "b"):
             assert begun(client, key, 5).status_code == 201
         for _ in range(3):
@@ -58,11 +64,11 @@ def test_what_begins_while_uploads_are_counted_is_counted_too(tmp_path: Path, mo
     monkeypatch.setattr(resumable, "_load", slow)
     resumable.sweep(lambda _: None)
     with pytest.raises(Problem):
-        resumable.check_room()
+        resumable.check_room(Holders("default", "", ""))
 
 
 def test_a_creation_that_is_refused_for_its_body_keeps_no_place_and_no_bytes(tmp_path: Path) -> None:
-    with running(embedded(tmp_path, {"gateway": {"resumable_max": 1}})) as gateway:
+    with running(embedded(tmp_path, {"gateway": {"resumable_max": 1, **WHOLE}})) as gateway:
         described = f"key {base64.b64encode(b'k').decode()}"
         headers = {**OCTETS, "Upload-Length": "3", "Upload-Metadata": described}
         wrong = {**headers, "Upload-Checksum": f"sha256 {base64.b64encode(bytes(32)).decode()}"}

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import threading
+import time
+from contextlib import ExitStack
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
 import pytest
 
+from nearkin.errors import NotFound
+from nearkin.store.objects import LocalObjects
 from nearkin.testing.gateways import embedded, running
+from nearkin.testing.waiting import until
+from nearkin_gateway import tokens
 from nearkin_gateway.app import THREADS_MAX
 from nearkin_gateway.catalogue import Catalogue
+from nearkin_gateway.limits import Holders, Holdings, Shares, Slots
+from nearkin_gateway.problems import Problem
+from nearkin_gateway.resumable import Meta, Resumable
 
 
 def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +52,142 @@ def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, mo
             goes_on.set()
     assert (put.status_code, len(checks)) == (201, 1)
     assert {(probe.status_code, probe.json()["type"]) for probe in probes} == {(503, "urn:nearkin:problem:not-ready")}
+
+
+# --- connections, readers, empty uploads -----------------------------------------------------------------------------
+
+
+def half_sent(port: int, address: str) -> socket.socket:
+    """Return a connection from an address of loopback that has sent half a request head."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(address, 0))
+    connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-A: ")
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(10) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def test_half_sent_heads_deny_no_other_client(tmp_path: Path) -> None:
+    """F.28: half-sent heads of many addresses take all connections; each new request is answered all the same."""
+    with running(embedded(tmp_path, {"gateway": {"connections_max": 20}})) as gateway, ExitStack() as held:
+        heads = [held.enter_context(half_sent(gateway.port, f"127.0.0.{2 + number}")) for number in range(20)]
+        until(lambda: gateway.connections == 20)
+        for _ in range(5):
+            assert httpx.get(f"{gateway.url}/livez").status_code == 200
+        until(lambda: not is_open(heads[0]))  # the oldest made room
+        assert is_open(heads[-1])
+
+
+def test_half_sent_heads_of_one_address_are_bounded(tmp_path: Path) -> None:
+    """F.28: one address keeps `idle_per_address_max` connections without a request; those of others are untouched."""
+    with running(embedded(tmp_path, {"gateway": {"idle_per_address_max": 5}})) as gateway, ExitStack() as held:
+        other = held.enter_context(half_sent(gateway.port, "127.0.0.3"))
+        heads = [held.enter_context(half_sent(gateway.port, "127.0.0.2")) for _ in range(12)]
+        until(lambda: gateway.connections == 6)
+        until(lambda: [is_open(head) for head in heads] == [False] * 7 + [True] * 5)
+        assert is_open(other)
+
+
+def test_busy_connection_is_never_closed_for_another(tmp_path: Path) -> None:
+    """F.28: a connection with a request under way is not idle, however many others its address opens."""
+    with (
+        running(embedded(tmp_path, {"gateway": {"idle_per_address_max": 1}})) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as busy,
+    ):
+        busy.sendall(b"PUT /v1/blobs/k HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
+        until(lambda: gateway.gateway.uploads.taken == 1)
+        for _ in range(3):
+            assert httpx.get(f"{gateway.url}/livez").status_code == 200
+        busy.sendall(b"cd")
+        assert busy.recv(100).startswith(b"HTTP/1.1 201")
+
+
+def test_slow_readers_of_one_token_deny_no_other_tenant(tmp_path: Path) -> None:
+    """F.28: readers that take next to nothing hold their token's share of the downloads, and no more (429)."""
+    evil = tokens.create(tmp_path / "tokens.json", "default", ["read", "write"])[0]
+    victim = tokens.create(tmp_path / "tokens.json", "victim", ["read"])[0]
+    changes = {"auth": {"tokens_file": str(tmp_path / "tokens.json")}, "gateway": {"downloads_max": 4}}
+    with running(embedded(tmp_path / "store", changes)) as gateway, ExitStack() as held:
+        with gateway.client(evil) as client:
+            assert client.put("/v1/blobs/big", content=os.urandom(8 << 20)).status_code == 201
+            for taken in (1, 2):
+                reader = held.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+                line = f"GET /v1/blobs/big HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {evil}\r\n\r\n"
+                reader.sendall(line.encode())
+                until(lambda taken=taken: gateway.gateway.downloads.taken == taken)
+            refused = client.get("/v1/blobs/big", headers={"Range": "bytes=0-9"})
+            assert (refused.status_code, refused.json()["type"]) == (429, "urn:nearkin:problem:share-exceeded")
+            assert "gateway.token_share" in refused.json()["detail"]
+        with gateway.client(victim) as client:  # a slot was free for it: only the blob is not
+            assert client.get("/v1/blobs/big").status_code == 404
+        with gateway.gateway.downloads.one(Holders("victim", "v", "127.0.0.9")):
+            assert gateway.gateway.downloads.taken == 3
+
+
+def test_slots_demand_more_speed_as_they_fill() -> None:
+    """F.28: the slowest client that is borne is `slow` up to half of the slots and `busy` when all are taken."""
+    slots, demanded = Slots("downloads", 4, None, (1024, 65_536)), []
+    with ExitStack() as held:
+        for number in range(4):
+            demanded.append(slots.least_bytes_per_second)
+            held.enter_context(slots.one(Holders(f"t{number}", "", "")))
+        demanded.append(slots.least_bytes_per_second)
+    assert demanded == pytest.approx([1024, 1024, 1024, 8192, 65_536])
+    assert slots.least_bytes_per_second == 1024
+
+
+@pytest.mark.parametrize(("kind", "places"), [("tenant", 6), ("token", 4), ("address", 2)])
+def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
+    """F.28: a tenant, a token and an address are each bounded by their own share; all together by the limit."""
+    holdings = Holdings("places", 8, Shares(tenant=0.75, token=0.5, address=0.25))
+
+    def mine(number: int) -> Holders:
+        others = {"tenant": f"t{number}", "token": f"k{number}", "address": f"127.0.0.{number}"}
+        return Holders(**{**others, kind: "2001:db8::1" if kind == "address" else "mine"})
+
+    for number in range(places):
+        holdings.check_room(mine(number))
+        holdings.add(number, mine(number))
+    with pytest.raises(Problem, match=f"gateway.{kind}_share") as refused:
+        holdings.check_room(Holders("x", "x", "2001:db8::ffff") if kind == "address" else mine(99))  # one /64
+    assert refused.value.status == 429
+    for number in range(places, 8):
+        holdings.add(number, Holders(f"o{number}", "", ""))
+    with pytest.raises(Problem) as full:
+        holdings.check_room(Holders("new", "", ""))
+    assert full.value.status == 503
+    holdings.replace({})
+    assert (len(holdings), holdings._counts) == (0, {})
+
+
+def test_empty_uploads_hold_a_share_and_expire_in_minutes(tmp_path: Path) -> None:
+    """F.28: a tenant's empty uploads leave room for others, and are gone after `resumable_empty_minutes`."""
+    changes = {"resumable_max": 4, "tenant_share": 0.5, "address_share": 1, "resumable_empty_minutes": 1}
+    with running(embedded(tmp_path, {"gateway": changes})) as gateway, gateway.client() as client:
+        headers = {"Tus-Resumable": "1.0.0", "Upload-Length": "1", "Upload-Metadata": "key aw=="}
+        answers = [client.post("/v1/uploads", headers=headers) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [201, 201, 429]
+        gateway.gateway.resumable.check_room(Holders("other", "", ""))
+        expires = parsedate_to_datetime(answers[0].headers["upload-expires"]).timestamp()
+        assert expires - time.time() < 61
+
+
+def test_empty_upload_expires_and_one_with_bytes_stays(tmp_path: Path) -> None:
+    """F.28: what has no byte yet is swept after its minutes; what has one lives as long as before."""
+    uploads, now_us = Resumable(LocalObjects(tmp_path), 10), time.time_ns() // 1000
+    meta = Meta("default", "k", 5, now_us, now_us + 3_600_000_000, empty_expires_us=now_us - 1)
+    empty, begun = uploads.create(meta), uploads.create(meta)
+    uploads.stage(begun, 0, b"a")
+    uploads.sweep(lambda _: None)
+    assert [path.parent.name for path in (tmp_path / "uploads").glob("*/meta")] == [begun]
+    assert uploads.load("default", begun).offset == 1
+    with pytest.raises(NotFound):
+        uploads.load("default", empty)

@@ -18,12 +18,13 @@ from starlette.responses import RedirectResponse, Response
 
 from nearkin.errors import BadInput, NearkinError, NotFound
 from nearkin.limits import KEY_BYTES_MAX
-from nearkin_gateway.access import open_caller, session_of, shown_token
+from nearkin_gateway.access import address_of, open_caller, session_of, shown_token
 from nearkin_gateway.bodies import whole
 from nearkin_gateway.dashboard import charts, forms
 from nearkin_gateway.dashboard.rendering import Visitor, asset, page
 from nearkin_gateway.dashboard.text import page_url
 from nearkin_gateway.keys import blob_url
+from nearkin_gateway.limits import Holders
 from nearkin_gateway.looking import collection_json, dead_json, pipeline_json, tenant_json, tenants_json
 from nearkin_gateway.problems import Problem, from_error
 from nearkin_gateway.scrub_answers import scrub_json
@@ -257,7 +258,7 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
         return page("blob.html", visitor, title=key, key=key, gone=gone, listed=None, following=None, info=None)
     explained, failure = None, None
     try:
-        with gateway.explanations.one():
+        with gateway.explanations.one(Holders(tenant, "" if visitor.open else visitor.name, address_of(request))):
             explanation = await asyncio.to_thread(gateway.catalogue.explain, tenant, key, manifest.version)
             explained = await asyncio.to_thread(charts.strip, explanation)
     except (BadInput, Problem) as err:  # too many chunks, or too many who ask
