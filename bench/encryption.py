@@ -63,9 +63,9 @@ def life(chosen: Settings, contents: Sequence[bytes | Path]) -> tuple[float, flo
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "store")
-        with open_store(root, settings=chosen) as store:
+        with open_store(root, settings=chosen, create=True) as store:
             put_seconds = timed(put)
-        with open_store(root, settings=chosen) as store:
+        with open_store(root, settings=chosen, create=True) as store:
             return put_seconds, timed(get), sum(map(len, objects(root).values()))
 
 

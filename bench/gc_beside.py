@@ -37,7 +37,7 @@ sys.path[:0] = [sys.argv[2]]
 from gc_beside import CHOSEN, ROUNDS_MAX
 from nearkin import open_store
 from nearkin.errors import StoreLocked
-with open_store(sys.argv[1], settings=CHOSEN) as store:
+with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
     done = 0
     while done < ROUNDS_MAX:
         cpu, began = time.process_time(), time.perf_counter()
@@ -61,7 +61,7 @@ def make(root: Path, megabytes: int, versions: int) -> None:
     """Put the versions, each with some edits more, and delete all but the last."""
     size_bytes = megabytes * 1_000_000 // versions
     content = random_bytes(size_bytes, 1)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(versions):
             store.put("k", content)
             content = mutated(content, number, edits=size_bytes // 40_000)
@@ -79,7 +79,7 @@ def rounds_of(root: Path, *, puts: bool) -> dict[str, object]:
             held, began = random_bytes(PUT_BYTES, 1000 + number), time.perf_counter()
             while True:
                 try:
-                    with open_store(root, settings=CHOSEN) as store:
+                    with open_store(root, settings=CHOSEN, create=True) as store:
                         store.put(f"beside-{number % 5}", held)
                 except StoreLocked:
                     refused += 1

@@ -70,7 +70,7 @@ def run(mode: str, scale: int, days: int) -> list[Day]:
     with (
         tempfile.TemporaryDirectory() as folder,
         counted() as told,
-        open_store(folder, settings=chosen, clock=lambda: now[0]) as store,
+        open_store(folder, settings=chosen, clock=lambda: now[0], create=True) as store,
     ):
         for day in range(days):
             changed = 0

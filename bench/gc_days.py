@@ -120,7 +120,7 @@ def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str,
     rewritten, cpu_seconds, puts = 0, 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
         root, fresh = Path(folder, "kept"), Path(folder, "fresh")
-        with open_store(root, settings=chosen, clock=lambda: now[0]) as store:
+        with open_store(root, settings=chosen, clock=lambda: now[0], create=True) as store:
             for day in range(days + 2):
                 for key in contents if day < days else ():
                     if day:
@@ -140,7 +140,7 @@ def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str,
             if store.verify().damage or any(store.get(*name).read() != content for name, content in live.items()):
                 raise SystemExit("a version is damaged")
             held = store.gc(dry_run=True).held
-        with open_store(fresh, settings=chosen) as store:
+        with open_store(fresh, settings=chosen, create=True) as store:
             for (key, _), content in sorted(live.items(), key=lambda entry: (entry[0][1], entry[0][0])):
                 store.put(key, content)
         if given.mode:

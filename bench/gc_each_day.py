@@ -109,7 +109,7 @@ def history(edits: str, days: int, scale: int) -> Iterator[Contents]:
 
 def fresh_store(live: Live, chosen: Settings) -> tuple[int, dict[str, int]]:
     """Return the bytes of a store of these versions alone, put in their order, and what they are made of."""
-    with tempfile.TemporaryDirectory() as folder, open_store(folder, settings=chosen) as store:
+    with tempfile.TemporaryDirectory() as folder, open_store(folder, settings=chosen, create=True) as store:
         for (key, _), content in sorted(live.items(), key=lambda entry: (entry[0][1], entry[0][0])):
             store.put(key, content)
         return stored_bytes(store.root), parts_of(store)
@@ -131,7 +131,7 @@ def run(given: argparse.Namespace, known: dict[int, tuple[int, dict[str, int]]])
     chosen = with_changes(Settings(), changes)
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_store(folder, settings=chosen, clock=lambda: now[0]) as store,
+        open_store(folder, settings=chosen, clock=lambda: now[0], create=True) as store,
     ):
         for day, contents in enumerate(history(given.edits, given.days, given.scale)):
             for key, content in contents.items():

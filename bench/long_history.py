@@ -85,13 +85,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, decoding() as decoded:
         root = Path(folder, "s")
         for number, file in enumerate(corpus.paths, 1):
-            with open_store(root, settings=settings) as store:
+            with open_store(root, settings=settings, create=True) as store:
                 put = timed(lambda store=store, file=file: store.put(KEY, file), decoded)  # type: ignore[misc]
                 if chosen.keep is not None and number > chosen.keep:
                     store.delete(KEY, number - chosen.keep)
             if number % chosen.every:
                 continue
-            with open_store(root, settings=settings) as store:
+            with open_store(root, settings=settings, create=True) as store:
                 a_round = timed(store.gc, decoded)
             oldest = max(1, number - chosen.keep + 1) if chosen.keep else 1
             reads = []

@@ -45,7 +45,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="nearkin-rebuild-")))
-        store = held.enter_context(open_store(folder / "s", settings=CHOSEN))
+        store = held.enter_context(open_store(folder / "s", settings=CHOSEN, create=True))
         text = text_like(PIECE_BYTES, 1)
         for number in range(max(1, chosen.chunks * CHUNK_BYTES // (2 * PIECE_BYTES))):
             text = mutated(text, number, edits=2_000)

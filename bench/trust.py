@@ -33,7 +33,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def put_seconds(root: Path, chosen: Settings, content: bytes) -> float:
     """Return the seconds of a put into a new store."""
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         return timed(lambda: store.put("k", content))
 
 
@@ -67,22 +67,22 @@ def main() -> None:
             stored = sum(len(data) for name, data in objects(root).items() if not name.startswith("parity/"))
             parity = sum(len(data) for name, data in objects(root).items() if name.startswith("parity/"))
             print(f"  stored {stored / MB:.1f} MB, parity {parity / stored:.1%} more")
-            with open_store(root, settings=covered) as store:
+            with open_store(root, settings=covered, create=True) as store:
                 print(f"  verify, parity too: {stored / timed(store.verify) / MB:.0f} MB/s of stored bytes")
                 print(f"  a pass of scrubbing: {stored / timed(lambda: scrub_pass(store)) / MB:.0f} MB/s")
-            with open_store(Path(folder) / "none-0", settings=plain) as store:
+            with open_store(Path(folder) / "none-0", settings=plain, create=True) as store:
                 print(f"  verify without parity: {stored / timed(store.verify) / MB:.0f} MB/s")
             sound, broken = [], []
             path = containers(root)[0]
             for _ in range(chosen.rounds):
                 for found in (sound, broken):
-                    with open_store(root, settings=covered) as store:
+                    with open_store(root, settings=covered, create=True) as store:
                         found.append(timed(lambda: store.get("k").read()))
                     flip(path, 5000)
             one, other = statistics.median(sound), statistics.median(broken)
             print(f"  get {size / one / MB:.0f} MB/s, over a flipped bit {other - one:+.3f} s")
             flip(path, 5000)
-            with open_store(root, settings=covered) as store:
+            with open_store(root, settings=covered, create=True) as store:
                 print(f"  repair of it, all verified before and after: {timed(store.repair):.2f} s")
 
 

@@ -86,7 +86,7 @@ class ThreadClocks:
 def timed_put(root: Path, paths: list[Path], clocks: ThreadClocks) -> float:
     """Return the seconds by the clock of putting the files, synced; the threads' seconds go to `clocks`."""
     clocks.seconds.clear()
-    with open_store(root) as store:
+    with open_store(root, create=True) as store:
         started, own = time.perf_counter(), time.thread_time()
         for path in paths:
             store.put("blob", path)

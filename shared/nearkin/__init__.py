@@ -1,6 +1,6 @@
 """Nearkin: a store that keeps a chunk as its nearest kin plus the difference.
 
-with nearkin.open_store("backups") as store:
+with nearkin.open_store("backups", create=True) as store:
 store.put("db.dump", Path("db.dump"))
 store.get("db.dump").read()
 
@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nearkin.api import Store, open_store
+    from nearkin.api import Store, create_store, open_store
     from nearkin.client import connect, connect_async
     from nearkin.client.aio import AsyncRemoteStore
     from nearkin.client.remote import RemoteStore
@@ -52,6 +52,7 @@ __all__ = [
     "__version__",
     "connect",
     "connect_async",
+    "create_store",
     "load",
     "open_store",
 ]
@@ -59,6 +60,7 @@ __all__ = [
 _HOME = {
     "Blob": "restore",
     "Store": "api",
+    "create_store": "api",
     "open_store": "api",
     "Settings": "config",
     "load": "config_layers",

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -64,7 +65,7 @@ from nearkin.store.lock import NAMES as LOCKS
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import AlreadyExists, LocalObjects, check_tenant, sync_folder
-from nearkin.store.opening import as_set, local_objects
+from nearkin.store.opening import as_set, local_objects, no_store
 from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.private_files import make_private_folders
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from nearkin_janitor import Choice, Scrubber, Unsound, Verifier
     from nearkin_janitor.scrub import Step
 
-__all__ = ["Item", "Progress", "Source", "Store", "open_store"]
+__all__ = ["Item", "Progress", "Source", "Store", "create_store", "open_store"]
 
 FORGET_REASON = "forget"
 CLOSE_SECONDS = 30.0
@@ -108,61 +109,106 @@ def open_store(
     path: str | Path,
     *,
     settings: Settings | None = None,
-    create: bool = True,
+    create: bool = False,
     read_only: bool = False,
     fingerprint_bits: int = descriptor.FINGERPRINT_BITS,
     clock: Callable[[], float] = time.time,
 ) -> Store:
-    """Open the store in a folder, or make one. `fingerprint_bits` below 160 is for tests of collisions.
+    """Open the store in a folder; with `create`, create it first if the folder has none.
 
-    `clock` tells the seconds since 1970: what versions are dated by, and what deletion and retention go by.
+    A missing store is an error by default: an unmounted disk must not get a second, empty store.
 
-    Raises NotFound (no store there, and `create` is off), FormatTooNew, Corrupt, StoreUnavailable.
+    `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
+    `fingerprint_bits` below 160 is for tests of collisions.
+
+    Raises NotFound (no store there), BadInput (`create` in a folder with other files), FormatTooNew, Corrupt,
+    StoreUnavailable.
     """
     chosen = settings if settings is not None else load()[0]
-    root, exists = _folder(path)
-    if not exists:
+    root = _store_path(path)
+    if not _has_store(root):
         if not create or read_only:
-            raise NotFound(f"store {root}: there is none (no {descriptor.NAME}); put something to make one")
-        try:
-            if not root.is_dir():
-                make_private_folders(root)
-            sync_folder(root.parent)
-        except OSError as err:
-            raise StoreUnavailable(f"store {root}: {err.strerror}") from err
+            raise no_store(str(root))
+        with suppress(AlreadyExists):  # another process has just created it: open that one
+            return _create(root, chosen, fingerprint_bits, clock)
     objects = local_objects(root, chosen)
     covered = as_set(objects, chosen)
-    if not exists:
-        try:
-            return Store(root, objects, covered, descriptor.create(covered, fingerprint_bits), chosen, clock)
-        except AlreadyExists:
-            pass  # another process made the store meanwhile: it is the one to open
     return Store(root, objects, covered, descriptor.read(covered), chosen, clock)
 
 
-def _folder(path: str | Path) -> tuple[Path, bool]:
-    """Return (the store's folder, whether a store is there). Refuses a folder in which something else lies."""
+def create_store(
+    path: str | Path, *, settings: Settings | None = None, clock: Callable[[], float] = time.time
+) -> Store:
+    """Create a store in a new or empty folder and open it.
+
+    Raises BadInput (a store or other files are there), Corrupt (a store without its descriptor), StoreUnavailable.
+    """
+    root = _store_path(path)
+    exists = BadInput(f"store {root}: already exists; choose another folder, or use the existing store")
+    if _has_store(root):
+        raise exists
+    try:
+        return _create(root, settings if settings is not None else load()[0], descriptor.FINGERPRINT_BITS, clock)
+    except AlreadyExists as err:
+        raise exists from err
+
+
+def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callable[[], float]) -> Store:
+    """Create and open a store. Raises AlreadyExists if another process creates it first."""
+    _check_only_store_files(root)
+    try:
+        if not root.is_dir():
+            make_private_folders(root)
+        sync_folder(root.parent)
+    except OSError as err:
+        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
+    objects = local_objects(root, settings)
+    covered = as_set(objects, settings)
+    return Store(root, objects, covered, descriptor.create(covered, fingerprint_bits), settings, clock)
+
+
+def _store_path(path: str | Path) -> Path:
+    """Return the folder named by `path`. Raises BadInput for a path that cannot be a folder."""
     try:
         root = Path(path).expanduser()
         if "\0" in str(root):
             raise ValueError("a path holds no NUL byte")  # noqa: TRY301 - as all that no path can be
         if root.exists() and not root.is_dir():
             raise BadInput(f"store {root}: is a file; name a folder")
-        exists = (root / descriptor.NAME).is_file()
-        others = {entry.name for entry in root.iterdir()} if root.is_dir() and not exists else set()
     except OSError as err:
         raise StoreUnavailable(f"store {path}: {err.strerror}") from err
     except (ValueError, RuntimeError, TypeError) as err:  # a user without a home; no path at all
         raise BadInput(f"store {str(path)!r}: {err}") from err
-    if not exists and others >= {"containers", "manifests"}:
+    return root
+
+
+def _has_store(root: Path) -> bool:
+    """Return whether the folder has a store. Raises Corrupt if a store has lost its descriptor."""
+    try:
+        if (root / descriptor.NAME).is_file():
+            return True
+    except OSError as err:
+        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
+    if _entry_names(root) >= {"containers", "manifests"}:
         raise Corrupt(
             f"store {root}: {descriptor.NAME} is lost; restore it from a copy, every chunk's tag depends on it"
         )
-    if descriptor.NAME not in others and others - {*LOCKS, "tmp", "keys", "parity"}:
+    return False
+
+
+def _check_only_store_files(root: Path) -> None:
+    """Raise BadInput if the folder has files that an unfinished creation of a store cannot have left."""
+    if _entry_names(root) - {*LOCKS, "tmp", "keys", "parity", descriptor.NAME}:
         raise BadInput(
             f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
         )
-    return root, exists
+
+
+def _entry_names(root: Path) -> set[str]:
+    try:
+        return {entry.name for entry in root.iterdir()} if root.is_dir() else set()
+    except OSError as err:
+        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
 
 
 _STORES: WeakSet[Store] = WeakSet()
@@ -185,6 +231,7 @@ class Store:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.root = root
+        self.store_id = found.store_id
         self._clock = clock
         self.settings = settings
         self._objects = objects

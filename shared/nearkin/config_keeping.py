@@ -50,6 +50,9 @@ class StorageSettings:
     """Holds the key-encryption keys, the newest first: `nearkin keys generate FILE`. Not readable by everybody."""
     key: Annotated[str | None, Text(4096)] = field(default=None, repr=False)
     """The same keys as text, for NEARKIN_STORAGE__KEY; in place of a file."""
+    create: bool = False
+    """Services create the store if the object store has none: for the first start. Otherwise they refuse to start, so
+    that a wrong or unmounted place does not get a second, empty store. Commands use `nearkin init`."""
 
     def __post_init__(self) -> None:
         """Refuse encryption without a key, two sources of keys, and keys that would not be used."""

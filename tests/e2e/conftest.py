@@ -10,7 +10,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.testing.benches import tiny_corpus
-from nearkin.testing.commands import FIRST, SECOND, InProcess, answer
+from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, run
 
 
 @pytest.fixture
@@ -23,12 +23,13 @@ def puts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     """A store that holds two versions of one key and one of another; and what the puts answered."""
     folder = tmp_path_factory.mktemp("filled")
     store = folder / "store"
+    assert run("init", store).returncode == 0
     (folder / "first").write_bytes(FIRST)
     answers = [
         answer("--store", store, "put", "db/dump", folder / "first", "--meta", "host=db1", "--meta", "note=a=b"),
         answer("--store", store, "put", "db/dump", "-", stdin=SECOND),
     ]
-    with open_store(store) as opened:
+    with open_store(store, create=True) as opened:
         opened.put("notes", b"hello")
     return store, answers
 

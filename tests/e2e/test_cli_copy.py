@@ -66,9 +66,9 @@ def test_copy_keeps_content_times_and_metadata(source: Path, target: Path, call:
 def test_copy_is_incremental_and_keeps_deletions(source: Path, target: Path, call: InProcess) -> None:
     """F.13: only newer versions are copied; an older one that the target deleted does not return."""
     call.answer("--store", target, "copy", "--from", source)
-    with open_store(target, settings=CHOSEN) as store:
+    with open_store(target, settings=CHOSEN, create=True) as store:
         store.delete("db/a", 1)
-    with open_store(source, settings=CHOSEN) as store:
+    with open_store(source, settings=CHOSEN, create=True) as store:
         store.put("db/a", b"three")
     report = call.answer("--store", target, "copy", "--from", source)
     assert [(one["key"], one["source_version"], one["version"]) for one in report["versions"]] == [("db/a", 4, 4)]
@@ -94,7 +94,10 @@ def test_copy_dry_run_changes_nothing(source: Path, target: Path, call: InProces
 
 def test_copy_resumes_after_an_interruption(source: Path, target: Path, call: InProcess) -> None:
     """F.13: a copy that was cut off leaves whole versions; the next run copies exactly the rest."""
-    with open_store(source, settings=CHOSEN) as origin, open_store(target, settings=CHOSEN) as store:
+    with (
+        open_store(source, settings=CHOSEN, create=True) as origin,
+        open_store(target, settings=CHOSEN, create=True) as store,
+    ):
         infos = [info for info in origin.versions(all_versions=True) if info.key == "big"]
         copied = Copier(origin, store).run([plan_key("big", "big", infos, [], {})])
         next(copied)
@@ -125,7 +128,7 @@ def test_copy_stops_a_key_at_damage(source: Path, target: Path, call: InProcess)
 
 def test_copy_never_hides_a_newer_version(source: Path, target: Path, call: InProcess) -> None:
     """F.13: where the target's own newest version is later, the key is not copied, and named."""
-    with open_store(target, settings=CHOSEN) as store:
+    with open_store(target, settings=CHOSEN, create=True) as store:
         store.put("notes", b"written here, later")
     done = call("--store", target, "copy", "--from", source)
     assert done.returncode != 0

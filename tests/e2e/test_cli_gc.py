@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nearkin.cli.collecting import freed
-from nearkin.testing.commands import environment
+from nearkin.testing.commands import environment, new_store
 
 
 @pytest.fixture
@@ -21,6 +21,8 @@ def run(tmp_path: Path):
         "NEARKIN_DELETION__UNDELETE_SECONDS": "0",
         "NEARKIN_GC__GRACE_SECONDS": "0",
     }
+
+    new_store(tmp_path / "s")
 
     def command(*arguments: str, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, damage, run
+from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, damage, new_store, run
 
 
 def test_every_version_comes_back_byte_for_byte(store: Path, tmp_path: Path, call: InProcess) -> None:
@@ -42,6 +42,7 @@ def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InPr
 
 
 def test_a_range_past_the_end_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "s")
     assert_refused(call("--store", store, "get", "notes", "--range", "5-"), 2, "the blob has 5 bytes")
     call("--store", tmp_path / "s", "put", "one", "-", stdin=b"1")
     assert_refused(call("--store", tmp_path / "s", "get", "one", "--range", "1-"), 2, "the blob has 1 byte\n")

@@ -37,6 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.Cap
 def filled(run, tmp_path: Path) -> Path:
     run("keys", "generate", tmp_path / "store.key")
     (tmp_path / "content").write_bytes(b"what is kept " * 5000)
+    run("init")
     run("put", "db/dump", tmp_path / "content")
     return tmp_path
 
@@ -103,6 +104,7 @@ def test_a_store_in_clear_has_no_keys(run, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "none")
     monkeypatch.delenv("NEARKIN_STORAGE__KEY_FILE")
     (tmp_path / "content").write_bytes(b"in clear")
+    run("init")
     run("put", "a", tmp_path / "content")
     assert "not encrypted" in run("keys", "list", code=2)["error"]["message"]
     assert run("keys", "list", "--store", tmp_path / "none", code=1)["error"]["kind"] == "NotFound"

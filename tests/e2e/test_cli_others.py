@@ -12,7 +12,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.cli.output import print_stats
-from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, assert_refused, run
+from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, assert_refused, new_store, run
 
 LEDGER = {
     "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",
@@ -47,6 +47,7 @@ def test_ls_lists_the_newest_versions_or_all_or_those_of_a_prefix(store: Path, c
 
 
 def test_a_key_never_steers_the_terminal(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path)
     key = "red \x1b[31m\n[bold]"
     call.answer("put", key, "-", env={"NEARKIN_STORE": str(tmp_path)})
     assert call.answer("ls", env={"NEARKIN_STORE": str(tmp_path)})[0]["key"] == key
@@ -82,12 +83,14 @@ def test_stats_add_up(store: Path, call: InProcess) -> None:
 
 
 def test_chunks_of_zeros_are_told_to_be_among_the_duplicates(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "s")
     put = call("--store", tmp_path / "s", "put", "zeros", "-", stdin=bytes(100_000)).stdout.decode()
     shown = call("--store", tmp_path / "s", "stats").stdout.decode()
     assert [told.count("2 duplicate, 2 of them zero") for told in (put, shown)] == [1, 1]
 
 
 def test_metadata_are_not_shown_by_a_kind_of_chunk_that_there_is_none_of(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "s")
     shown = []
     for name, content in (("empty", b""), ("zeros", bytes(100_000))):
         call("--store", tmp_path / "s", "put", name, "-", stdin=content)
@@ -155,6 +158,7 @@ def test_explain_accounts_for_every_byte(store: Path, call: InProcess) -> None:
 
 @pytest.mark.parametrize("policy", ["first-fit", "locality"])
 def test_stats_and_explain_name_what_found_bases_alike(tmp_path: Path, call: InProcess, policy: str) -> None:
+    new_store(tmp_path / "store")
     env = {"NEARKIN_BASE__POLICY": policy}
     for content in (FIRST, SECOND):
         (tmp_path / "file").write_bytes(content)
@@ -175,6 +179,7 @@ def test_stats_and_explain_name_what_found_bases_alike(tmp_path: Path, call: InP
 
 
 def test_an_empty_store_has_figures_for_all(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "store")
     (tmp_path / "file").write_bytes(b"")
     call.answer("--store", tmp_path / "store", "put", "key", tmp_path / "file")
     stats = call.answer("--store", tmp_path / "store", "stats")

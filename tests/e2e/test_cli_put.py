@@ -17,7 +17,7 @@ from blake3 import blake3
 
 import nearkin
 from nearkin.limits import MIB
-from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, command, environment
+from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, command, environment, new_store
 
 LEDGER = {
     "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",
@@ -39,6 +39,7 @@ def test_put_answers_with_the_version_and_a_ledger_that_adds_up(puts: tuple[Path
 
 
 def test_put_shows_people_every_step_of_the_savings(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "store")
     done = call("put", "key", "-", "--store", tmp_path / "store", stdin=FIRST)
     assert (done.returncode, done.stderr) == (0, b"")
     lines = done.stdout.decode().splitlines()
@@ -49,6 +50,7 @@ def test_put_shows_people_every_step_of_the_savings(tmp_path: Path, call: InProc
 
 
 def test_the_sha256_of_the_content_is_checked(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path)
     wrong = call("put", "key", "-", "--sha256", "0" * 64, stdin=FIRST, env={"NEARKIN_STORE": str(tmp_path)})
     assert_refused(wrong, 2, hashlib.sha256(FIRST).hexdigest())
     assert call.answer("ls", env={"NEARKIN_STORE": str(tmp_path)}) == []
@@ -58,6 +60,7 @@ def test_the_sha256_of_the_content_is_checked(tmp_path: Path, call: InProcess) -
 
 
 def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "store")
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(SECOND,))
     writer.start()
@@ -67,6 +70,7 @@ def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> Non
 
 
 def test_a_named_pipe_is_put_where_stdin_is_closed(tmp_path: Path) -> None:
+    new_store(tmp_path / "store")
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(SECOND,))
     writer.start()
@@ -93,6 +97,7 @@ def tree(tmp_path: Path) -> Path:
 def test_a_folder_becomes_a_key_per_file_and_links_and_pipes_are_told(
     tmp_path: Path, tree: Path, call: InProcess
 ) -> None:
+    new_store(tmp_path / "store")
     done = call("--json", "put", "home/", "-r", tree, env={"NEARKIN_STORE": str(tmp_path / "store")})
     put = json.loads(done.stdout)
     assert done.returncode == 0
@@ -108,6 +113,7 @@ def test_a_folder_becomes_a_key_per_file_and_links_and_pipes_are_told(
 
 
 def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    new_store(tmp_path / "store")
     done = call("put", "-r", tree, "--meta", "host=db1", env={"NEARKIN_STORE": str(tmp_path / "store")})
     assert done.returncode == 0
     assert b"2 files below" in done.stdout
@@ -139,7 +145,9 @@ def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tre
         "-r",
         str(tree),
     ]
+    init = [*command[:5], "init"]
     try:
+        subprocess.run([*as_anybody(), *init], capture_output=True, timeout=60, check=True)
         done = subprocess.run([*as_anybody(), *command], capture_output=True, timeout=60, check=False)
         told = subprocess.run(
             [*as_anybody(), *(part for part in command if part != "--json")],
@@ -186,7 +194,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_not_stored(tmp_path: Path) -> N
     def shrink(_: int) -> None:
         os.truncate(path, 1000)
 
-    with nearkin.open_store(tmp_path / "store") as store:
+    with nearkin.open_store(tmp_path / "store", create=True) as store:
         with pytest.raises(nearkin.SourceFailed, match="changed while it was read"):
             store.put("k", path, progress=shrink)
         assert store.versions("k") == []
@@ -195,6 +203,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_not_stored(tmp_path: Path) -> N
 
 
 def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    new_store(tree / "store")
     call("put", "-r", tree, "--store", tree / "store")
     put = call.answer("put", "-r", tree, "--store", tree / "store")
     assert [blob["key"] for blob in put["blobs"]] == ["a.txt", "sub/naïve [b].bin"]
@@ -204,17 +213,20 @@ def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: P
 
 def test_a_store_may_lie_where_a_name_is_not_utf8(tmp_path: Path, call: InProcess) -> None:
     store = os.fsencode(tmp_path) + b"/st\xff"
+    assert call("init", store).returncode == 0
     assert call.answer("--store", store, "put", "key", "-", stdin=FIRST)["version"] == 1
     assert call("--store", store, "get", "key").stdout == FIRST
     assert call.answer("--store", store, "verify")["damage"] == []
 
 
 def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tmp_path: Path, call: InProcess) -> None:
+    new_store(tmp_path / "store")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/a").write_bytes(b"fine")
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/tree/caf\xe9")).write_bytes(b"not")
     assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, r"caf\udce9")
-    assert not (tmp_path / "store").exists()
+    with nearkin.open_store(tmp_path / "store", create=True) as store:
+        assert store.versions() == []
     assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, "rename it first")
     assert b"stops\n  all of it before anything is stored" in call("put", "--help").stdout
 

@@ -16,7 +16,7 @@ from nearkin.testing.commands import InProcess, command, environment
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         store.put("old", b"old")
     return tmp_path / "store"
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing.commands import InProcess, assert_refused
+from nearkin.testing.commands import InProcess, assert_refused, new_store
 
 
 def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> None:
+    new_store(tmp_path / "store")
     store = {"NEARKIN_STORE": str(tmp_path / "store")}
     for content in (b"one", b"two"):
         call("put", "db/dump", "-", stdin=content, env=store)
@@ -51,6 +52,7 @@ def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> N
 def test_what_rm_refuses_changes_nothing(
     call: InProcess, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
+    new_store(tmp_path / "store")
     call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
     assert_refused(call(*arguments), 2, says)
     assert call("get", "k").stdout == b"x"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nearkin.testing.commands import new_store
 from nearkin.testing.gateway import TOKEN, ScriptedGateway
 from nearkin.testing.samples import noise
 
@@ -93,6 +94,7 @@ def test_stats_have_the_same_names(gateway: ScriptedGateway, folder: Path) -> No
 
 
 def test_put_and_get(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    new_store(tmp_path / "store")
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(FIRST)
     put = answer(gateway, "put", "file", source, "--meta", "a=b")
@@ -187,6 +189,7 @@ def test_store_and_server_are_not_mixed_up(gateway: ScriptedGateway, folder: Pat
 
 
 def test_local_commands_load_nothing_of_the_client(tmp_path: Path) -> None:
+    new_store(tmp_path / "store")
     script = (
         "import sys; from nearkin.cli import main; "
         "code = main(['--store', sys.argv[1], 'put', 'k', '-']); "

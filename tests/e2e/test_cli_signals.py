@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nearkin.testing.commands import FIRST, InProcess, command, environment, run
+from nearkin.testing.commands import FIRST, InProcess, command, environment, new_store, run
 from nearkin.testing.waiting import until
 
 
@@ -29,6 +29,7 @@ def _hang_ups_end_commands() -> Iterator[None]:
 
 @pytest.mark.parametrize("env", [{}, {"FORCE_COLOR": "1", "TERM": "xterm"}])
 def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> None:
+    new_store(tmp_path)
     assert run("put", "key", "-", "--store", tmp_path, stdin=FIRST, env=env).stderr == b""
     assert run("get", "key", "-o", tmp_path / "out", "--store", tmp_path, env=env).stderr == b""
 
@@ -38,6 +39,7 @@ def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> Non
 def test_a_terminal_gets_a_progress_bar_unless_json_is_asked_for(
     tmp_path: Path, words: tuple[str, ...], options: list[str], drawn: bool
 ) -> None:
+    new_store(tmp_path)
     run("put", "key", "-", "--store", tmp_path, stdin=FIRST)
     ours, theirs = pty.openpty()
     done = subprocess.run(
@@ -92,6 +94,7 @@ def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
 
 @pytest.mark.parametrize("words", [["put", "key", "-"], ["--json", "put", "key", "-"], ["stats"], ["config"]])
 def test_who_closed_stdout_gets_all_but_what_it_would_say(tmp_path: Path, words: list[str]) -> None:
+    new_store(tmp_path)
     run("--store", tmp_path, "put", "key", "-", stdin=FIRST)
     done = subprocess.run(
         ["/bin/sh", "-c", '"$@" >&-', "sh", *command("--store", tmp_path, *words)],
@@ -101,6 +104,7 @@ def test_who_closed_stdout_gets_all_but_what_it_would_say(tmp_path: Path, words:
 
 
 def test_what_is_for_stderr_goes_nowhere_where_that_is_closed(tmp_path: Path) -> None:
+    new_store(tmp_path / "store")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "file").write_bytes(b"content")
     (tmp_path / "tree" / "link").symlink_to("file")
@@ -130,6 +134,7 @@ def test_a_full_disk_is_one_line(store: Path) -> None:
 @pytest.fixture
 def reading(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A put that has opened its store and waits for the rest of stdin."""
+    new_store(tmp_path / "store")
     with subprocess.Popen(
         command("put", "key", "-", "--store", tmp_path / "store"),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
@@ -163,6 +168,7 @@ def test_an_interrupted_put_says_so_in_one_line_and_stores_no_version(
 
 
 def test_a_command_under_nohup_goes_on_when_its_terminal_goes(tmp_path: Path) -> None:
+    new_store(tmp_path)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with subprocess.Popen(
         command("--store", tmp_path, "put", "key", "-"),
@@ -186,6 +192,7 @@ def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Po
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_get_that_is_ended_leaves_nothing_beside_its_file(tmp_path: Path, number: signal.Signals) -> None:
+    new_store(tmp_path / "store")
     run("put", "key", "-", "--store", tmp_path / "store", stdin=os.urandom(1 << 20) * 200)
     out = tmp_path / "out"
     out.mkdir()

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from nearkin import cli
-from nearkin.testing.commands import InProcess, assert_refused, command, environment, run
+from nearkin.testing.commands import InProcess, assert_refused, command, environment, new_store, run
 
 COMMANDS = (
     "put",
@@ -36,6 +36,7 @@ COMMANDS = (
     "serve",
     "token",
     "dlq",
+    "init",
     "keys",
     "bench",
     "docs",
@@ -175,6 +176,7 @@ def test_the_command_starts_no_threads_that_it_never_uses(
 
 
 def test_an_index_for_which_there_are_no_addresses_names_limit_and_setting(tmp_path: Path) -> None:
+    new_store(tmp_path / "s")
     run("put", "key", "-", "--store", tmp_path / "s", stdin=b"x")
     done = subprocess.run(
         ["/bin/sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", *command("--store", tmp_path / "s", "ls")],

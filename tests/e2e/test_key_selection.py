@@ -51,7 +51,7 @@ def test_ls_glob_local_and_server_list_the_same(
 
 def test_ls_deleted_takes_a_glob(tmp_path: Path, call: InProcess) -> None:
     """F.13: a glob selects deleted versions too."""
-    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+    with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         for key in KEYS:
             store.put(key, b"x")
             store.delete(key)
@@ -62,7 +62,7 @@ def test_ls_deleted_takes_a_glob(tmp_path: Path, call: InProcess) -> None:
 def test_ls_glob_ignores_damage_of_other_keys(tmp_path: Path, call: InProcess) -> None:
     """F.13: a version that does not match is not reported as unreadable."""
     root = tmp_path / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("db/a.sql", b"1")
         before = set((root / "manifests").rglob("*.nkm"))
         store.put("db/b.rdb", b"2")
@@ -79,11 +79,11 @@ def test_ls_glob_ignores_damage_of_other_keys(tmp_path: Path, call: InProcess) -
 def two_keys(tmp_path: Path) -> tuple[Path, list[Path], list[Path]]:
     """A store with two keys that share nothing; (root, containers of `a`, containers of `b`)."""
     root = tmp_path / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("a", random_bytes(900_000, 1))
         store.put("a", random_bytes(300_000, 2))
     first = containers(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("b", random_bytes(900_000, 3))
     return root, first, [path for path in containers(root) if path not in first]
 
@@ -115,10 +115,10 @@ def test_verify_version_skips_other_versions(two_keys: tuple[Path, list[Path], l
 def test_verify_key_finds_damage_in_a_base(tmp_path: Path) -> None:
     """F.13: a base container that only deltas of the version need is read too."""
     root, first = tmp_path / "store", text_like(400_000, 4)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("base", first)
     bases = containers(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("delta", mutated(first, 5, edits=400, edit_bytes_max=20))
         assert store.stats().ledger.delta_chunks
         for path in bases:
@@ -131,7 +131,7 @@ def test_verify_key_finds_damage_in_a_base(tmp_path: Path) -> None:
 def test_verify_key_names_a_lost_manifest(two_keys: tuple[Path, list[Path], list[Path]]) -> None:
     """F.13: a version that the index lists and whose manifest is missing is damage, not a shorter list."""
     root, _, _ = two_keys
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         name = next((root / "manifests").rglob("*.nkm"))
         name.unlink()
         found = [damage for key in ("a", "b") for damage in store.verify_key(key).damage]

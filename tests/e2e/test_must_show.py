@@ -81,9 +81,11 @@ def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_le
     root = tmp_path / "store"
     put = []
     for number, path in enumerate(paths):  # the algorithm is toggled between puts of one store
-        with open_store(root, settings=settings({"features": {"algorithm": ALGORITHMS[number % 3]}})) as store:
+        with open_store(
+            root, settings=settings({"features": {"algorithm": ALGORITHMS[number % 3]}}), create=True
+        ) as store:
             put.append(store.put(corpus, path).info)
-    with open_store(root, settings=settings()) as store:
+    with open_store(root, settings=settings(), create=True) as store:
         for info, path in zip(put, paths, strict=True):
             assert_same(store, info, path)
             assert_ranges(store, info, path, seed=info.version)
@@ -101,11 +103,11 @@ def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_le
     assert len(live["features"]) > 1000
 
     shutil.rmtree(root / "index")
-    with open_store(root, settings=settings()) as store:  # made again by who first needs it
+    with open_store(root, settings=settings(), create=True) as store:  # made again by who first needs it
         assert [info.version for info in store.versions(all_versions=True)] == [info.version for info in put]
         assert_same(store, put[-1], paths[-1])
     assert_equal_entries(live, entries(root, store))
-    with open_store(root, settings=settings()) as store:  # made again because someone asked
+    with open_store(root, settings=settings(), create=True) as store:  # made again because someone asked
         report = store.rebuild_index()
         assert (report.versions, report.skipped) == (len(put), ())
         for info, path in zip(put, paths, strict=True):
@@ -143,7 +145,7 @@ class Zeros:
         self.left -= count
         return count
 
-with open_store(sys.argv[1], settings=settings()) as store:
+with open_store(sys.argv[1], settings=settings(), create=True) as store:
     result = store.put("zeros", Zeros())
     assert result.info.size_bytes == SIZE
     assert result.ledger.zero_chunks == result.ledger.chunks

@@ -32,7 +32,7 @@ def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at
         releases = corpora.botocore(3)
     except NearkinError as err:  # no network: the text says so
         pytest.skip(f"botocore: {err}")
-    with open_store(tmp_path / "s", settings=load(None, {"profile": "archive"})[0]) as store:
+    with open_store(tmp_path / "s", settings=load(None, {"profile": "archive"})[0], create=True) as store:
         for release in releases:
             store.put("botocore", release)
         assert store.stats().ledger.stored_bytes <= solid_bytes(releases)
@@ -47,7 +47,7 @@ def test_ten_releases_of_botocore_reduce_at_least_fifty_times_and_the_parts_add_
     except NearkinError as err:  # no network: the text says so
         pytest.skip(f"botocore: {err}")
     root = tmp_path / "store"
-    with open_store(root) as store:
+    with open_store(root, create=True) as store:
         for release in releases:
             store.put("botocore", release)
         stats = store.stats()

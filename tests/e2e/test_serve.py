@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from nearkin.testing.commands import new_store
+
 TEMPORARY = "nearkin-serve-"
 
 
@@ -32,6 +34,8 @@ def environment(folder: Path) -> dict[str, str]:
 def serving(
     folder: Path, *arguments: str, before: tuple[str, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    if not (folder / "store").exists():
+        new_store(folder / "store")
     with (folder / "log").open("w") as log:
         child = subprocess.Popen(
             [*before, sys.executable, "-m", "nearkin.cli", "serve", *arguments],
@@ -118,6 +122,7 @@ def test_a_store_that_is_served_already_is_refused_in_one_line(tmp_path: Path) -
 
 
 def test_a_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:
+    new_store(tmp_path / "store")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run(tmp_path, str(tmp_path / "store"), "--port", str(port))

@@ -109,6 +109,7 @@ def test_it_puts_and_gets_in_an_empty_environment(wheel: Path, tmp_path: Path) -
     data = b"one thing " * 50_000
     (tmp_path / "data").write_bytes(data)
     command = (tmp_path / "empty/bin/nearkin", "--store", tmp_path / "store")
+    ran(*command, "init", folder=tmp_path)
     ran(*command, "put", "key", tmp_path / "data", folder=tmp_path)
     ran(*command, "get", "key", "-o", tmp_path / "back", folder=tmp_path)
     assert (tmp_path / "back").read_bytes() == data

@@ -21,7 +21,7 @@ def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_mea
     tmp_path: Path, harm: str, rebuilt: bool, died: bool
 ) -> None:
     clock, content, contents = Clock(), text_like(200_000, 1), dict[tuple[str, int], bytes]()
-    with open_store(tmp_path / "s", settings=COLLECTED, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True) as store:
         for number in range(1, 9):
             content = mutated(content, number, edits=40)
             store.put("k", content)

@@ -84,13 +84,13 @@ def test_a_deletion_that_died_before_its_mark_is_not_counted(tmp_path: Path) -> 
 import sys
 from nearkin import failpoints, open_store
 from nearkin.testing.victim import CHOSEN
-with open_store(sys.argv[1], settings=CHOSEN) as store:
+with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
     store.put("k", b"content")
     failpoints.arm("delete.noted:1:kill")
     store.delete("k")
 """
     process(script, tmp_path / "s").communicate(timeout=60)
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         stats = store.stats()
         assert stats.deleted_versions == 0
         assert stats.ledger.stored_bytes == sum(map(len, objects(tmp_path / "s").values()))
@@ -99,7 +99,7 @@ with open_store(sys.argv[1], settings=CHOSEN) as store:
 
 def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_path: Path) -> None:
     """Found by seed 219566021: who died while healing left it beside the whole one."""
-    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED)) as store:
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("k", content(0))
         older = next((tmp_path / "s" / "containers").rglob("*.nkc"))
         data = inspection.opened(store.root, store.settings)(older)
@@ -118,7 +118,7 @@ def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_pa
 def test_a_rebuilt_index_is_durable_before_the_old_one_is_taken_for_gone(tmp_path: Path, monkeypatch) -> None:
     synced = []
     monkeypatch.setattr("nearkin.local_index.sync_folder", synced.append)
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
         store.rebuild_index()
     assert synced == [tmp_path / "s"]

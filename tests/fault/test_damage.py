@@ -45,7 +45,7 @@ CONTENTS = contents_of_a_history()
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("sound") / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for (key, _), content in CONTENTS.items():
             store.put(key, content)
         assert max(store.stats().depths) >= 2
@@ -80,7 +80,7 @@ def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(ro
         whole = path.read_bytes()
         for at in places(path, number):
             flip(path, at, bit=number % 8)
-            with open_store(root, settings=CHOSEN) as store:
+            with open_store(root, settings=CHOSEN, create=True) as store:
                 failing = assert_verify_names(store, root, path)
                 assert failing < CONTENTS.keys(), (path.name, at)
                 for key, version in failing:
@@ -88,7 +88,7 @@ def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(ro
             touched |= failing
             path.write_bytes(whole)
     assert touched == CONTENTS.keys() - {("empty", 1)}  # each damage touched few, all together every one
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, CONTENTS) == set()
         assert store.verify().damage == ()
 
@@ -98,7 +98,7 @@ def test_a_truncated_container_is_named_with_the_versions_it_touches(root, share
     for path in containers(root):
         whole = path.read_bytes()
         path.write_bytes(whole[: int(len(whole) * share)])
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             for key, version in assert_verify_names(store, root, path):
                 assert isinstance(attempt(store, key, version)[1], Corrupt)
         path.write_bytes(whole)
@@ -109,7 +109,7 @@ def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases
     for path in containers(root):
         whole = path.read_bytes()
         path.unlink()
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             failing = assert_verify_names(store, root, path)
             assert failing
             for key, version in failing:
@@ -123,7 +123,7 @@ def test_two_damaged_containers_are_both_named_and_no_other_version_is(root):
     first, *_, last = containers(root)
     first.unlink()
     flip(last, last.stat().st_size // 2)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         failing = broken(store, CONTENTS)
         damage = store.verify().damage
         assert {d.object_name for d in damage} == {named(root, first), named(root, last)}
@@ -133,7 +133,7 @@ def test_two_damaged_containers_are_both_named_and_no_other_version_is(root):
 def test_a_container_in_the_place_of_another_is_named(root):
     first, second, *_ = containers(root)
     first.write_bytes(second.read_bytes())
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert_verify_names(store, root, first)
 
 
@@ -154,20 +154,20 @@ def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(ro
     draw = random.Random(str(version))
     for at in [0, 4, 6, 8, 20, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(10))]:
         flip(path, at, at % 8)
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             assert broken(store, CONTENTS) == {version}
             (damage,) = store.verify().damage
             assert (damage.object_name, damage.versions) == (named(root, path), (version,)), at
         path.write_bytes(whole)
     path.write_bytes(whole[: len(whole) // 2])
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert_verify_names(store, root, path)
 
 
 def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root):
     path = manifest_of(root, ("history", 3))
     path.unlink()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert isinstance(attempt(store, "history", 3)[1], NotFound)
         assert_verify_names(store, root, path)
         assert store.get("history", 5).read() == CONTENTS["history", 5]
@@ -177,7 +177,7 @@ def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root):
     path = manifest_of(root, ("history", 3))
     flip(path, 50)
     shutil.rmtree(root / "index")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert named(root, path) in store.rebuild_index().skipped
         assert broken(store, CONTENTS) == {("history", 3)}
         assert {d.object_name for d in store.verify().damage} == {named(root, path)}
@@ -193,11 +193,11 @@ def test_a_put_after_damage_uses_no_broken_base(root, harm):
     for path in victims:
         hurt(path, harm)
     fresh = mutated(CONTENTS["history", 5], 77, edits=600, edit_bytes_max=20)  # no chunk as it was, each similar
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         result = store.put("after", fresh)
         assert result.info.version == 1
         assert store.get("after").read() == fresh
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.get("after").read() == fresh
         assert ("after", 1) not in {version for d in store.verify().damage for version in d.versions}
 
@@ -218,7 +218,7 @@ def hurt(path: Path, harm: str) -> None:
 def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root, harm):
     for path in containers(root):
         hurt(path, harm)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert len(store.rebuild_index().skipped) == (0 if harm == "delete" else len(containers(root)))
         versions = {}
         for key in ("history", "alone", "mixed"):
@@ -241,11 +241,11 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
     victims = containers(root)[1:4]
     for path in victims:
         hurt(path, harm)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         report = store.verify()
         assert {d.object_name for d in report.damage} == {named(root, path) for path in victims}
         assert report.forgotten is True
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, put_again(store)) == set()
         # broken blocks heal from what was put again; of what has lost its directory nothing is known
         left = set() if harm == "flip" else {named(root, path) for path in victims}
@@ -253,12 +253,12 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
 
 
 def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay_in_them(root, caplog):
-    before = open_store(root, settings=CHOSEN)
+    before = open_store(root, settings=CHOSEN, create=True)
     counted = before.stats().containers
     before.close()
     for path in containers(root)[2:4]:
         path.unlink()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, put_again(store)) == set()
         assert "2 of the containers that the index names are missing" in caplog.text
         assert store.stats().containers >= counted - 2
@@ -271,7 +271,7 @@ def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay
 def test_what_is_sound_stays_known_after_verify_has_found_damage(root):
     path = containers(root)[3]
     flip(path, 40)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         touched = {version for d in store.verify().damage for version in d.versions}
         for (key, version), content in CONTENTS.items():
             if (key, version) not in touched:
@@ -280,7 +280,7 @@ def test_what_is_sound_stays_known_after_verify_has_found_damage(root):
 
 
 def test_verify_of_a_sound_store_leaves_the_index_as_it_was(root):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         before = store._index.readable().entries()
         assert store.verify().forgotten is None
         assert store._index.readable().entries() == before
@@ -288,7 +288,10 @@ def test_verify_of_a_sound_store_leaves_the_index_as_it_was(root):
 
 def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_broken(root):
     flip(containers(root)[1], 40)
-    with open_store(root, settings=CHOSEN) as writer, open_store(root, settings=CHOSEN) as reader:
+    with (
+        open_store(root, settings=CHOSEN, create=True) as writer,
+        open_store(root, settings=CHOSEN, create=True) as reader,
+    ):
         writer.put("k", b"x")
         assert reader.verify().forgotten is False
         assert writer.verify().forgotten is True
@@ -301,7 +304,7 @@ def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(root, caplog)
     flipped, lost = manifest_of(root, ("history", 3)), manifest_of(root, ("alone", 2))
     flip(flipped, 50)
     lost.unlink()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         told: list[Damage] = []
         found = store.versions(all_versions=True, broken=told.append)
         assert {(info.key, info.version) for info in found} == CONTENTS.keys() - {("history", 3), ("alone", 2)}
@@ -323,7 +326,7 @@ def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root, gar
     (root / "nearkin.json").write_bytes(garbage)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     with pytest.raises(Corrupt, match=r"nearkin\.json"):
-        open_store(root, settings=CHOSEN)
+        open_store(root, settings=CHOSEN, create=True)
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
@@ -333,7 +336,7 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
     for at in range(len(whole)):
         flip(path, at, at % 7)
         try:
-            with open_store(root, settings=CHOSEN) as store:
+            with open_store(root, settings=CHOSEN, create=True) as store:
                 broken(store, {("alone", 2): CONTENTS["alone", 2]})
         except Permanent:
             pass  # and never another error
@@ -360,7 +363,7 @@ def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, wo
     manifest = decode_manifest(path.read_bytes(), "m")
     path.chmod(0o644)
     path.write_bytes(encode_manifest(changed(replace(manifest, lengths=None))))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         with pytest.raises(Corrupt, match=words):
             store.get("alone", manifest.version).read()
         if words == "recipes":
@@ -374,7 +377,7 @@ def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, wo
 @pytest.mark.parametrize("harm", ["empty", "gone", "flipped"])
 def test_verify_of_an_open_store_reads_its_descriptor(root, harm):
     path = root / "nearkin.json"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage == ()
         if harm == "gone":
             path.unlink()
@@ -390,7 +393,7 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of)
     path = {"container": containers(root)[0], "manifest": manifests(root)[0], "index": root / "index" / "data.mdb"}[of]
     path.unlink()
     os.mkfifo(path)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         if of == "index":
             with pytest.raises(IndexDamaged, match="rebuild-index"):
                 store.stats()
@@ -404,13 +407,16 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of)
 
 def test_what_does_not_belong_into_the_store_is_named(root):
     (root / "containers" / "notes.txt").write_text("mine")
-    with open_store(root, settings=CHOSEN) as store, pytest.raises(Corrupt, match=r"containers/notes\.txt"):
+    with (
+        open_store(root, settings=CHOSEN, create=True) as store,
+        pytest.raises(Corrupt, match=r"containers/notes\.txt"),
+    ):
         store.put("k", b"x")
 
 
 def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
     containers(root)[0].unlink()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for key, version in broken(store, CONTENTS):
             err = attempt(store, key, version)[1]
             assert isinstance(err, NearkinError)
@@ -430,7 +436,7 @@ def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(ro
         for block in {0, len(blocks) // 2, int(blocks.depths.argmax())}:
             copy = Path(shutil.copytree(root, root.parent / f"copy-{number}-{block}"))
             flip(copy / path.relative_to(root), int(blocks.offsets[block]) - BLOCK.size + 20)
-            with open_store(copy, settings=CHOSEN) as store:
+            with open_store(copy, settings=CHOSEN, create=True) as store:
                 store.rebuild_index()
                 versions = {
                     (f"again {key}", store.put(f"again {key}", content).info.version): content

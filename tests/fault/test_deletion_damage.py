@@ -42,14 +42,14 @@ def dying(*arguments, **more):
     return result
 
 setattr(kind, name, dying)
-with open_store(sys.argv[1], settings=settings(SMALL, {})) as store:
+with open_store(sys.argv[1], settings=settings(SMALL, {}), create=True) as store:
     getattr(store, sys.argv[4])("k")
 """
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+    with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         for version in range(1, VERSIONS + 1):
             store.put("k", content(version))
         store.put("other", b"stays")
@@ -70,12 +70,12 @@ def listed(store: Store) -> list[int]:
 @pytest.mark.parametrize("what", ["delete", "undelete"])
 def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: str, step: str, times: int) -> None:
     if what == "undelete":
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             store.delete("k")
     died = process(DIES, root, step, str(times), what)
     died.communicate(timeout=30)
     assert died.returncode == 9
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         found = listed(store)
         for version in range(1, VERSIONS + 1):
             if version in found:
@@ -103,7 +103,7 @@ def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: 
 
 
 def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.delete("k", 2)
         store.delete("k", 3)
         store.undelete("k", 3)
@@ -112,7 +112,7 @@ def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
         assert store._index.writable().entries() == before
         assert len(before["marks"]) == 2
     shutil.rmtree(root / "index")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert listed(store) == [1, 3, 4]
         assert [entry.version for entry in store.deleted()] == [2]
         assert store.stats().deleted_versions == 1
@@ -122,20 +122,20 @@ def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
 
 def test_a_broken_mark_is_named_with_its_version_and_hides_it_still(root: Path) -> None:
     name = mark_name("default", "k", 2, 1)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.delete("k", 2)
     path = root / name
     data = path.read_bytes()
     for at in (0, 30, len(data) - 1):
         path.chmod(0o600)
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             (damage,) = store.verify().damage
             assert (damage.object_name, damage.versions) == (name, (("k", 2),))
             assert listed(store) == [1, 3, 4]
             with pytest.raises(Corrupt):
                 store.undelete("k", 2)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.rebuild_index().skipped == (name,)
         assert listed(store) == [1, 3, 4]
         assert store.delete("k", 3) == 1
@@ -144,14 +144,17 @@ def test_a_broken_mark_is_named_with_its_version_and_hides_it_still(root: Path) 
 def test_a_stray_file_beside_the_manifests_is_named(root: Path) -> None:
     stray = (root / mark_name("default", "k", 2, 1)).with_suffix(".bak")
     stray.write_bytes(b"")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         with pytest.raises(Corrupt, match=stray.name):
             store.delete("k")
         assert [damage.object_name for damage in store.verify().damage] == [str(stray.relative_to(root))]
 
 
 def test_a_store_that_another_process_writes_refuses_deletions(root: Path) -> None:
-    with open_store(root, settings=CHOSEN) as writer, open_store(root, settings=CHOSEN) as store:
+    with (
+        open_store(root, settings=CHOSEN, create=True) as writer,
+        open_store(root, settings=CHOSEN, create=True) as store,
+    ):
         writer.put("w", b"w")
         with pytest.raises(StoreLocked):
             store.delete("k")
@@ -168,7 +171,7 @@ def test_a_deletion_in_the_middle_of_a_put_is_done(root: Path) -> None:
         with pytest.raises(NotFound):
             store.get("k")
 
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert [result.info.version for result in store.put_many(items())] == [1, VERSIONS + 1]
         assert listed(store) == [VERSIONS + 1]
         assert store.stats().deleted_versions == VERSIONS
@@ -176,19 +179,19 @@ def test_a_deletion_in_the_middle_of_a_put_is_done(root: Path) -> None:
 
 def test_tenants_delete_their_own(root: Path) -> None:
     other = with_changes(CHOSEN, {"tenant": "other"})
-    with open_store(root, settings=other) as store:
+    with open_store(root, settings=other, create=True) as store:
         with pytest.raises(NotFound):
             store.delete("k")
         store.put("k", b"theirs")
         assert store.delete("k") == 1
         assert [entry.key for entry in store.deleted()] == ["k"]
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert listed(store) == list(range(1, VERSIONS + 1))
         assert store.deleted() == []
 
 
 def test_deleted_data_still_serve_as_duplicates_and_bases(root: Path) -> None:
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         big = random.Random(9).randbytes(400_000)
         store.put("big", big)
         store.delete("big")

@@ -54,7 +54,7 @@ def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path, 
             assert not [some for some in told if some in data], name
             assert data[:4] == b"NKE1" or name == "nearkin.json"
     assert b"secret" not in stored["nearkin.json"]
-    with open_store(sound, settings=CHOSEN) as store:
+    with open_store(sound, settings=CHOSEN, create=True) as store:
         parts = store.stats()
     assert parts.ledger.stored_bytes == sum(map(len, stored.values()))
     assert parts.parts["encryption"] > 0
@@ -62,7 +62,7 @@ def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path, 
 
 def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
     lot = random.Random(1)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, CONTENTS) == set()
         content = CONTENTS["history", 3]
         for _ in range(30):
@@ -73,9 +73,9 @@ def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
 
 def test_a_store_in_clear_and_an_encrypted_one_hold_the_same(tmp_path: Path) -> None:
     filled(tmp_path / "clear", CLEAR)
-    with open_store(tmp_path / "clear", settings=CLEAR) as clear:
+    with open_store(tmp_path / "clear", settings=CLEAR, create=True) as clear:
         filled(tmp_path / "sealed", CHOSEN)
-        with open_store(tmp_path / "sealed", settings=CHOSEN) as sealed:
+        with open_store(tmp_path / "sealed", settings=CHOSEN, create=True) as sealed:
             one, other = clear.stats(), sealed.stats()
     for part in ("raw_blocks", "delta_blocks", "recipes", "manifests"):
         assert abs(one.parts[part] - other.parts[part]) < 200, part
@@ -84,7 +84,7 @@ def test_a_store_in_clear_and_an_encrypted_one_hold_the_same(tmp_path: Path) -> 
 def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
     now = time.time()
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 60}})
-    with open_store(root, settings=chosen, clock=lambda: now) as store:
+    with open_store(root, settings=chosen, clock=lambda: now, create=True) as store:
         store.delete("history", 1)
         assert [entry.version for entry in store.deleted("history")] == [1]
         store.undelete("history", 1)
@@ -110,7 +110,7 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
         assert store.put("alone", CONTENTS["alone", 1]).info.version == 2
         assert store.verify().damage == ()
     shutil.rmtree(root / "index")
-    with open_store(root, settings=chosen, clock=lambda: now) as store:
+    with open_store(root, settings=chosen, clock=lambda: now, create=True) as store:
         assert broken(store, left) == set()
         assert store.get("alone").read() == CONTENTS["alone", 1]
 
@@ -124,7 +124,7 @@ def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Pat
     monkeypatch.setattr(overlay.tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(overlay.Overlay, "put_new", lambda *args: (put_new(*args), seen.append(b"".join(args[2:])))[0])
     now = time.time() + 1e7
-    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+    with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         store.delete("history", 1)
         now += 1e7
         store.gc(dry_run=True)
@@ -140,7 +140,7 @@ def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root:
             sound = path.read_bytes()
             for at in (4, 12, 30, 57, HEAD.size, lot.randrange(len(sound)), len(sound) - 1):
                 flip(path, at, lot.randrange(8))
-                with open_store(root, settings=CHOSEN) as store:
+                with open_store(root, settings=CHOSEN, create=True) as store:
                     report = store.verify()
                     named = [damage.object_name for damage in report.damage]
                     assert str(path.relative_to(root)) in named, (kind, at)
@@ -148,18 +148,18 @@ def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root:
                     touched = {version for damage in report.damage for version in damage.versions}
                     assert failed <= touched, (kind, at)
                 path.write_bytes(sound)
-                with open_store(root, settings=CHOSEN) as store:
+                with open_store(root, settings=CHOSEN, create=True) as store:
                     assert store.repair().damage == ()
 
 
 def test_a_version_whose_mark_is_damaged_stays_deleted(root: Path) -> None:
     before = set(root.rglob("*.nkt"))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("gone", CONTENTS["alone", 1])
         store.delete("gone")
     (mark,) = set(root.rglob("*.nkt")) - before
     flip(mark, mark.stat().st_size // 2, 1)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         heard: list[object] = []
         assert "gone" not in {info.key for info in store.versions(broken=heard.append)}
         assert not heard
@@ -171,10 +171,10 @@ def test_a_version_whose_mark_is_damaged_stays_deleted(root: Path) -> None:
 def test_one_broken_page_touches_the_versions_that_need_it_and_no_others(tmp_path: Path) -> None:
     contents = {(f"key{number}", 1): random_bytes(3 * PAGE_BYTES, 50 + number) for number in range(4)}
     root = tmp_path / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         list(store.put_many((key, content) for (key, _), content in contents.items()))
         flip(containers(root)[0], HEAD.size + 5 * STRIDE_BYTES + 5)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         report = store.verify()
         touched = {version for damage in report.damage for version in damage.versions}
         failed = broken(store, contents)
@@ -194,7 +194,7 @@ def test_objects_that_change_places_are_damage(root: Path) -> None:
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
     other.write_bytes(first)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         named = {damage.object_name for damage in store.verify().damage}
         assert {str(path.relative_to(root)) for path in (one, other)} <= named
         assert broken(store, CONTENTS)
@@ -206,12 +206,12 @@ def test_an_object_in_clear_is_not_taken_for_one_of_an_encrypted_store(root: Pat
     (theirs,) = [path for path in manifests(clear) if path.parent.name in {p.parent.name for p in manifests(root)}][:1]
     mine = root / theirs.relative_to(clear)
     mine.write_bytes(theirs.read_bytes())
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         (damage,) = [damage for damage in store.verify().damage if damage.object_name == str(mine.relative_to(root))]
     assert "is not sealed" in damage.problem
     shutil.copyfile(clear / "nearkin.json", root / "nearkin.json")
     with pytest.raises(Corrupt, match="in clear"):
-        open_store(root, settings=CHOSEN)
+        open_store(root, settings=CHOSEN, create=True)
 
 
 def test_parity_mends_sealed_objects_and_repair_puts_their_very_bytes_back(covered_root: Path) -> None:
@@ -220,7 +220,7 @@ def test_parity_mends_sealed_objects_and_repair_puts_their_very_bytes_back(cover
     hit += [*sorted(covered_root.rglob("*.nkk")), covered_root / "nearkin.json"]
     for path in hit:
         flip(path, lot.randrange(path.stat().st_size), lot.randrange(8))
-    with open_store(covered_root, settings=COVERED) as store:
+    with open_store(covered_root, settings=COVERED, create=True) as store:
         assert broken(store, CONTENTS) == set()
         report = store.verify()
         assert {damage.object_name for damage in report.damage} >= {
@@ -239,7 +239,7 @@ def test_scrubbing_finds_and_mends_damage_of_sealed_objects(covered_root: Path) 
     key = next(path for path in sorted(covered_root.rglob("*.nkk")) if path.is_file())
     flip(path, HEAD.size + 100)
     flip(key, 100)
-    with open_store(covered_root, settings=COVERED) as store:
+    with open_store(covered_root, settings=COVERED, create=True) as store:
         scrubber, repaired = store.scrubber(), set()
         while not (step := scrubber.step()).ended:
             if step.damaged:
@@ -253,7 +253,7 @@ def test_scrubbing_finds_and_mends_damage_of_sealed_objects(covered_root: Path) 
 
 def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
     flip(containers(root)[0], HEAD.size + STRIDE_BYTES + 100)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage
         failed = broken(store, CONTENTS)
         assert failed
@@ -269,11 +269,11 @@ def test_nothing_leans_on_what_a_broken_page_near_the_directory_breaks_and_it_he
     tmp_path: Path, monkeypatch, before_end: int, directory_read: bool
 ) -> None:
     chosen, content, root = settings(ENCRYPTED), random_bytes(300_000, 1), tmp_path / "store"
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         store.put("a", content)
     (path,) = containers(root)
     flip(path, path.stat().st_size - before_end)
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         with monkeypatch.context() as patched:
             if not directory_read:
                 lost = Mock(side_effect=Corrupt("its directory: a bad sector"))
@@ -294,7 +294,7 @@ def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         flip(path, HEAD.size + 10)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert len(store.verify().damage) == 2
         report = store.repair(copies)
         assert {one.by for one in report.repaired} == {"a copy"}
@@ -307,7 +307,7 @@ def test_a_copy_of_a_generation_that_holds_less_puts_that_one_right(tmp_path: Pa
     root, now = tmp_path / "store", time.time()
     contents = {(f"key{number}", 1): random_bytes(9_000, 20 + number) for number in range(3)}
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"compact_below": 0.9}})
-    with open_store(root, settings=chosen, clock=lambda: now) as store:
+    with open_store(root, settings=chosen, clock=lambda: now, create=True) as store:
         list(store.put_many((key, content) for (key, _), content in contents.items()))
         store.delete("key1")
         for _ in range(4):

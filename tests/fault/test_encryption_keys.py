@@ -36,14 +36,14 @@ CONTENTS = history()
 
 def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'is encrypted: set storage\.encryption = "aes-256-gcm"'):
-        open_store(root, settings=CLEAR)
+        open_store(root, settings=CLEAR, create=True)
     wrong = settings(CHOSEN, {"storage": {"key": "b3RoZXIgdGVzdHMsIHRoZSBrZXkgb2YgMzIgYnl0ZXM="}})
     with pytest.raises(ConfigError, match=r"storage\.key: .*wrapped by key-encryption key [0-9a-f]{16}"):
-        open_store(root, settings=wrong)
+        open_store(root, settings=wrong, create=True)
     clear = filled(tmp_path / "clear", CLEAR)
     with pytest.raises(ConfigError, match="was made without"):
-        open_store(clear, settings=CHOSEN)
-    with open_store(clear, settings=CLEAR) as store:
+        open_store(clear, settings=CHOSEN, create=True)
+    with open_store(clear, settings=CLEAR, create=True) as store:
         assert broken(store, CONTENTS) == set()
         with pytest.raises(BadInput, match="not encrypted"):
             store.erase_tenant("default", 0)
@@ -52,9 +52,9 @@ def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path
 def test_a_store_whose_keys_are_gone_says_so_and_comes_back_with_them(root: Path, tmp_path: Path) -> None:
     shutil.move(root / "keys", tmp_path / "keys")
     with pytest.raises(Corrupt, match="restore the folder from a copy"):
-        open_store(root, settings=CHOSEN)
+        open_store(root, settings=CHOSEN, create=True)
     shutil.move(tmp_path / "keys", root / "keys")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, CONTENTS) == set()
 
 
@@ -67,16 +67,16 @@ def keys_taken_away(root: Path, to: Path) -> Path:
 
 def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobody_can_read(root, tmp_path) -> None:
     folder = keys_taken_away(root, tmp_path / "keys")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         before = objects(root)
         for content in (CONTENTS["alone", 1], random_bytes(50_000, 9)):
             with pytest.raises(Corrupt, match=r"data keys of tenant .default. are gone.*from a copy"):
                 store.put("anew", content)
         assert objects(root) == before
-    with open_store(root, settings=OTHER) as store:
+    with open_store(root, settings=OTHER, create=True) as store:
         assert store.put("theirs", b"theirs").info.version == 1
     shutil.copytree(tmp_path / "keys", folder)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, CONTENTS) == set()
         assert store.put("anew", CONTENTS["alone", 1]).ledger.unique_bytes == 0
 
@@ -84,11 +84,11 @@ def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobod
 def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sealed(root, tmp_path) -> None:
     contents = {**CONTENTS, ("anew", 1): random_bytes(50_000, 9)}
     folder = keys_taken_away(root, tmp_path / "keys")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.keyring.rotate("default")
         store.put("anew", contents["anew", 1])
     shutil.copytree(tmp_path / "keys", folder, dirs_exist_ok=True)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, contents) == set()
         assert store.verify().damage == ()
 
@@ -98,7 +98,7 @@ def test_a_store_that_died_between_its_keys_and_its_descriptor_is_made_by_the_ne
     for entry in root.iterdir():
         if entry.name not in ("keys", "lock", "lock.holder"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         store.put("a", b"content")
         assert store.get("a").read() == b"content"
 
@@ -109,7 +109,7 @@ def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new
 
     root, now = tmp_path / "store", time.time()
     contents = {(f"key{number}", 1): random_bytes(60_000, 20 + number) for number in range(4)}
-    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+    with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         list(store.put_many((key, content) for (key, _), content in contents.items()))
         (first,) = set(numbers())
         second = store.keyring.rotate("default")
@@ -127,14 +127,14 @@ def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new
 
 
 def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path) -> None:
-    with open_store(root, settings=OTHER) as store:
+    with open_store(root, settings=OTHER, create=True) as store:
         store.put("theirs", CONTENTS["alone", 1])
         before = objects(root)
         assert store.erase_tenant("default", 0) == 1
         assert not [name for name in objects(root) if (said := name_of(name)) and said.owner.hex() not in "".join(
             key.owner for key in store.keyring.listed()
         )]  # fmt: skip
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for ask in (
             lambda: store.get("history"),
             lambda: store.get("history", 2),
@@ -147,7 +147,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
         report = store.verify()
         assert report.damage == ()
         assert report.erased_objects == len([n for n in before if n.startswith(("containers", "manifests"))]) - 2
-    with open_store(root, settings=OTHER) as store:
+    with open_store(root, settings=OTHER, create=True) as store:
         assert store.get("theirs").read() == CONTENTS["alone", 1]
         assert store.verify().damage == ()
         told = store.gc(dry_run=True)
@@ -159,7 +159,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
         store.put("theirs", CONTENTS["history", 1])
         store.rebuild_index()
         assert store.verify().damage == ()
-    with open_store(root, settings=CHOSEN) as store, pytest.raises(Erased):
+    with open_store(root, settings=CHOSEN, create=True) as store, pytest.raises(Erased):
         store.put("history", b"anew")
 
 
@@ -168,7 +168,7 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
 ) -> None:
     monkeypatch.setattr("nearkin.store.keyring.FRESH_SECONDS", 0.0)  # it is heard of at once
     at_once = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
-    with open_store(root, settings=at_once) as store:
+    with open_store(root, settings=at_once, create=True) as store:
         store.put("gone", b"its last mark stays")
         store.delete("gone")
         store.gc()
@@ -176,10 +176,10 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
 
     def erase(name: str) -> None:
         if name == "ledger.written" and not erased:  # manifests are listed, and not read yet
-            with open_store(root, settings=OTHER) as other:
+            with open_store(root, settings=OTHER, create=True) as other:
                 erased.append(other.erase_tenant("default", 0))
 
-    with open_store(root, settings=settings(OTHER, {"gc": {"mode": "hybrid"}})) as store:
+    with open_store(root, settings=settings(OTHER, {"gc": {"mode": "hybrid"}}), create=True) as store:
         store.put("theirs", CONTENTS["alone", 1])
         store.close()
         failpoints.arm((), erase)
@@ -198,10 +198,10 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
 
 def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(root: Path) -> None:
     stored = objects(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.erase_tenant("default", 0)
     shutil.rmtree(root / "keys" / "erased")  # as if it had never been said
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for key, version in CONTENTS:
             given, err = attempt(store, key, version)
             assert given == b""
@@ -213,7 +213,7 @@ def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(
 
 
 def test_an_erasure_counts_as_swept_only_when_no_writer_can_hold_the_key_any_more(root: Path) -> None:
-    with open_store(root, settings=OTHER) as store:
+    with open_store(root, settings=OTHER, create=True) as store:
         store.put("theirs", b"something")
         store.erase_tenant("default", 0)
         store.gc()

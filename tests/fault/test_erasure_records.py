@@ -48,7 +48,7 @@ def opened(root: Path, tenant: str = "other", **more: object) -> Store:
             **more,
         },
     )
-    return open_store(root, settings=settings)
+    return open_store(root, settings=settings, create=True)
 
 
 def objects(root: Path) -> set[str]:

@@ -28,7 +28,7 @@ def tries(store, go, said):
 
 fork = multiprocessing.get_context("fork")
 go, said = fork.Queue(), fork.Queue()
-store = nearkin.open_store(sys.argv[1])
+store = nearkin.open_store(sys.argv[1], create=True)
 store.put("parent", b"of the parent")
 many = store.put_many([("first", b"1"), ("second", b"2")]) if sys.argv[2] == "putting" else None
 if many is not None:
@@ -39,14 +39,14 @@ print(said.get(timeout=60))
 print(said.get(timeout=60))
 store.put("later", b"of the parent") if many is None else list(many)
 store.close()
-with nearkin.open_store(sys.argv[1]) as again:  # the child, which lives, does not keep it locked
+with nearkin.open_store(sys.argv[1], create=True) as again:  # the child, which lives, does not keep it locked
     again.put("again", b"of the parent")
 go.put(None)
 print(said.get(timeout=60))
 print(said.get(timeout=60))
 child.join(60)
 print(child.exitcode)
-with nearkin.open_store(sys.argv[1]) as again:
+with nearkin.open_store(sys.argv[1], create=True) as again:
     print(again.verify().damage)
 """
 

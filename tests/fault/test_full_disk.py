@@ -67,7 +67,7 @@ def assert_nothing_happened(store: Store) -> None:
 @pytest.mark.parametrize("room_mib", [0, 1, 3, 7, 12])
 def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_room(disk, room_mib):
     root = disk / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
         ballast = fill(disk, room_mib * MIB)
         with pytest.raises(StoreUnavailable, match="make room and run the same again"):
@@ -85,17 +85,17 @@ def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_roo
 
 def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk):
     root = disk / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
     ballast = fill(disk, 0)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         with pytest.raises(StoreUnavailable, match="make room"):
             store.put("large", LARGE)
         assert_nothing_happened(store)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert_nothing_happened(store)
     ballast.unlink()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("large", LARGE)
         assert store.get("large").read() == LARGE
 
@@ -103,9 +103,9 @@ def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk):
 def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk):
     ballast = fill(disk, 0)
     with pytest.raises(StoreUnavailable, match="make room"):
-        open_store(disk / "store", settings=CHOSEN)
+        open_store(disk / "store", settings=CHOSEN, create=True)
     ballast.unlink()
-    with open_store(disk / "store", settings=CHOSEN) as store:
+    with open_store(disk / "store", settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
         assert store.get("earlier").read() == EARLIER
 
@@ -113,14 +113,14 @@ def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk):
 def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path):
     tiny = settings(CHOSEN, {"index": {"map_bytes": 16 * MIB}, "chunker": SMALL_CHUNKS})
     content = random_bytes(6 * MIB, 4)
-    with open_store(tmp_path / "s", settings=tiny) as store:
+    with open_store(tmp_path / "s", settings=tiny, create=True) as store:
         store.put("earlier", EARLIER)
         endless = ((f"large {number}", random_bytes(6 * MIB, number + 10)) for number in range(20))
         with pytest.raises(StoreUnavailable, match=r"index\.map_bytes"):
             list(store.put_many(endless))
         assert store.get("earlier").read() == EARLIER
     wide = settings(CHOSEN, {"chunker": SMALL_CHUNKS})
-    with open_store(tmp_path / "s", settings=wide) as store:
+    with open_store(tmp_path / "s", settings=wide, create=True) as store:
         store.put("large", content)
         assert store.get("large").read() == content
         assert store.get("earlier").read() == EARLIER
@@ -134,7 +134,7 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
     """The folder's sync failed after the manifest had its name: the version is there, and was in no listing."""
     from nearkin.store import objects
 
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"first")
         real, manifests = objects.sync_folder, []
 
@@ -159,7 +159,7 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
 def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk, room_kib, command):
     """LMDB maps a file of holes: to write where the device has no room for them is SIGBUS."""
     root = disk / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
     shutil.rmtree(root / "index")
     ballast = fill(disk, room_kib * 1024)
@@ -171,7 +171,7 @@ def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk, room_k
     ballast.unlink()
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.get("earlier").read() == EARLIER
 
 
@@ -179,7 +179,7 @@ def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_a
     root = disk / "store"
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
     staying = random_bytes(MIB, 3)
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         store.put("large", LARGE)
         list(store.put_many([("going", random_bytes(MIB // 2, 4)), ("staying", staying)]))
         store.delete("going")

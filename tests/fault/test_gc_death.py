@@ -44,7 +44,7 @@ def dies_at(times):
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
         setattr(kind, name, dying)
-    with open_store(f"{root}.{times}", settings=chosen, clock=lambda: now) as store:
+    with open_store(f"{root}.{times}", settings=chosen, clock=lambda: now, create=True) as store:
         store.gc()
 
 for times in range(1, 1000):
@@ -77,7 +77,7 @@ GONE = {("k", 1), ("k", 2), ("other", 1), ("other", 2), *(("chain", number) for 
 def made(root: Path, *, rounds: int) -> float:
     """Make a store of which `rounds` rounds have been done; return the time of the next."""
     now = START
-    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+    with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         list(store.put_many((key, content) for (key, _), content in contents().items() if key != "chain"))
         for (key, _), content in contents().items():
             if key == "chain":  # in a container each: bases die that others lean on
@@ -93,7 +93,7 @@ def made(root: Path, *, rounds: int) -> float:
 
 def ended(root: Path, now: float) -> dict[str, bytes]:
     """Check a store whose round was cut short, end what it began, and return what is left."""
-    with open_store(root, settings=CHOSEN, clock=lambda: now) as store:
+    with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         check(store)
         for _ in range(4):
             store.gc()

@@ -35,7 +35,7 @@ def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(r
         named_by = {d.object_name: d.problem for d in store.verify().damage}
         assert named_by.keys() == {named(root, manifests(root)[0]), "index"}
         assert "rebuild-index" in named_by["index"]
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         assert {d.object_name for d in store.verify().damage} == {named(root, manifests(root)[0])}
 
@@ -55,7 +55,7 @@ def flip_value(root: Path, table: str, at: int, bit: int) -> None:
 def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, table):
     for at in range(0, 260, 13):
         flip_value(root, table, at, at % 8)
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             calls = [store.stats]
             if table == "versions":
                 calls += [
@@ -71,7 +71,7 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, t
                     call()
             assert broken(store, CONTENTS) == set()
         flip_value(root, table, at, at % 8)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
         assert store.verify().damage == ()
 
@@ -82,7 +82,7 @@ def test_what_another_table_keeps_is_not_taken_for_a_version(root):
         with env.begin(write=True) as txn, txn.cursor(db=of) as cursor:
             assert cursor.first()
             txn.put(cursor.key(), cursor.value(), db=to)
-    with open_store(root, settings=CHOSEN) as store, pytest.raises(IndexDamaged, match="rebuild-index"):
+    with open_store(root, settings=CHOSEN, create=True) as store, pytest.raises(IndexDamaged, match="rebuild-index"):
         store.stats()
 
 
@@ -92,7 +92,7 @@ def test_what_is_noted_of_marks_at_another_length_is_damage(root):
         with env.begin(write=True, db=meta) as txn:
             ((key, value),) = [(key, value) for key, value in txn.cursor() if key.startswith(MARK_HEAD)]
             txn.put(key, value[:-1])
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for call in (store.stats, lambda: list(store.versions()), store.deleted):
             with pytest.raises(IndexDamaged, match="rebuild-index"):
                 call()
@@ -114,7 +114,7 @@ def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_p
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "elsewhere" / "mine").write_bytes(b"mine")
         (root / "index").symlink_to(tmp_path / "elsewhere")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
         assert store.verify().damage == ()
@@ -123,7 +123,7 @@ def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_p
 
 @pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
 def test_what_lmdb_says_of_a_file_that_is_not_as_it_was_written_is_damage(root, monkeypatch, said):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.readable()
         env = index._env
         monkeypatch.setattr(index, "_env", SimpleNamespace(begin=Mock(side_effect=said("x")), info=env.info))
@@ -136,7 +136,7 @@ def test_an_index_whose_format_reads_as_no_number_is_damaged(root):
         database = env.open_db(b"meta")
         with env.begin(write=True, db=database) as txn:
             txn.put(b"version", b"u")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert [damage.object_name for damage in store.verify().damage] == ["index"]
         with pytest.raises(IndexDamaged, match="rebuild-index"):
             store.put("k", b"content")
@@ -157,16 +157,16 @@ def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm
             data.write_bytes(data.read_bytes()[: 3 * 4096])
         case "zeros":
             data.write_bytes(bytes(min(size, 1 << 20)))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, CONTENTS) == set()  # reading needs no index
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         said = "rebuild-index"  # nothing, where it could be put
         try:
             store.put("k", b"content")
         except StoreUnavailable as err:
             said = str(err)
     assert "rebuild-index" in said
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         assert store.put("history", CONTENTS["history", 1]).ledger.duplicate_chunks > 0
         assert len(store.versions(all_versions=True)) >= len(CONTENTS)

@@ -53,7 +53,7 @@ def put_and_collect(root: Path) -> tuple[Contents, list[bytes]]:
     """Leave chunks that refer to joined chunks of which only a part is live; return live and all contents."""
     clock, draw, content = Clock(), random.Random(1), random_bytes(SIZE_BYTES, 5)
     every = [content]
-    with open_store(root, settings=JOINING, clock=clock) as store:
+    with open_store(root, settings=JOINING, clock=clock, create=True) as store:
         store.put("k", content)
         for number in range(2, VERSIONS + 1):  # each keeps one half of the chunks of the version before
             clock.now += 3600
@@ -115,7 +115,7 @@ import json, sys
 from nearkin import failpoints, open_store
 from nearkin.testing.collecting import COLLECTED
 from nearkin.testing.stores import settings
-with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3]))) as store:
+with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3])), create=True) as store:
     failpoints.arm(f"{sys.argv[2]}:1:kill")
     store.repair(sys.argv[4:])
 """
@@ -138,7 +138,7 @@ def test_repair_killed_around_gc_and_rebuild_recovers(
     root, clock = tmp_path / "s", Clock()
     clock.now += 60 * DAY
     shutil.copytree(made, root)
-    with open_store(root, settings=JOINING, clock=clock) as store:
+    with open_store(root, settings=JOINING, clock=clock, create=True) as store:
         flip_block(store, *joined_in_part(store))
         damage = store.verify().damage
         assert [one.versions for one in damage] != [()]
@@ -146,7 +146,7 @@ def test_repair_killed_around_gc_and_rebuild_recovers(
     with process(REPAIR_KILLED, root, point, json.dumps(CHANGES), files[0], files[-1]) as dying:
         dying.communicate(timeout=60)
     assert dying.returncode == -signal.SIGKILL
-    with open_store(root, settings=JOINING, clock=clock) as store:
+    with open_store(root, settings=JOINING, clock=clock, create=True) as store:
         clock.now += 8 * DAY
         store.rebuild_index()
         check_repaired(store, contents, files)
@@ -180,7 +180,7 @@ def lose_first_blocks(store: Store, contents: Contents) -> None:
 
 def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> None:
     """F.33: The base's content is not at hand, that of the version which depends on it is."""
-    with open_store(tmp_path / "s", settings=DEEP) as store:
+    with open_store(tmp_path / "s", settings=DEEP, create=True) as store:
         contents = put_versions(store)
         lose_first_blocks(store, contents)
         files = write_files(tmp_path / "contents", [contents["k", 3]])
@@ -193,7 +193,7 @@ def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> Non
 
 def test_put_of_a_deltas_content_heals_the_older_version(tmp_path: Path) -> None:
     """F.33: A put of the same content heals a version whose bases are lost, as `verify` says it does."""
-    with open_store(tmp_path / "s", settings=DEEP) as store:
+    with open_store(tmp_path / "s", settings=DEEP, create=True) as store:
         contents = put_versions(store)
         lose_first_blocks(store, contents)
         store.put("again", contents["k", 3])

@@ -19,7 +19,7 @@ CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_sec
 
 def without_the_newest(root: Path) -> tuple[Path, bytes]:
     """Put two versions, and lose the manifest of the second; return where it was, and its bytes."""
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
         store.put("a", b"two")
     lost = max(manifests(root))
@@ -32,13 +32,13 @@ def without_the_newest(root: Path) -> tuple[Path, bytes]:
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
 def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_back(tmp_path: Path, more, mode) -> None:
     chosen, content = settings(CHOSEN, more, {"gc": {"mode": mode}}), random_bytes(300_000, 1)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("a", content)
     (lost,) = manifests(tmp_path / "s")
     copy = tmp_path / lost.parent.name / lost.name
     copy.parent.mkdir()
     lost.rename(copy)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for dry_run in (True, False, False):
             with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 1"):
                 store.gc(dry_run=dry_run)
@@ -49,7 +49,7 @@ def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_b
 
 def test_the_number_of_a_version_whose_manifest_is_lost_is_not_given_again(tmp_path: Path) -> None:
     lost, data = without_the_newest(tmp_path / "s")
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         assert store.put("a", b"three").info.version == 3
         assert [damage.versions for damage in store.verify().damage] == [(("a", 2),)]
         lost.write_bytes(data)
@@ -61,20 +61,20 @@ def test_the_number_of_a_version_whose_manifest_is_lost_is_not_given_again(tmp_p
 @pytest.mark.parametrize("listed", [containers, manifests])
 def test_a_preview_goes_on_over_what_parity_mends_as_the_round_does(tmp_path: Path, more, listed) -> None:
     chosen = settings(CHOSEN, more, {"storage": {"parity": "rs-4-2"}})
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("a", random_bytes(100_000, 1))
         store.put("b", random_bytes(100_000, 2))
         store.delete("b")
     for path in listed(tmp_path / "s"):
         flip(path, path.stat().st_size - 5)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for _ in range(2):
             told = store.gc(dry_run=True)
             assert told.freed_bytes == store.gc().freed_bytes != 0
 
 
 def test_stats_of_a_sealed_store_count_a_pause_as_it_lies_there(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED)) as store:
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("a", b"one")
         store.pauses.pause("test")
         assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
@@ -91,12 +91,14 @@ def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_l
         assert store.get("a").read() == b"two"
         lost.unlink()
     shutil.rmtree(tmp_path / "s" / "index")  # who has no index does not know
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         assert store.get("a").read() == b"one"
 
 
 def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_there(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=settings(CHOSEN, {"deletion": {"undelete_seconds": 3600}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(CHOSEN, {"deletion": {"undelete_seconds": 3600}}), create=True
+    ) as store:
         store.put("a", b"one")
         store.put("a", b"two")
         store.delete("a", 2)
@@ -107,7 +109,7 @@ def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_t
 
 
 def test_a_lost_version_below_deleted_ones_is_missed_too(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         for content in (b"one", b"two", b"three"):
             store.put("a", content)
         store.delete("a", 3)
@@ -117,7 +119,7 @@ def test_a_lost_version_below_deleted_ones_is_missed_too(tmp_path: Path) -> None
 
 
 def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
         store.put("a", b"two")
         store.delete("a", 2)
@@ -134,14 +136,14 @@ def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
 def test_a_manifest_that_cannot_be_read_is_named_and_keeps_its_key_from_forget_once_the_index_was_made_anew(
     tmp_path: Path,
 ) -> None:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
         store.put("a", b"two")
         store.put("b", b"one")
     broken = next(path for path in manifests(tmp_path / "s") if path.name.startswith(f"{2:016x}"))
     broken.write_bytes(b"")
     shutil.rmtree(tmp_path / "s" / "index")
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("a", b"three")
         damage: list[Damage] = []
         kept = {info.version for info in store.versions(all_versions=True, broken=damage.append) if info.key == "a"}
@@ -152,9 +154,9 @@ def test_a_manifest_that_cannot_be_read_is_named_and_keeps_its_key_from_forget_o
 
 def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(tmp_path: Path) -> None:
     other = settings(CHOSEN, ENCRYPTED, {"tenant": "other"})
-    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED)) as store:
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("a", random_bytes(100_000, 1))
-    with open_store(tmp_path / "s", settings=other) as store:
+    with open_store(tmp_path / "s", settings=other, create=True) as store:
         store.put("a", random_bytes(100_000, 2))
         store.keyring.erase("default")  # and who did it was killed before it told the index
         told = store.gc(dry_run=True)
@@ -165,7 +167,7 @@ def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(t
 def test_a_version_whose_manifest_is_brought_back_is_listed_though_the_index_was_made_without_it(
     tmp_path: Path,
 ) -> None:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         for number in range(3):
             store.put("k", random_bytes(50_000, number))
         newest = manifests(tmp_path / "s")[-1]

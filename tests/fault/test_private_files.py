@@ -28,7 +28,7 @@ os.umask(0)
 from nearkin import open_store
 from nearkin.testing.stores import ENCRYPTED, settings
 
-with open_store(sys.argv[1], settings=settings(ENCRYPTED)) as store:
+with open_store(sys.argv[1], settings=settings(ENCRYPTED), create=True) as store:
     for i in range(10):
         rows = [b"HEAPMARKER" * 420 for _ in range(2000)]
         rows = rows[::2]  # holes of a page's size: the allocator hands them to the next one that asks for a page
@@ -78,7 +78,7 @@ def test_store_encrypted_leaks_nothing_into_files(tmp_path):
 def test_index_of_other_keys_is_not_read(tmp_path):
     """F.1: Names of a sealed index answer prefixes, and an index sealed under other keys is made again."""
     root = tmp_path / "s"
-    with open_store(root, settings=SEALED) as store:
+    with open_store(root, settings=SEALED, create=True) as store:
         for key in ("a/1", "a/2", "b/1"):
             store.put(key, key.encode())
     with open_store(root, settings=SEALED, read_only=True) as store:
@@ -88,7 +88,7 @@ def test_index_of_other_keys_is_not_read(tmp_path):
         meta = env.open_db(b"meta")
         with env.begin(write=True, db=meta) as txn:
             txn.put(b"complete", b"%dsealed 0123456789abcdef" % VERSION)
-    with open_store(root, settings=SEALED) as store:
+    with open_store(root, settings=SEALED, create=True) as store:
         assert len(store.versions()) == 3
         assert store._index._is_outdated
 
@@ -96,19 +96,19 @@ def test_index_of_other_keys_is_not_read(tmp_path):
 def test_index_of_an_older_version_is_rebuilt_once(tmp_path, caplog):
     """F.1: An index whose pages may carry memory of a process is made again once, and the user is told."""
     root = tmp_path / "s"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True, db=meta) as txn:
             txn.put(b"complete", b"5")
             txn.put(b"heap", b"HEAPMARKER")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"more")
     assert [record.message for record in caplog.records if "older version of Nearkin" in record.message]
     assert b"HEAPMARKER" not in (root / "index" / "data.mdb").read_bytes()
     caplog.clear()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"again")
         assert len(store.versions(all_versions=True)) == 3
     assert not caplog.records
@@ -117,11 +117,11 @@ def test_index_of_an_older_version_is_rebuilt_once(tmp_path, caplog):
 def test_modes_of_an_older_store_are_tightened(tmp_path):
     """F.1: A writer takes other users' access from what an older version left."""
     root = tmp_path / "s"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(100_000, 1))
     for path in root.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"more")
     top = [*root.iterdir(), *(root / "index").iterdir()]
     assert [str(path) for path in top if stat.S_IMODE(path.lstat().st_mode) & 0o077] == []
@@ -132,11 +132,11 @@ def test_lock_file_as_link_is_refused(tmp_path, name):
     """F.24: A link in the place of a lock's file is refused, and what it leads to stays as it is."""
     root, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"precious\n" * 10)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
     (root / name).unlink(missing_ok=True)
     (root / name).symlink_to(victim)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         call = (lambda: store.put("k", b"more")) if name in ("lock", "lock.holder") else store.gc
         with pytest.raises(StoreUnavailable, match="symbolic link"):
             call()
@@ -147,11 +147,11 @@ def test_holder_with_another_name_is_not_written(tmp_path):
     """F.24: The holder's file is not written through where it is a hard link to another file."""
     root, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"precious\n")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
         (root / "lock.holder").unlink()
         os.link(victim, root / "lock.holder")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"more")
     assert victim.read_bytes() == b"precious\n"
 
@@ -162,11 +162,14 @@ def test_own_folder_as_link_is_refused(tmp_path, name):
     root, other = tmp_path / "s", tmp_path / "downloads"
     other.mkdir()
     (other / "movie.part").write_bytes(b"x")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
     shutil.rmtree(root / name)
     (root / name).symlink_to(other)
-    with open_store(root, settings=CHOSEN) as store, pytest.raises(StoreUnavailable, match="symbolic link"):
+    with (
+        open_store(root, settings=CHOSEN, create=True) as store,
+        pytest.raises(StoreUnavailable, match="symbolic link"),
+    ):
         store.put("k", b"more")
     assert [path.name for path in other.iterdir()] == ["movie.part"]
 
@@ -176,10 +179,10 @@ def test_new_index_as_link_is_replaced(tmp_path):
     root, other = tmp_path / "s", tmp_path / "home"
     other.mkdir()
     (other / "thesis").write_bytes(b"x")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
     (root / "index.new").symlink_to(other)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         assert len(store.versions()) == 1
     assert [path.name for path in other.iterdir()] == ["thesis"]

@@ -56,7 +56,7 @@ def test_versions_that_named_a_broken_block_restore_again_once_their_content_was
         victim = copy / path.relative_to(root)
         for start in blocks_of(victim)[::2]:
             flip(victim, start + 3)
-        with open_store(copy, settings=CHOSEN) as store:
+        with open_store(copy, settings=CHOSEN, create=True) as store:
             harmed = touched(store)
             assert broken(store, CONTENTS) == harmed
             for key, version in sorted(harmed):
@@ -71,7 +71,7 @@ def test_versions_that_named_a_broken_block_restore_again_once_their_content_was
 def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_again(root, monkeypatch):
     path = containers(root)[-2]
     flip(path, 60)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         harmed = touched(store)
         looked_at = []
         plain = Healer.healed
@@ -89,7 +89,7 @@ def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root):
     victim = max(containers(root), key=lambda path: len(blocks_of(path)))
     for start in blocks_of(victim):
         flip(victim, start + 3)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         harmed = touched(store)
         assert len(harmed) > 1
         for key, version in sorted(harmed)[:1]:
@@ -115,7 +115,7 @@ def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root):
     start = blocks_of(victim)[0]
     flip(victim, start + 3)
     harmed_bytes = victim.read_bytes()[start - BLOCK.size : start + 200]
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert touched(store)
         store.put("part", CONTENTS["alone", 1][:20_000])
         (generation,) = [path for path in containers(root) if path.stem.startswith(victim.stem)]
@@ -131,13 +131,13 @@ def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root):
 def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root):
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         harmed = touched(store)
         assert harmed
         record = store._quarantine.read()
         assert int(victim.stem, 16) in record
     shutil.rmtree(root / "index")
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         located = store._index.readable().rows("chunks")
         entry = record[int(victim.stem, 16)]
@@ -152,7 +152,7 @@ def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root):
 def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root):
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.verify()
         (record,) = (root / "quarantine").iterdir()
         flip(record, 30)
@@ -184,7 +184,7 @@ def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root, tmp_path, h
             path.write_bytes(path.read_bytes()[:100])
         case "delete":
             path.unlink()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage
         report = store.repair([copy])
         assert [(one.object_name, one.by) for one in report.repaired] == [(named(root, path), "a copy")]
@@ -197,7 +197,7 @@ def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root, tmp_path, h
 @pytest.mark.parametrize("back", ["a copy that repair is given", "a copy put in its place by hand"])
 def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, back: str, harm: str) -> None:
     content, changed = random_bytes(300_000, 1), mutated(random_bytes(300_000, 1), 1, edits=5)
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", content)
         store.put("k", changed)
     for number, path in enumerate(containers(tmp_path / "s")):
@@ -206,14 +206,14 @@ def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, bac
             flip(path, blocks_of(path)[0] + 3)
         else:
             path.unlink()
-        with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
             assert store.verify().damage
             if back == "a copy that repair is given":
                 assert store.repair([copy]).repaired
             else:
                 shutil.copy(copy, path)
                 assert not store.repair().repaired
-        with open_store(tmp_path / "s", settings=CHOSEN) as store:
+        with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
             for again in (content, changed):
                 ledger = store.put(f"again {number}", again).ledger
                 assert ledger.duplicate_chunks == ledger.chunks
@@ -226,7 +226,7 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
     flip(victim, blocks_of(victim)[0] + 3)
     other, content = tmp_path / "other", tmp_path / "content"
     other.write_bytes(random_bytes(200_000, 99))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         harmed = sorted(touched(store))
         before = objects(root)
         report = store.repair([other])
@@ -244,20 +244,20 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
 def test_content_that_is_cut_otherwise_heals_nothing_and_says_why(root, tmp_path, caplog):
     content = tmp_path / "content"
     content.write_bytes(random_bytes(400_000, 77))
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", content)
     (victim,) = containers(tmp_path / "s")
     for start in blocks_of(victim):
         flip(victim, start + 30)
     other = settings(CHOSEN, {"chunker": {"algorithm": "fixed", "target_bytes": 5000}})
-    with open_store(tmp_path / "s", settings=other) as store:
+    with open_store(tmp_path / "s", settings=other, create=True) as store:
         left = store.repair([content])
         assert left.damage
         assert f"{content}: no chunk that is broken is in it, cut by fixed" in caplog.text
         (broken_blocks, *_) = remedies(left)
         assert "chunker.*" in broken_blocks
     caplog.clear()
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         assert store.repair([content]).damage == ()
         assert "no chunk that is broken" not in caplog.text
         (number,) = manifests(tmp_path / "s")
@@ -275,7 +275,7 @@ def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Pat
     """Found by the crash engine: once a record was written, what compaction had taken out stayed in it for ever."""
     root = tmp_path / "store"
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         list(store.put_many([("going", random_bytes(100_000, 1)), ("staying", random_bytes(100_000, 2))]))
         store.delete("going")
         for _ in range(4):
@@ -302,7 +302,7 @@ def test_a_broken_copy_of_an_object_is_not_used(root, tmp_path):
     flip(copy, blocks_of(path)[0] + 9)
     path.write_bytes(path.read_bytes()[:1000])
     before = objects(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         report = store.repair([copy])
         assert report.repaired == ()
         assert report.damage
@@ -312,7 +312,7 @@ def test_a_broken_copy_of_an_object_is_not_used(root, tmp_path):
 def test_repair_of_a_sound_store_changes_no_byte(root, covered_root):
     for folder, chosen in ((root, CHOSEN), (covered_root, COVERED)):
         before = objects(folder)
-        with open_store(folder, settings=chosen) as store:
+        with open_store(folder, settings=chosen, create=True) as store:
             report = store.repair()
             assert (report.repaired, report.damage, report.parity_added) == ((), (), 0)
         assert objects(folder) == before
@@ -325,7 +325,7 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
     raw = CONTENTS["alone", 1][:1000]
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     flip(victim, blocks_of(victim)[0] + 3)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         harmed = touched(store)
         quarantined = {path.name: path.read_bytes() for path in (root / "quarantine").iterdir()}
         broken_bytes = victim.read_bytes()
@@ -337,13 +337,13 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
         (root / "quarantine" / name).write_bytes(data)
     with open_store(root, settings=CHOSEN, read_only=True) as store:
         assert broken(store, CONTENTS) == set()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("more", b"anything")
         assert store._quarantine.read() == {}
         assert store.verify().damage == ()
         store.gc()
     assert not victim.exists()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, CONTENTS) == set()
 
 
@@ -359,7 +359,7 @@ from pathlib import Path
 from nearkin import failpoints, open_store
 from nearkin.testing.stores import SMALL, blocks_of, settings
 failpoints.arm(f"{sys.argv[3]}:1:kill")
-with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}})) as store:
+with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}}), create=True) as store:
     store.repair([Path(sys.argv[2])])
 """
     content = root.parent / "content"
@@ -367,7 +367,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
     died = process(script, root, content, point)
     died.communicate(timeout=60)
     assert died.returncode == -signal.SIGKILL
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.repair([content]).damage == ()
         store.gc()
         assert broken(store, CONTENTS) == set()
@@ -390,7 +390,7 @@ from pathlib import Path
 from nearkin import failpoints, open_store
 from nearkin.testing.stores import SMALL, blocks_of, settings
 failpoints.arm("heal.put:1:kill")
-with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}})) as store:
+with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}}), create=True) as store:
     store.repair(map(Path, sys.argv[2:]))
 """
     files = []
@@ -402,7 +402,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
     assert died.returncode == -signal.SIGKILL
     assert len([path for path in containers(root) if path.name.startswith(victim.name[:16])]) == 2
     later = {("history", 4): mutated(CONTENTS["history", 3], 9, edits=40, edit_bytes_max=60)}
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         store.put("history", later["history", 4])
     for version in {**CONTENTS, **later}:  # each with nothing read before it

@@ -52,7 +52,7 @@ def rebased(store: Store, clock: Clock) -> Contents:
 
 def test_a_copy_of_any_generation_is_used_where_nothing_of_the_container_is_left(tmp_path: Path) -> None:
     clock = Clock()
-    with open_store(tmp_path / "s", settings=COLLECTED, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True) as store:
         contents = rebased(store, clock)
         path = max(containers(store.root))
         assert "." in path.stem
@@ -77,11 +77,11 @@ def test_who_read_a_later_generation_reads_on_after_its_block_numbers_were_given
             clock.now += DAY
             store.gc()
 
-    with open_store(root, settings=ANEW, clock=clock) as store:
+    with open_store(root, settings=ANEW, clock=clock, create=True) as store:
         list(store.put_many(contents.items()))
         copy.write_bytes(containers(root)[0].read_bytes())
         collected("v1", "v3")
-        with open_store(root, settings=ANEW, clock=clock) as reader:
+        with open_store(root, settings=ANEW, clock=clock, create=True) as reader:
             assert reader.get("v2").read() == contents["v2"]  # block 4, of what was left of 0 and 1
             containers(root)[0].write_bytes(random_bytes(100_000, 9))  # nothing of it can be read, so the copy is used
             assert store.repair([copy]).damage == ()
@@ -97,7 +97,7 @@ def test_what_was_put_since_a_copy_was_made_reads_once_the_older_generation_take
 ) -> None:
     clock, content, contents = Clock(), text_like(300_000, 1), Contents()
     small = settings(ANEW, {"block": {"raw_bytes": 65_536}, "delta": {"codec": codec, "max_depth": 4}})
-    with open_store(tmp_path / "s", settings=small, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:
 
         def put(number: int) -> None:
             nonlocal content
@@ -118,7 +118,7 @@ def test_what_was_put_since_a_copy_was_made_reads_once_the_older_generation_take
         assert anew
         for path in anew:
             path.unlink() if gone else path.write_bytes(b"lost")
-    with open_store(tmp_path / "s", settings=small, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:
         assert broken(store, contents)
         store.repair(copies)
         assert broken(store, contents) == set()

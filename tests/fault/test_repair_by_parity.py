@@ -36,7 +36,7 @@ def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_bac
     names = sorted(before)
     for name in [*draw.sample(names, 12), "nearkin.json"]:
         flip(covered_root / name, draw.randrange(len(before[name])), draw.randrange(8))
-        with open_store(covered_root, settings=COVERED) as store:
+        with open_store(covered_root, settings=COVERED, create=True) as store:
             assert broken(store, CONTENTS) == set()
             damage = store.verify().damage
             if name != "nearkin.json":
@@ -56,7 +56,7 @@ def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root):
     stretch = len(data) // 9
     data[stretch : 2 * stretch] = bytes(stretch)
     path.write_bytes(data)
-    with open_store(covered_root, settings=COVERED) as store:
+    with open_store(covered_root, settings=COVERED, create=True) as store:
         assert broken(store, CONTENTS) == set()
         assert store.repair().damage == ()
     assert objects(covered_root) == before
@@ -67,7 +67,7 @@ def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(
     data = bytearray(path.read_bytes())
     data[: len(data) // 2] = bytes(len(data) // 2)
     path.write_bytes(data)
-    with open_store(covered_root, settings=COVERED) as store:
+    with open_store(covered_root, settings=COVERED, create=True) as store:
         harmed = broken(store, CONTENTS)
         assert harmed
         report = store.repair()
@@ -76,7 +76,7 @@ def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(
 
 
 def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(root):
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         report = store.verify()
         assert report.damage == ()
         covered = [name for name in objects(root) if not name.startswith(("parity/", "gc/"))]
@@ -87,7 +87,7 @@ def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(
         assert stats.parts["parity"] == sum(len(d) for name, d in objects(root).items() if name.startswith("parity/"))
         assert stats.ledger.stored_bytes == sum(stats.parts.values()) == sum(map(len, objects(root).values()))
     flip(containers(root)[0], 50)
-    with open_store(root, settings=CHOSEN) as store:  # parity is off now, and what there is of it is used
+    with open_store(root, settings=CHOSEN, create=True) as store:  # parity is off now, and what there is of it is used
         assert broken(store, CONTENTS) == set()
         assert store.repair().damage == ()
 
@@ -97,18 +97,18 @@ def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root
     before = objects(root)
     for path in (containers(root)[0], manifests(root)[0]):
         flip(path, 50)
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         damaged = {damage.object_name for damage in store.repair().damage}
         assert damaged == {named(root, containers(root)[0]), named(root, manifests(root)[0])}
     for name in damaged:
         assert not (root / "parity" / f"{name}.nkp").exists()
         (root / name).write_bytes(before[name])
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         report = store.repair()
         assert (report.damage, report.parity_added) == ((), len(damaged))
     for name in damaged:
         flip(root / name, 70)
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         assert store.repair().damage == ()
     assert {name: (root / name).read_bytes() for name in damaged} == {name: before[name] for name in damaged}
 
@@ -121,7 +121,7 @@ def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(cove
     made = encode_parity(named(covered_root, path), path.read_bytes(), Scheme(8, 2))
     (covered_root / "parity" / f"{named(covered_root, path)}.nkp").write_bytes(made)
     flip(path, 70)
-    with open_store(covered_root, settings=COVERED) as store:
+    with open_store(covered_root, settings=COVERED, create=True) as store:
         report = store.repair([copy])
         assert [one.by for one in report.repaired] == ["parity", "a copy"]
         assert (report.damage, report.quarantined_chunks) == ((), 0)
@@ -130,7 +130,7 @@ def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(cove
 
 
 def test_a_put_tells_of_its_parity_too(tmp_path):
-    with open_store(tmp_path / "s", settings=COVERED) as store:
+    with open_store(tmp_path / "s", settings=COVERED, create=True) as store:
         before = stored_bytes(tmp_path / "s")
         result = store.put("k", random_bytes(300_000, 5))
         assert result.ledger.stored_bytes == stored_bytes(tmp_path / "s") - before > 300_000 * 1.2
@@ -139,7 +139,7 @@ def test_a_put_tells_of_its_parity_too(tmp_path):
 
 def test_parity_goes_with_its_object(covered_root):
     chosen = settings(COVERED, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
-    with open_store(covered_root, settings=chosen) as store:
+    with open_store(covered_root, settings=chosen, create=True) as store:
         for key in ("history", "alone", "mixed", "empty"):
             store.delete(key)
         for _ in range(3):
@@ -155,22 +155,22 @@ def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_r
     """It was said to be repaired, and told as damage by every verify from then on."""
     path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
     path.write_bytes(bytes(path.stat().st_size))
-    with open_store(covered_root, settings=CHOSEN) as store:  # parity is off now
+    with open_store(covered_root, settings=CHOSEN, create=True) as store:  # parity is off now
         report = store.repair()
         assert [one.object_name for one in report.repaired] == [named(covered_root, path)]
         assert report.damage == store.verify().damage == ()
     assert not path.exists()
-    with open_store(covered_root, settings=COVERED) as store:
+    with open_store(covered_root, settings=COVERED, create=True) as store:
         assert store.repair().parity_added == 1
 
 
 def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root):
     """A Store that had once found no parity took it that there was none until it was closed for good."""
     collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
-    with open_store(root, settings=settings(CHOSEN, collecting)) as store:
+    with open_store(root, settings=settings(CHOSEN, collecting), create=True) as store:
         assert store.verify().damage == ()
         store.close()
-        with open_store(root, settings=COVERED) as other:
+        with open_store(root, settings=COVERED, create=True) as other:
             assert other.repair().parity_added
         for key in ("history", "mixed"):
             store.delete(key)

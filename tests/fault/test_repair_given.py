@@ -30,7 +30,7 @@ def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
         for number in range(1, 7)
     }
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.9}, "deletion": {"undelete_seconds": 0}})
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         for content in contents.values():
             store.put("k", content)
         shutil.copytree(root / "containers", backup)
@@ -51,7 +51,7 @@ def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(rebased,
         for at in blocks_of(path):
             harmed = Path(shutil.copytree(root, tmp_path / f"{path.name}-{at}"))
             flip(harmed / path.relative_to(root), at + 3)
-            with open_store(harmed, settings=CHOSEN) as store:
+            with open_store(harmed, settings=CHOSEN, create=True) as store:
                 before = broken(store, kept)
                 store.repair([copy])
                 assert broken(store, kept) <= before
@@ -62,7 +62,7 @@ def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(r
     there = [path.name[:16] for path in containers(root)]
     for path in containers(root):
         flip(path, blocks_of(path)[0] + 3)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert broken(store, kept)
         report = store.repair(sorted(backup.glob("*/*.nkc")))
         assert (report.damage, report.quarantined_chunks) == ((), 0)
@@ -82,7 +82,7 @@ def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_wha
     for path in containers(root):
         harmed = Path(shutil.copytree(root, tmp_path / path.name))
         (harmed / path.relative_to(root)).unlink()
-        with open_store(harmed, settings=CHOSEN) as store:
+        with open_store(harmed, settings=CHOSEN, create=True) as store:
             assert store.repair(files).damage == ()
             assert broken(store, kept) == set()
             there = decode_container(path.read_bytes(), path.name).chunks.there
@@ -96,7 +96,7 @@ def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(tmp_pat
     root, before = tmp_path / "store", tmp_path / "before"
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
     contents = {("going", 1): random_bytes(100_000, 1), ("staying", 1): random_bytes(100_000, 2)}
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         list(store.put_many([(key, content) for (key, _), content in contents.items()]))
         shutil.copytree(root, before)
         store.delete("going")
@@ -111,7 +111,7 @@ def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(tmp_pat
     harmed = before if rolled_back else root
     (path,) = containers(harmed)
     path.unlink()
-    with open_store(harmed, settings=chosen) as store:
+    with open_store(harmed, settings=chosen, create=True) as store:
         assert store.repair([new, old] if newest_first else [old, new]).damage == ()
         assert broken(store, contents) == (set() if rolled_back else {("going", 1)})
         (path,) = containers(harmed)
@@ -129,14 +129,14 @@ def test_chunks_are_found_in_a_copy_of_each_generation(rebased, tmp_path) -> Non
     for path in containers(root):
         path.write_bytes(path.read_bytes()[:-40])  # no copy is known for the very same
     files = [*backup.glob("*/*.nkc"), *later.glob("*/*.copy")]
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.repair(files).damage == ()
         assert broken(store, kept) == set()
 
 
 def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
     root = tmp_path / "store"
-    with open_store(root, settings=settings({"runner": {"batch_bytes": 4 << 20}})) as store:
+    with open_store(root, settings=settings({"runner": {"batch_bytes": 4 << 20}}), create=True) as store:
         store.put("large", random_bytes(48 << 20, 5))
         files = containers(root)
         largest_bytes = max(path.stat().st_size for path in files)
@@ -161,7 +161,7 @@ def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
 def test_a_copy_that_changes_while_it_is_used_is_not_used(root, tmp_path) -> None:
     path = containers(root)[0]
     (copy := tmp_path / "copy").write_bytes(path.read_bytes())
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         _, kept, _ = _sorted_out([copy], store._covered)
         flip(copy, 100)
         with pytest.raises(SourceFailed, match="was changed while"):

@@ -43,7 +43,7 @@ def content(key, number):
     return mutated(text_like(120_000, key), number, edits=20) + random_bytes(60_000, 1000 * key + number)
 """
 FIRST = """
-with open_store(root, settings=CHOSEN) as store:
+with open_store(root, settings=CHOSEN, create=True) as store:
     for key in range(3):
         store.put(f"k{key}", content(key, 1))
 """
@@ -68,7 +68,7 @@ WRITER = """
 done = 0
 while time.monotonic() < until or done < 12:  # of each key two versions are deleted by then
     key = done % 3
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         version = store.info(f"k{key}").version + 1
         assert store.put(f"k{key}", content(key, version)).info.version == version
         if version > 2:
@@ -80,7 +80,7 @@ ROUNDS = """
 freed = done = 0
 while time.monotonic() < until or ((not freed or done < 4) and time.monotonic() < until + 120):
     try:
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             report = store.gc(wait_seconds=30)
     except StoreLocked as err:
         raise SystemExit(f"refused: {err}")
@@ -122,7 +122,7 @@ def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Pa
     done = [one.communicate(timeout=300) for one in children]
     assert [one.returncode for one in children] == [0, 0, 0], done
     assert all(int(said) > 3 for said, _ in done), done
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for _ in range(3):
             store.gc()
         assert store.verify().damage == ()
@@ -160,14 +160,14 @@ def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) ->
 
 
 def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
-    with open_store(place / "s", settings=CHOSEN) as store:
+    with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
     step = WriterLock(place / "s")
     step.acquire(what=ROUND)
     done: list[int] = []
 
     def put() -> None:
-        with open_store(place / "s", settings=CHOSEN) as store:
+        with open_store(place / "s", settings=CHOSEN, create=True) as store:
             done.append(store.put("k", b"2").info.version)
 
     thread = threading.Thread(target=put)
@@ -183,12 +183,12 @@ def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
 
 def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nearkin.store.lock.STEP_SECONDS_MAX", 0.1)
-    with open_store(place / "s", settings=CHOSEN) as store:
+    with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
     step = WriterLock(place / "s")
     step.acquire(what=ROUND)
     with (
-        open_store(place / "s", settings=CHOSEN) as store,
+        open_store(place / "s", settings=CHOSEN, create=True) as store,
         pytest.raises(StoreLocked, match=f"in a step of garbage collection, by process {os.getpid()}"),
     ):
         store.put("k", b"2")
@@ -196,11 +196,11 @@ def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: py
 
 
 def test_a_round_beside_a_round_is_refused_and_says_so(place: Path) -> None:
-    with open_store(place / "s", settings=CHOSEN) as store:
+    with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(10_000, 1))
     rounds = WriterLock(place / "s", "lock.round")
     rounds.acquire(what="garbage collection")
-    with open_store(place / "s", settings=CHOSEN) as store:
+    with open_store(place / "s", settings=CHOSEN, create=True) as store:
         with pytest.raises(StoreLocked, match=f"is being collected by process {os.getpid()}"):
             store.gc()
         assert store.put("k", b"2").info.version == 2
@@ -209,7 +209,10 @@ def test_a_round_beside_a_round_is_refused_and_says_so(place: Path) -> None:
 
 
 def test_a_store_that_collected_lets_others_write(place: Path) -> None:
-    with open_store(place / "s", settings=CHOSEN) as store, open_store(place / "s", settings=CHOSEN) as other:
+    with (
+        open_store(place / "s", settings=CHOSEN, create=True) as store,
+        open_store(place / "s", settings=CHOSEN, create=True) as other,
+    ):
         store.put("k", random_bytes(10_000, 1))
         store.close()
         store.gc()
@@ -226,7 +229,7 @@ def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_loc
     """It took the lock of the step for its Store's own, and wrote its mark after that had gone back."""
     done: list[int] = []
     threads: list[threading.Thread] = []
-    with open_store(place / "s", settings=CHOSEN) as store:
+    with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
         store.close()
         store.gc()
@@ -245,7 +248,7 @@ def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_loc
         (thread,) = threads
         thread.join(60)
         assert done == [1]
-        with open_store(place / "s", settings=CHOSEN) as other, pytest.raises(StoreLocked):
+        with open_store(place / "s", settings=CHOSEN, create=True) as other, pytest.raises(StoreLocked):
             other.put("k", b"2")  # who deletes keeps the lock until it closes
 
 
@@ -282,7 +285,7 @@ def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_
     edited[::700] = bytes(len(edited[::700]))
     second, third = left + other + right, left + bytes(edited) + right
     came: list[int] = []
-    with open_store(place / "s", settings=chosen, clock=lambda: now) as store:
+    with open_store(place / "s", settings=chosen, clock=lambda: now, create=True) as store:
         store.put("going", going)
         (alone,) = containers(store.root)
         for content in (left + going + right, second):
@@ -299,7 +302,7 @@ def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_
         def mended(name: str) -> None:
             if name == "gc.swept-planned":
                 alone.write_bytes(whole)
-                with open_store(store.root, settings=chosen, clock=lambda: now) as elsewhere:
+                with open_store(store.root, settings=chosen, clock=lambda: now, create=True) as elsewhere:
                     came.append(elsewhere.put("k", third).info.version)
 
         failpoints.arm((), mended)
@@ -344,7 +347,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
     gathering = {"max_depth": 3}, {"gather_bytes": "256KiB", "gather_versions": 2, "grace_seconds": 0}
     chosen = settings(CHOSEN, small, {"delta": gathering[0], "gc": gathering[1]})
     content, kept = text_like(300_000, 1), {}
-    with open_store(place / "s", settings=settings(chosen, {"gc": {"gather_bytes": 0}})) as store:
+    with open_store(place / "s", settings=settings(chosen, {"gc": {"gather_bytes": 0}}), create=True) as store:
         for number in range(1, 13):
             content = kept[number] = mutated(content, number, edits=60)
             store.put("k", content)
@@ -361,7 +364,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
         def passes(at: int = step, passed: list[int] = passed) -> None:
             nonlocal anew
             if passed[0] == at:
-                with open_store(place / str(at), settings=chosen) as elsewhere:
+                with open_store(place / str(at), settings=chosen, create=True) as elsewhere:
                     anew += elsewhere.gc().containers_rewritten
             passed[0] += 1
 
@@ -370,7 +373,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
             return real(*arguments)
 
         monkeypatch.setattr(soundness, "_read", read)
-        with open_store(place / str(step), settings=chosen) as store:
+        with open_store(place / str(step), settings=chosen, create=True) as store:
             assert store.verify(progress=lambda *_, passes=passes: passes()).damage == ()
             assert store.get("k").read() == content
         assert not (place / str(step) / "quarantine").is_dir()
@@ -380,7 +383,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
 
 
 def test_a_preview_looks_again_where_a_round_removed_what_it_was_about_to_read(place: Path) -> None:
-    with open_store(place / "s", settings=CHOSEN) as store:
+    with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("stays", b"1")
         store.put("goes", random_bytes(50_000, 1))
         store.close()
@@ -389,7 +392,7 @@ def test_a_preview_looks_again_where_a_round_removed_what_it_was_about_to_read(p
         def collect(name: str) -> None:
             if name == "gc.condemned-planned" and not passed:
                 passed.append(name)
-                with open_store(place / "s", settings=CHOSEN) as elsewhere:
+                with open_store(place / "s", settings=CHOSEN, create=True) as elsewhere:
                     elsewhere.delete("goes")
                     elsewhere.gc()
 

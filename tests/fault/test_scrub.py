@@ -28,7 +28,7 @@ CONTENTS = {(f"k{number}", 1): random_bytes(120_000, number) for number in range
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("sound") / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for (key, _), content in CONTENTS.items():
             store.put(key, content)
         store.delete("k5")
@@ -45,7 +45,7 @@ def whole_pass(store: Store) -> list:
 
 
 def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         steps = whole_pass(store)
         stored = [name for name in objects(root) if not name.startswith("scrub/")]
         assert sum(step.read_bytes for step in steps) == sum(len(objects(root)[name]) for name in stored)
@@ -58,19 +58,19 @@ def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root):
 
 def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root):
     count = len(containers(root))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         scrubber = store.scrubber()
         for _ in range(count // 2):
             scrubber.step()
         scrubber.save()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.scrubber().state.read_objects == count // 2
         assert sum(step.objects for step in whole_pass(store)) == len(objects(root)) - 2 - count // 2
         assert store.scrubber().state.ended_objects == len(objects(root)) - 2
 
 
 def test_a_lost_or_broken_state_begins_a_new_pass(root):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         whole_pass(store)
         (path,) = (root / "scrub").iterdir()
         flip(path, 40)
@@ -82,7 +82,7 @@ def test_a_lost_or_broken_state_begins_a_new_pass(root):
 
 def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root):
     chosen = settings(CHOSEN, {"scrub": {"rate_bytes": 100_000}})
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         scrubber = store.scrubber()
         assert scrubber.waits_seconds() == 0.0
         started = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root)
 def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root, begun):
     """The second time comes out a microsecond later once it is rounded to one: that is no clock that was wrong."""
     now = [begun]
-    with open_store(root, settings=CHOSEN, clock=lambda: now[0]) as store:
+    with open_store(root, settings=CHOSEN, clock=lambda: now[0], create=True) as store:
         whole_pass(store)
         scrubber = store.scrubber()
         assert scrubber.waits_seconds() == pytest.approx(30 * DAY, abs=60)
@@ -109,7 +109,7 @@ def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root, be
         assert scrubber.waits_seconds() == 0.0
         whole_pass(store)
         assert store.scrubber().waits_seconds() == pytest.approx(30 * DAY, abs=60)
-    with open_store(root, settings=settings(CHOSEN, {"scrub": {"every_days": 0}})) as store:
+    with open_store(root, settings=settings(CHOSEN, {"scrub": {"every_days": 0}}), create=True) as store:
         assert store.scrubber().waits_seconds() is None
 
 
@@ -118,7 +118,7 @@ def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root,
     draw = random.Random(seed)
     path = draw.choice(containers(root)[:-1])
     flip(path, draw.randrange(40, path.stat().st_size // 2))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         (found,) = [step for step in whole_pass(store) if step.damaged]
         assert list(found.damaged) == [str(path.relative_to(root))]
         harmed = broken(store, CONTENTS)
@@ -143,7 +143,7 @@ def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(root, fail
         if not next(rooms, True):
             raise StoreUnavailable("no room left on the device")
 
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         scrubber, found = store.scrubber(), []
         scrubber.step()
         if fails == "save":
@@ -157,7 +157,7 @@ def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(root, fail
 
 
 def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root):
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         assert not any(step.damaged for step in whole_pass(store))
         before = {name: data for name, data in objects(root).items() if not name.startswith("scrub/")}
         assert len([name for name in before if name.startswith("parity/")]) == len(before) // 2
@@ -176,7 +176,7 @@ def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root):
 def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root):
     path = containers(root)[1]
     chosen = embedded(root, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB", "every_days": 1}})
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         assert store.repair().parity_added
     whole = path.read_bytes()
     flip(path, 60)
@@ -216,13 +216,13 @@ def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path, parity):
 
 
 def test_a_descriptor_whose_version_a_flip_made_a_later_one_is_read_by_its_parity(root):
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         store.repair()
     path = root / "nearkin.json"
     whole = path.read_bytes()
     flip(path, whole.index(b'"format_version": ') + len('"format_version": '), 3)
     assert b'"format_version": 9' in path.read_bytes()
-    with open_store(root, settings=COVERED) as store:
+    with open_store(root, settings=COVERED, create=True) as store:
         assert broken(store, CONTENTS) == set()
         assert [one.object_name for one in store.repair().repaired] == ["nearkin.json"]
     assert path.read_bytes() == whole

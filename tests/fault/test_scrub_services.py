@@ -35,7 +35,7 @@ COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_byte
 @pytest.fixture
 def store(versitygw: S3, tmp_path: Path) -> ParityObjects:
     """Put a store of three versions into a bucket."""
-    with open_store(tmp_path / "store", settings=COVERED) as made:
+    with open_store(tmp_path / "store", settings=COVERED, create=True) as made:
         for number in range(3):
             made.put(f"k{number}", random_bytes(200_000, number))
     bucket = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}")))
@@ -167,7 +167,7 @@ def test_what_the_device_cannot_read_is_put_back_from_parity_and_what_is_found_w
 ) -> None:
     """All of it is lost: its parity has as many parts as it has itself."""
     chosen = with_changes(COVERED, {"storage": {"parity": "rs-2-2"}})
-    with open_store(tmp_path / "s", settings=chosen) as made:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as made:
         made.put("k", random_bytes(100_000, 5))
     local = LocalObjects(tmp_path / "s")
     (name,) = (name for name, _ in local.names("containers"))

@@ -31,7 +31,7 @@ from nearkin.testing.stores import SMALL, settings
 
 first = Path(sys.argv[2]).read_bytes()
 mutated(first, 0, edits=1)  # imports numpy.random, and what interrupts the import of a compiled module is lost
-with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}})) as store:
+with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}}), create=True) as store:
     print("ready", flush=True)
     sys.stdin.readline()
     for number in range(int(sys.argv[3]), int(sys.argv[3]) + 1000):
@@ -95,7 +95,7 @@ def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how
         if how == signal.SIGINT:
             assert complained.rstrip().endswith("KeyboardInterrupt")
         known |= acknowledged
-        with open_store(root, settings=CHOSEN) as store:  # the lock is free at once
+        with open_store(root, settings=CHOSEN, create=True) as store:  # the lock is free at once
             listed = [info.version for info in store.versions(all_versions=True)]
             assert listed == stored_versions(store)
             assert set(known) <= set(listed)
@@ -110,7 +110,7 @@ def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how
             known[again.info.version] = number + len(acknowledged)
             assert store.get("k").read() == mutated(content, known[again.info.version], edits=400)
             assert not list((root / "tmp").iterdir())
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage == ()
         for version, number in known.items():
             assert store.get("k", version).read() == mutated(content, number, edits=400)
@@ -132,7 +132,7 @@ def stored_versions(store: Store) -> list[int]:
 
 def assert_index_is_the_one_a_rebuild_makes(root: Path) -> None:
     def entries() -> dict[str, dict[bytes, bytes]]:
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             index = LmdbIndex(root / "index", store._fingerprinter.domain, 1 << 28, read_only=True)
             try:
                 return index.entries()
@@ -140,7 +140,7 @@ def assert_index_is_the_one_a_rebuild_makes(root: Path) -> None:
                 index.close()
 
     live = entries()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
     rebuilt = entries()
     for table in rebuilt:
@@ -154,7 +154,7 @@ def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(step, 
     died = process(DIES, root, first, step)
     died.communicate(timeout=30)
     assert died.returncode == 9
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         committed = step == "manifest"
         store.put("other", b"content")
         assert [info.key for info in store.versions()] == (["k", "other"] if committed else ["other"])
@@ -172,13 +172,13 @@ def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(step, 
 
 @pytest.mark.parametrize("made", [[], ["chunks"]], ids=["no database", "one database"])
 def test_an_index_whose_maker_died_is_made_whole_by_a_reader(tmp_path, made) -> None:
-    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+    with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(100_000, 1))
     shutil.rmtree(tmp_path / "store" / "index")
     with lmdb.open(str(tmp_path / "store" / "index"), map_size=1 << 28, max_dbs=8) as env:
         for name in made:
             env.open_db(name.encode())
-    with open_store(tmp_path / "store", settings=CHOSEN) as store:
+    with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         assert [info.version for info in store.versions(all_versions=True)] == [1]
 
 
@@ -205,7 +205,7 @@ match sys.argv[3]:
     case "put": after(ContainerStore, "put", 2)
     case "publish": after(LmdbIndex, "publish_many", 1)
     case "manifest": after(ManifestStore, "put", 1)
-with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}})) as store:
+with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}}), create=True) as store:
     store.put("k", Path(sys.argv[2]))
 """
 
@@ -224,7 +224,7 @@ class Waiting(BytesIO):
             sys.stdin.readline()
         return super().readinto(memoryview(window)[:500_000])
 
-with open_store(sys.argv[1], settings=settings(SMALL)) as store:
+with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
     store.put("k", Waiting(open(sys.argv[2], "rb").read() * 2))
     print("done", flush=True)
 """
@@ -232,14 +232,14 @@ with open_store(sys.argv[1], settings=settings(SMALL)) as store:
 
 def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_lock(first, tmp_path):
     root, content = tmp_path / "store", first.read_bytes()
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", first)
     writer = process(HOLDER, root, first)
     assert writer.stdin is not None
     assert writer.stdout is not None
     try:
         assert writer.stdout.readline() == "half\n"
-        with open_store(root, settings=CHOSEN) as store:
+        with open_store(root, settings=CHOSEN, create=True) as store:
             with pytest.raises(StoreLocked, match=str(writer.pid)):
                 store.put("k", b"mine")
             with pytest.raises(StoreLocked, match=str(writer.pid)):
@@ -264,7 +264,10 @@ def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_loc
 
 
 def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_path):
-    with open_store(tmp_path / "s", settings=CHOSEN) as one, open_store(tmp_path / "s", settings=CHOSEN) as other:
+    with (
+        open_store(tmp_path / "s", settings=CHOSEN, create=True) as one,
+        open_store(tmp_path / "s", settings=CHOSEN, create=True) as other,
+    ):
         one.put("k", b"one")
         with pytest.raises(StoreLocked, match=str(os.getpid())):
             other.put("k", b"other")
@@ -277,7 +280,7 @@ def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_pat
 def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(first, tmp_path, monkeypatch):
     from nearkin.store.containers import ContainerStore
 
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"earlier")
         real, late = ContainerStore.generations, [b"late" * 1000]
 

@@ -23,7 +23,7 @@ WAIT_SECONDS = 30.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(tmp_path / "s") as made:
+    with open_store(tmp_path / "s", create=True) as made:
         made.put("a", CONTENT)
         yield made
     failpoints.disarm()
@@ -79,7 +79,7 @@ def listed(store: Store) -> list[str]:
 
 def sound_and_listed_by_another(store: Store) -> list[str]:
     store.close()
-    with open_store(store.root) as other:
+    with open_store(store.root, create=True) as other:
         other.put("later", b"later")
         assert not [damage for damage in other.verify().damage if damage.object_name == "index"]
         return listed(other)
@@ -195,10 +195,10 @@ def test_verify_says_that_a_put_at_work_may_lean_on_what_it_found_broken(store: 
 
 
 def test_verify_that_ends_leaves_a_put_that_began_meanwhile_its_lock(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as made:
+    with open_store(tmp_path / "s", create=True) as made:
         damaged(made)
     begun, verified = threading.Event(), threading.Event()
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
 
         def items() -> Iterator[tuple[str, bytes]]:
             begun.set()

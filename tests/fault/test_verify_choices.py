@@ -27,7 +27,7 @@ CHOSEN = settings(SMALL)
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("sound") / "store"
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(8):
             store.put(f"k{number}", random_bytes(300_000, number))
     assert len(containers(root)) >= 8
@@ -35,7 +35,7 @@ def sound(tmp_path_factory) -> Path:
 
 
 def test_a_sample_reads_its_share_and_the_same_seed_reads_the_same(root):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         whole = store.verify()
         half = store.verify(0.5, seed=7)
         assert (half.containers, half.containers_total) == (round(whole.containers / 2), whole.containers)
@@ -47,7 +47,7 @@ def test_a_sample_reads_its_share_and_the_same_seed_reads_the_same(root):
 
 def test_samples_of_many_seeds_find_a_flipped_bit_as_often_as_they_read_its_container(root):
     flip(containers(root)[2], 200)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         found = [bool(store.verify(0.5, seed=seed).damage) for seed in range(24)]
     assert 4 <= sum(found) <= 20
 
@@ -56,7 +56,7 @@ def test_since_reads_what_was_written_since_and_nothing_older(root):
     victim = containers(root)[0]
     born = datetime.fromtimestamp((int(victim.stem[:16], 16) >> 20) / 1000, UTC)
     flip(victim, 200)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         later = datetime.now(UTC)
         assert store.verify(since=later).containers == 0
         store.put("c", random_bytes(400_000, 9))
@@ -66,7 +66,7 @@ def test_since_reads_what_was_written_since_and_nothing_older(root):
 
 
 def test_all_entries_of_a_sound_index_are_compared(root):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         tables = store._index.readable().entries()
         report = store.verify()
         assert report.damage == ()
@@ -77,7 +77,7 @@ def test_all_entries_of_a_sound_index_are_compared(root):
 @pytest.mark.parametrize("table", ["chunks", "segments", "features"])
 @pytest.mark.parametrize("elsewhere", ["in its container", "in no container"])
 def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(root, table, elsewhere):
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.writable()
         keys, locations = next(index.rows(table))
         row = slice(len(keys) // 2, len(keys) // 2 + 1)
@@ -109,7 +109,7 @@ def test_a_flipped_bit_of_a_place_is_named_and_no_put_leans_on_it(root, table):
             for number, end in enumerate(range(rows + width, len(run) + 1, width)):
                 run[end - 1 - number % PLACE.itemsize] ^= 1 << number % 8
             txn.put(bytes(9), bytes(run))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         (damage,) = store.verify().damage
         assert (damage.object_name, damage.versions) == ("index", ())
         assert "rebuild-index" in damage.problem
@@ -129,7 +129,7 @@ def test_a_version_that_the_index_does_not_list_is_named(root):
         database = env.open_db(b"versions")
         with env.begin(write=True, db=database) as txn:
             txn.delete(next(bytes(key) for key, value in txn.cursor() if b'"key": "k3"' in bytes(value)))
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         (damage,) = store.verify().damage
         assert "does not list 'k3' version 1" in damage.problem
 

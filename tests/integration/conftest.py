@@ -25,7 +25,7 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Store]]:
     def again() -> Store:
         for store in stores:
             store.close()
-        stores.append(open_store(tmp_path / "s", settings=COLLECTED, clock=clock))
+        stores.append(open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True))
         return stores[-1]
 
     yield again

@@ -39,7 +39,7 @@ def test_a_copy_taken_during_puts_has_all_that_was_committed_before_and_nothing_
     chosen = settings(SMALL, {"storage": {"parity": "rs-4-1"}})
     contents: dict[int, bytes] = {}
     data = random_bytes(200_000, 1)
-    with open_store(tmp_path / "store", settings=chosen) as store:
+    with open_store(tmp_path / "store", settings=chosen, create=True) as store:
         for number in range(BEFORE):
             data = mutated(data, number, 20)
             contents[store.put("db", data).info.version] = data
@@ -62,7 +62,7 @@ def test_a_copy_taken_during_puts_has_all_that_was_committed_before_and_nothing_
         writer.join()
     assert len(contents) > BEFORE
 
-    with open_store(tmp_path / "copy", settings=chosen) as store:
+    with open_store(tmp_path / "copy", settings=chosen, create=True) as store:
         for version in range(1, BEFORE + 1):
             assert store.get("db", version).read() == contents[version]
         touched = set()

@@ -30,7 +30,7 @@ from nearkin.testing.stores import settings as chosen
 def store(tmp_path: Path) -> Iterator[Store]:
     """Five versions, each a patch upon those before."""
     content = text_like(400_000, 1)
-    with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"max_depth": 4}})) as opened:
+    with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"max_depth": 4}}), create=True) as opened:
         for version in range(5):
             opened.put("k", content)
             content = mutated(content, version, edits=40, edit_bytes_max=60)
@@ -180,7 +180,7 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
 def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path) -> None:
     """Records that lie one behind the other are read together: of such a read the cache may drop all blocks but one."""
     content = random_bytes(6 * TOGETHER_BYTES_MAX, 1)
-    with open_store(tmp_path / "s", settings=chosen(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=chosen(SMALL), create=True) as store:
         store.put("k", content)
         source = store._containers
         source.forget_read()
@@ -275,12 +275,14 @@ def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
 ) -> None:
     content, versions = text_like(400_000, 1), list[bytes]()
     for codec in ("xdelta3", "patch"):
-        with open_store(tmp_path / "m", settings=chosen(SMALL, {"delta": {"codec": codec, "max_depth": 30}})) as opened:
+        with open_store(
+            tmp_path / "m", settings=chosen(SMALL, {"delta": {"codec": codec, "max_depth": 30}}), create=True
+        ) as opened:
             for version in range(2 if codec == "xdelta3" else 10):
                 versions.append(content)
                 opened.put("k", content)
                 content = mutated(content, version, edits=60, edit_bytes_max=60)
-    with open_store(tmp_path / "m") as opened:
+    with open_store(tmp_path / "m", create=True) as opened:
         source, read = opened._containers, list[tuple[str, int]]()
         plain = source._objects.get_ranges
 

@@ -18,7 +18,7 @@ def anonymous_bytes() -> int:
 
 def test_stores_opened_read_and_closed_one_after_another_leave_no_memory_behind(tmp_path):
     first = text_like(20 * MIB, 1)
-    with open_store(tmp_path / "s", settings=settings()) as store:
+    with open_store(tmp_path / "s", settings=settings(), create=True) as store:
         store.put("k", first)
         store.put("k", mutated(first, 2, edits=2000, edit_bytes_max=300))
     del first
@@ -27,7 +27,7 @@ def test_stores_opened_read_and_closed_one_after_another_leave_no_memory_behind(
     gc.disable()
     try:
         for _ in range(6):
-            with open_store(tmp_path / "s", settings=settings()) as store:
+            with open_store(tmp_path / "s", settings=settings(), create=True) as store:
                 for _piece in store.get("k"):
                     pass
                 del _piece

@@ -30,7 +30,7 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.now = 1_764_000_000.0
-        self.store = open_store(root, settings=CHOSEN, clock=lambda: self.now)
+        self.store = open_store(root, settings=CHOSEN, clock=lambda: self.now, create=True)
         self.objects = LocalObjects(root)
         self.containers = ContainerStore(self.objects, domain_of("default"), 1 << 20)
         self.watch = RecordWatch(CondemnedStore(self.objects), 0.0)

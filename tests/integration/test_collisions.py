@@ -36,12 +36,12 @@ def test_the_published_pair_stays_two_contents_under_two_keys(pair, suffix, swap
     one, other = (content + suffix for content in (reversed(pair) if swapped else pair))
     assert one != other
     assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
-    with open_store(tmp_path / "s", settings=whole()) as store:
+    with open_store(tmp_path / "s", settings=whole(), create=True) as store:
         first, second = store.put("one", one), store.put("other", other)
         assert second.ledger.duplicate_chunks == 0
         assert [r for r in store.put_many([("both", one), ("both", other)]) if r.ledger.duplicate_chunks != 1] == []
     assert first.info.digest != second.info.digest
-    with open_store(tmp_path / "s", settings=whole()) as store:
+    with open_store(tmp_path / "s", settings=whole(), create=True) as store:
         for key, version, content in [("one", 1, one), ("other", 1, other), ("both", 1, one), ("both", 2, other)]:
             assert store.get(key, version).read() == content
         (chunk_one,), (chunk_other,) = (store.explain(key).segments[0].chunks for key in ("one", "other"))
@@ -57,7 +57,9 @@ def test_the_published_pair_stays_two_contents_within_one_blob(pair, tmp_path):
     one, other = (content + b"\7" * (8192 - len(content)) for content in pair)
     assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
     blob = one + other + other + random_bytes(8192) + one + other
-    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}}), create=True
+    ) as store:
         put = store.put("k", blob)
         assert (put.ledger.chunks, put.ledger.duplicate_chunks) == (6, 3)
         store.put("turned", other + one)
@@ -71,7 +73,9 @@ def test_the_published_pair_stays_two_contents_within_one_blob(pair, tmp_path):
 def test_segments_that_hold_one_or_the_other_are_told_apart(pair, tmp_path):
     around = random_bytes(8192 * 5, 3)
     blobs = [around[:8192] + (content + b"\7" * (8192 - len(content))) + around[8192:] for content in pair]
-    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}}), create=True
+    ) as store:
         for key, blob in zip("ab", blobs, strict=True):
             store.put(key, blob)
         for key, blob in zip("ab", blobs, strict=True):
@@ -88,10 +92,10 @@ def test_every_version_restores_where_fingerprint_collisions_abound(bits, tmp_pa
     contents = [first]
     for seed in range(2):
         contents.append(mutated(contents[-1], seed, edits=200))
-    with open_store(tmp_path / "s", settings=chosen, fingerprint_bits=bits) as store:
+    with open_store(tmp_path / "s", settings=chosen, fingerprint_bits=bits, create=True) as store:
         for content in contents:
             store.put("k", content)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         by_fingerprint: dict[str, set[bytes]] = defaultdict(set)
         chunks = 0
         for version, content in enumerate(contents, 1):

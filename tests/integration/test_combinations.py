@@ -24,10 +24,10 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
     small = settings(SMALL, {"chunker": {"algorithm": chunker}, "delta": {"codec": codec, "max_depth": depth}})
     for algorithm in FEATURES:
         root = tmp_path / algorithm
-        with open_store(root, settings=settings(small, {"features": {"algorithm": algorithm}})) as store:
+        with open_store(root, settings=settings(small, {"features": {"algorithm": algorithm}}), create=True) as store:
             for content in VERSIONS:
                 store.put("k", content)
-        with open_store(root, settings=small) as store:
+        with open_store(root, settings=small, create=True) as store:
             for version, content in enumerate(VERSIONS, 1):
                 assert store.get("k", version).read() == content
             stats = store.stats()
@@ -73,13 +73,13 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
 def test_settings_at_their_bounds_round_trip(changes, tmp_path):
     if "chunker" in changes and changes["chunker"]["target_bytes"] == 900 * 1024:
         changes = {"chunker": {"algorithm": "whole"}}  # 900 KiB is no power of two: whole cuts there by itself
-    with open_store(tmp_path / "s", settings=settings(SMALL, changes)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True) as store:
         for content in [*VERSIONS, FRESH]:
             store.put("k", content)
         for version, content in enumerate([*VERSIONS, FRESH], 1):
             assert store.get("k", version).read() == content
         assert store.verify().damage == ()
-    with open_store(tmp_path / "s", settings=settings()) as store:  # settings of the reader do not matter
+    with open_store(tmp_path / "s", settings=settings(), create=True) as store:  # settings of the reader do not matter
         assert store.get("k", 4).read() == VERSIONS[3]
 
 
@@ -94,9 +94,9 @@ def test_a_store_goes_on_under_other_settings(tmp_path):
             "delta": {"max_depth": 1 + number % 4},
             "block": {"level": 1 + number % 9},
         }
-        with open_store(tmp_path / "s", settings=settings(SMALL, changes)) as store:
+        with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True) as store:
             assert store.put("k", content).info.version == number + 1
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         for version, content in enumerate(everything, 1):
             assert store.get("k", version).read() == content
         assert store.verify().damage == ()
@@ -108,7 +108,9 @@ def test_a_store_goes_on_under_other_settings(tmp_path):
 def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
     content, history = text_like(40_000, 7), []
     changes = {"delta": {"max_depth": depth}, "features": {"count": 6, "super_features": 6}}
-    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "whole"}}, changes)) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "whole"}}, changes), create=True
+    ) as store:
         for seed in range(24):  # far from the first version in the end, near to the one before
             content = mutated(content, seed, edits=40, edit_bytes_max=100)
             history.append(content)
@@ -121,7 +123,9 @@ def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
 def test_settings_that_are_set_anew_count_from_the_next_put_on(tmp_path):
     """As the gateway does with hot ones: the same store stays open."""
     data = text_like(300_000, 1)
-    with open_store(tmp_path / "s", settings=settings(SMALL, {"features": {"algorithm": "finesse"}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, {"features": {"algorithm": "finesse"}}), create=True
+    ) as store:
         store.put("k", data)
         store.settings = settings(SMALL, {"features": {"algorithm": "odess"}, "delta": {"codec": "none"}})
         store.put("k", mutated(data, 2, edits=30))

@@ -41,7 +41,7 @@ def fails(store: Store, key: str) -> None:
 
 
 def counted(path: Path) -> tuple[int, int, list[int]]:
-    with open_store(path) as store:
+    with open_store(path, create=True) as store:
         stats = store.stats()
         return stats.versions, stats.deleted_versions, [one.version for one in store.versions(all_versions=True)]
 
@@ -50,7 +50,7 @@ def counted(path: Path) -> tuple[int, int, list[int]]:
 @pytest.mark.parametrize(("point", "left"), [("delete.noted", [1, 2]), ("delete.older", [2])])
 def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, point, left, reopened):
     path = tmp_path / "s"
-    with open_store(path) as store:
+    with open_store(path, create=True) as store:
         for _ in range(2):
             store.put("a", b"content" * 100)
         with armed(f"{point}:1:error"):
@@ -59,7 +59,7 @@ def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, p
             stats = store.stats()
             assert (stats.versions, stats.deleted_versions) == (len(left), 2 - len(left))
     assert counted(path) == (len(left), 2 - len(left), left)
-    with open_store(path) as store:
+    with open_store(path, create=True) as store:
         store.put("b", b"other")
         store.delete("a")
     assert counted(path) == (1, 2, [1])
@@ -67,7 +67,7 @@ def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, p
 
 def test_what_was_noted_of_an_undeletion_that_failed_is_counted_no_more(tmp_path):
     path = tmp_path / "s"
-    with open_store(path) as store:
+    with open_store(path, create=True) as store:
         store.put("a", b"content")
         store.delete("a")
         with armed("delete.noted:1:error"), pytest.raises(StoreUnavailable):
@@ -78,7 +78,7 @@ def test_what_was_noted_of_an_undeletion_that_failed_is_counted_no_more(tmp_path
 def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path):
     path = tmp_path / "s"
     chosen = settings({"deletion": {"undelete_seconds": 0}})
-    with open_store(path, settings=chosen) as store:
+    with open_store(path, settings=chosen, create=True) as store:
         for key in "ab":
             store.put(key, key.encode() * 5000)
         store.delete("a")
@@ -89,7 +89,7 @@ def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path
             store.put("c", b"c")
         assert [one.key for one in store.versions()] == ["b"]
     assert counted(path) == (1, 1, [1])
-    with open_store(path, settings=chosen) as store:
+    with open_store(path, settings=chosen, create=True) as store:
         assert [entry.marks_bytes > 0 for entry in store._index.read(lambda index: list(index.catalog("default", "a")))]
         store.gc()
     assert counted(path) == (1, 0, [1])
@@ -101,7 +101,7 @@ def told(store: Store) -> tuple[int, int, list[str]]:
 
 
 def test_what_is_listed_between_the_note_and_the_mark_of_a_second_try_does_not_undo_the_note(tmp_path):
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for key in "ab":
             store.put(key, key.encode() * 1000)
         passed = []
@@ -117,13 +117,13 @@ def test_what_is_listed_between_the_note_and_the_mark_of_a_second_try_does_not_u
             fails(store, "a")
             assert store.delete("a")
         assert told(store) == (1, 1, ["a"])
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         assert told(store) == (1, 1, ["a"])
 
 
 def test_a_deletion_that_fails_beside_another_of_the_same_version_does_not_undo_its_note(tmp_path):
     """The one looks what is there after the other has noted, and before it has written."""
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"content")
         passed: list[str] = []
 
@@ -138,12 +138,12 @@ def test_a_deletion_that_fails_beside_another_of_the_same_version_does_not_undo_
             assert store.delete("a")
         assert len(passed) == 2
         assert told(store) == (0, 1, ["a"])
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         assert told(store) == (0, 1, ["a"])
 
 
 def test_a_deletion_that_fails_beside_a_put_is_counted_no_more(tmp_path):
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for key in "ab":
             store.put(key, key.encode() * 1000)
 
@@ -162,21 +162,21 @@ def test_a_deletion_that_fails_beside_a_put_is_counted_no_more(tmp_path):
 
 def test_a_deletion_that_was_refused_leaves_the_lock_to_others(tmp_path):
     path = tmp_path / "s"
-    with open_store(path) as reader:
-        with open_store(path) as writer:
+    with open_store(path, create=True) as reader:
+        with open_store(path, create=True) as writer:
             writer.put("k", b"x")
             reader.stats()
             with pytest.raises(StoreLocked):
                 reader.delete("k")
         reader.stats()
-        with open_store(path) as writer:
+        with open_store(path, create=True) as writer:
             writer.put("c", b"1")
         assert told(reader) == (2, 0, [])
 
 
 def test_what_cannot_be_put_back_either_is_put_back_by_who_opens_the_store_next(tmp_path, monkeypatch):
     path = tmp_path / "s"
-    with open_store(path) as store:
+    with open_store(path, create=True) as store:
         store.put("a", b"content")
         full = Mock(side_effect=NoRoom("made up"))
         monkeypatch.setattr(LmdbIndex, "restate_marks", full)
@@ -184,6 +184,6 @@ def test_what_cannot_be_put_back_either_is_put_back_by_who_opens_the_store_next(
             fails(store, "a")
         monkeypatch.undo()
         full.assert_called_once()
-    with open_store(path) as store:
+    with open_store(path, create=True) as store:
         store.put("b", b"b")
         assert told(store) == (2, 0, [])

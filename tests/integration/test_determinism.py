@@ -18,7 +18,7 @@ HISTORY = [FIRST, mutated(FIRST, 1, edits=300), mutated(FIRST, 2, edits=500)]
 
 
 def kept(root, changes, history=HISTORY):
-    with open_store(root, settings=settings(SMALL, changes)) as store:
+    with open_store(root, settings=settings(SMALL, changes), create=True) as store:
         for content in history:
             store.put("k", content)
         list(store.put_many((f"part {number}", FIRST[number * 7000 :][:20_000]) for number in range(40)))
@@ -104,7 +104,7 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
         "gc": {"gather_bytes": gather_bytes, "gather_versions": 2},
     }
     content = text_like(1_500_000, 5)
-    with open_store(tmp_path / "put", settings=settings(SMALL, changes)) as store:
+    with open_store(tmp_path / "put", settings=settings(SMALL, changes), create=True) as store:
         for number in range(8):
             content = mutated(content, number, edits=300, edit_bytes_max=40)
             store.put("k", content)
@@ -114,7 +114,7 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
         monkeypatch.setattr("nearkin.parallel.cores", lambda: count)
         root = tmp_path / str(count)
         shutil.copytree(tmp_path / "put", root)
-        with open_store(root, settings=settings(SMALL, changes)) as store:
+        with open_store(root, settings=settings(SMALL, changes), create=True) as store:
             report = store.gc()
             assert store.get("k").read() == content
         return report.containers_rewritten, {path.name: path.read_bytes() for path in containers(root)}
@@ -128,7 +128,7 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
 def test_a_version_that_differs_little_lies_in_one_container_however_many_batches_it_has(tmp_path):
     """Each batch of patches was counted at half its bytes, was a full container, and cost a sync of its own."""
     changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}}
-    with open_store(tmp_path / "s", settings=settings(changes)) as store:
+    with open_store(tmp_path / "s", settings=settings(changes), create=True) as store:
         store.put("k", FIRST)
         before = store.stats().containers
         info = store.put("k", mutated(FIRST, 1, edits=100)).info

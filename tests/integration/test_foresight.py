@@ -33,7 +33,7 @@ def stored(root: Path, *changes: Mapping[str, object]) -> list[bytes]:
     versions = [text_like(9_000_000, 1)]
     for number in range(1, VERSIONS):
         versions.append(mutated(versions[-1], number, edits=300, edit_bytes_max=400))
-    with open_store(root, settings=settings(SMALL, BLOCKS, *changes)) as store:
+    with open_store(root, settings=settings(SMALL, BLOCKS, *changes), create=True) as store:
         for data in versions:
             store.put("k", data)
     return versions
@@ -236,7 +236,9 @@ def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
     now = [1.7e9]
     content = bytearray(np.random.default_rng(0).bytes(9_000_000))
     random = np.random.default_rng(1)
-    with open_store(tmp_path / "s", settings=settings(SMALL, BLOCKS, XDELTA), clock=lambda: now[0]) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, BLOCKS, XDELTA), clock=lambda: now[0], create=True
+    ) as store:
         for _ in range(7):
             for place in random.integers(0, len(content) - 30, 550):
                 content[place : place + 20] = random.bytes(25)

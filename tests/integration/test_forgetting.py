@@ -20,7 +20,7 @@ TABLES = ("chunks", "features", "segments", "containers")
 
 def filled(root: Path) -> Path:
     content = text_like(400_000, 1)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(3):
             store.put("k", content)
             content = mutated(content, number, edits=40)
@@ -88,7 +88,7 @@ def test_what_was_looked_up_in_an_index_that_was_replaced_is_looked_up_again(tmp
     index.forget(chunks, segments, containers)
     found, forgotten = index.look_up(chunks, segments), index.entries()
     index.close()
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.rebuild_index()
     made = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     assert len(made.entries()["chunks"]) > len(forgotten["chunks"])

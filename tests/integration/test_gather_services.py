@@ -44,7 +44,7 @@ class Deployed(Fleet):
     def __init__(self, folder: Path, elsewhere: S3Objects, redis: Redis, prefix: str) -> None:
         self.contents: dict[int, bytes] = {}
         content = text_like(600_000, 5)
-        with open_store(folder / "s", settings=CHOSEN) as store:
+        with open_store(folder / "s", settings=CHOSEN, create=True) as store:
             for number in VERSIONS:
                 content = self.contents[number] = mutated(content, number, edits=150, edit_bytes_max=40)
                 assert store.put("k", content).info.version == number

@@ -69,7 +69,7 @@ def depths(store: Store) -> dict[int, np.ndarray]:
 
 @pytest.fixture
 def store(tmp_path, clock):
-    with open_store(tmp_path / "g", settings=GATHERED, clock=clock) as opened:
+    with open_store(tmp_path / "g", settings=GATHERED, clock=clock, create=True) as opened:
         yield opened
 
 
@@ -94,7 +94,7 @@ def apart(tmp_path, clock):
         "delta": {"codec": "patch", "max_depth": 2},
         "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
     }
-    with open_store(tmp_path / "a", settings=settings(COLLECTED, chosen), clock=clock) as opened:
+    with open_store(tmp_path / "a", settings=settings(COLLECTED, chosen), clock=clock, create=True) as opened:
         opened.put("k", random_bytes(2_000_000, 5))
         yield opened
 
@@ -156,7 +156,7 @@ def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(sto
     number = int(np.flatnonzero(gathered(directory))[0])
     flip(root, (directory.block_rows[number].start + directory.block_rows[number].stop) // 2)
     store.close()
-    with open_store(store.root, settings=GATHERED) as broken:
+    with open_store(store.root, settings=GATHERED, create=True) as broken:
         assert len(broken.verify().damage) == 1
         files = []
         for each, content in HISTORY.items():
@@ -210,7 +210,9 @@ def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock)
         store.gc()
         clock.now += DAY
         check(store, range(1, first + 3))
-    with open_store(store.root.parent / "apart", settings=settings(GATHERED, {"gc": {"gather_bytes": 0}})) as apart:
+    with open_store(
+        store.root.parent / "apart", settings=settings(GATHERED, {"gc": {"gather_bytes": 0}}), create=True
+    ) as apart:
         put(apart, EVERY)
         apart.gc()
         assert blocks(apart)[0] == 0
@@ -271,7 +273,7 @@ def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
     clock.now += 8 * DAY
     collected(store, clock, rounds=6)
     check(store, range(9, 13))
-    with open_store(store.root.parent / "fresh", settings=GATHERED) as fresh:
+    with open_store(store.root.parent / "fresh", settings=GATHERED, create=True) as fresh:
         for number in range(9, 13):
             fresh.put("k", HISTORY[number])
     assert stored_bytes(store.root) < 1.5 * stored_bytes(store.root.parent / "fresh")
@@ -301,7 +303,7 @@ def test_a_broken_container_is_named_with_the_versions_that_lean_on_it(store):
 
 
 def test_a_store_that_is_sealed_gathers_as_well(tmp_path):
-    with open_store(tmp_path / "e", settings=settings(GATHERED, ENCRYPTED)) as store:
+    with open_store(tmp_path / "e", settings=settings(GATHERED, ENCRYPTED), create=True) as store:
         put(store, EVERY)
         store.gc()
         assert blocks(store)[0]
@@ -352,7 +354,7 @@ def test_a_round_plans_no_more_blocks_that_refer_than_it_may_hold(store, monkeyp
 
 def test_the_codec_of_deltas_gathers_nothing(tmp_path):
     chosen = settings(GATHERED, {"delta": {"codec": "xdelta3"}})
-    with open_store(tmp_path / "x", settings=chosen) as store:
+    with open_store(tmp_path / "x", settings=chosen, create=True) as store:
         put(store, EVERY)
         store.gc()
         assert blocks(store)[0] == 0
@@ -364,10 +366,10 @@ def test_the_codec_of_deltas_gathers_nothing(tmp_path):
 )
 def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, times):
     root = tmp_path / "d"
-    with open_store(root, settings=GATHERED) as store:
+    with open_store(root, settings=GATHERED, create=True) as store:
         put(store, EVERY)
     killed_in_a_round(root, CHOSEN, point, times)
-    with open_store(root, settings=GATHERED) as store:
+    with open_store(root, settings=GATHERED, create=True) as store:
         check(store, EVERY)
         store.gc()
         check(store, EVERY)
@@ -394,7 +396,7 @@ def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_containe
 def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_path, clock, versions):
     """Eleven lean on the first one: twelve versions are there."""
     chosen = settings(GATHERED, {"gc": {"gather_versions": 11, "recompress_level": 0}})
-    with open_store(tmp_path / "few", settings=chosen, clock=clock) as store:
+    with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, versions + 1))
         told = store.gc()
         assert (blocks(store)[0] > 0) == (told.containers_rewritten > 0) == (versions > 11)
@@ -405,7 +407,7 @@ def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_pat
 def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_path, clock, block_bytes, takes):
     """In parts it takes more than is gained, and what it was to take in would be left as it was."""
     whole = settings(GATHERED, {"block": {"raw_bytes": "8MiB"}})
-    with open_store(tmp_path / "large", settings=whole, clock=clock) as store:
+    with open_store(tmp_path / "large", settings=whole, clock=clock, create=True) as store:
         put(store, range(1, 8))
         ids = sorted(container for container, _ in store._containers.ids())
         (raw_bytes,) = store._containers.of(None).directory(ids[0]).blocks.raw.tolist()
@@ -417,7 +419,7 @@ def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_p
 
 def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_path, clock):
     chosen = settings(GATHERED, {"gc": {"gather_versions": 8}})
-    with open_store(tmp_path / "few", settings=chosen, clock=clock) as store:
+    with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, 10))
         store.gc()
         _, refer = blocks(store)
@@ -430,7 +432,7 @@ def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_
 
 def test_versions_that_are_gone_do_not_count_whatever_still_leans_on_them(tmp_path, clock):
     chosen = settings(GATHERED, {"gc": {"gather_versions": 8}, "deletion": {"undelete_seconds": 0}})
-    with open_store(tmp_path / "gone", settings=chosen, clock=clock) as store:
+    with open_store(tmp_path / "gone", settings=chosen, clock=clock, create=True) as store:
         put(store, EVERY)
         for number in range(1, 8):
             store.delete("k", number)
@@ -458,11 +460,11 @@ def test_blocks_that_take_something_in_are_not_joined_with_others(store):
 
 
 def test_chunks_that_lean_on_one_joined_chunk_are_each_the_first_of_a_family(tmp_path):
-    with open_store(tmp_path / "g", settings=GATHERED) as opened:
+    with open_store(tmp_path / "g", settings=GATHERED, create=True) as opened:
         put(opened, EVERY)
         opened.gc()
     shallow = settings(GATHERED, {"delta": {"max_depth": 1}})  # a new chunk leans on what its base refers to then
-    with open_store(tmp_path / "g", settings=shallow) as opened:
+    with open_store(tmp_path / "g", settings=shallow, create=True) as opened:
         opened.put("k", mutated(HISTORY[12], 99, edits=150, edit_bytes_max=40))
         firsts_of_families(opened)
 

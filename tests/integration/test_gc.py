@@ -93,7 +93,7 @@ def test_a_first_put_that_is_at_work_or_has_failed_hinders_no_round(opened, cloc
 
     def watch(name: str) -> None:
         if name == "commit.begun":
-            with open_store(store.root, settings=COLLECTED, clock=clock) as other:
+            with open_store(store.root, settings=COLLECTED, clock=clock, create=True) as other:
                 seen.append(other.gc(dry_run=True))
             raise StoreUnavailable("made up")
 
@@ -225,14 +225,18 @@ def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
     store.put("k", random_bytes(300_000, 1))
     store.close()
     content = random_bytes(300_000, 2)
-    with open_store(tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock) as other:
+    with open_store(
+        tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock, create=True
+    ) as other:
         other.put("k", content)
     store = opened()
     store.delete("k")
     clock.now += 8 * DAY
     assert collected(store, clock) > 300_000
     store.close()
-    with open_store(tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock) as other:
+    with open_store(
+        tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock, create=True
+    ) as other:
         assert other.get("k").read() == content
 
 
@@ -248,7 +252,9 @@ def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
 def test_a_manifest_that_names_more_than_there_is_takes_no_memory_for_it_and_nothing_is_freed(
     tmp_path, clock, what, problem, mode
 ):
-    with open_store(tmp_path / "s", settings=settings(COLLECTED, {"gc": {"mode": mode}}), clock=clock) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(COLLECTED, {"gc": {"mode": mode}}), clock=clock, create=True
+    ) as store:
         _refused(store, clock, what, problem)
 
 
@@ -353,7 +359,7 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
 def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock, parity, sealed):
     kept = {"prefix": "few", "keep_last": 2}
     chosen = settings(COLLECTED, sealed, {"storage": {"parity": parity}, "retention": {"policies": [kept]}})
-    with open_store(tmp_path / "s", settings=chosen, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
         content = text_like(400_000, 1)
         for number in range(1, 9):
             content = mutated(content, number, edits=40)
@@ -370,12 +376,12 @@ def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock
 @pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.sentenced", "gc.uncatalogued", "gc.manifest"])
 def test_what_is_stored_is_told_to_the_byte_after_a_round_that_died(tmp_path, point):
     root, chosen = tmp_path / "d", {"deletion": {"undelete_seconds": 0}}
-    with open_store(root, settings=settings(COLLECTED, chosen)) as store:
+    with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:
         store.put("kept", text_like(600_000, 1))
         store.put("gone", random_bytes(200_000, 2))
         store.delete("gone")
     killed_in_a_round(root, chosen, point, 1)
-    with open_store(root, settings=settings(COLLECTED, chosen)) as store:
+    with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:
         for _ in range(2):
             told = store.stats()
             assert told.ledger.stored_bytes == sum(told.parts.values()) == stored_bytes(root)
@@ -442,7 +448,7 @@ def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
     clock = Clock()
     first, other = text_like(60_000, 1), random_bytes(30_000, 2)
     contents: dict[tuple[str, int], bytes] = {}
-    with open_store(tmp_path / "all", settings=COLLECTED, clock=clock) as store:
+    with open_store(tmp_path / "all", settings=COLLECTED, clock=clock, create=True) as store:
         for number in range(1, 5):
             contents["a", number] = mutated(first, number, edits=40)
             contents["b", number] = other[: 5_000 * number] + mutated(first, number + 1, edits=20)[:20_000]
@@ -454,7 +460,7 @@ def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
         shutil.copytree(tmp_path / "all", root)
         going = draw.sample(sorted(contents), draw.randint(1, 5))
         clock.now = Clock.now
-        with open_store(root, settings=COLLECTED, clock=clock) as store:
+        with open_store(root, settings=COLLECTED, clock=clock, create=True) as store:
             for key, number in going:
                 store.delete(key, number)
             clock.now += 8 * DAY
@@ -483,7 +489,7 @@ def test_a_reader_never_takes_a_new_container_for_one_that_was_collected_though_
     contents = [random_bytes(50_000, number) for number in range(6)]
     store.put("first", contents[0])
     ahead_ns[0] = 0
-    with open_store(store.root, settings=store.settings, clock=clock) as reader:
+    with open_store(store.root, settings=store.settings, clock=clock, create=True) as reader:
         for content in contents:
             version = store.put("k", content).info.version
             assert reader.get("k", start=100, stop=20_000).read() == content[100:20_000]

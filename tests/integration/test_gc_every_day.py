@@ -29,7 +29,7 @@ def test_what_died_since_a_round_does_not_hold_what_that_condemned(tmp_path: Pat
     """A round a day, as a daily `nearkin gc`: without the dead encoded again too it is 1.34 times a fresh store."""
     now, draw, content = [1_764_000_000.0], random.Random(1), text_like(600_000, 1)
     chosen, versions = with_changes(Settings(), CHANGES), dict[int, bytes]()
-    with open_store(tmp_path / "s", settings=chosen, clock=lambda: now[0]) as store:
+    with open_store(tmp_path / "s", settings=chosen, clock=lambda: now[0], create=True) as store:
         for day in range(9):
             content = edited(content, draw)
             versions[store.put("k", content).info.version] = content
@@ -39,7 +39,7 @@ def test_what_died_since_a_round_does_not_hold_what_that_condemned(tmp_path: Pat
             now[0] += DAY
             store.gc()
             if day > KEPT:
-                with open_store(tmp_path / f"fresh{day}", settings=chosen) as fresh:
+                with open_store(tmp_path / f"fresh{day}", settings=chosen, create=True) as fresh:
                     for one in versions.values():
                         fresh.put("k", one)
                 assert stored_bytes(tmp_path / "s") <= 1.2 * stored_bytes(tmp_path / f"fresh{day}"), day

@@ -18,7 +18,7 @@ CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_sec
 
 def filled(root: Path) -> None:
     """Leave several containers that a second round would remove."""
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(4):
             store.put(f"k{number}", random_bytes(200_000, number))
             store.delete(f"k{number}")
@@ -29,10 +29,10 @@ def filled(root: Path) -> None:
 def test_a_paused_store_collects_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     root = tmp_path / "s"
     filled(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.pauses.pause("somebody on some host")
     before = objects(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.gc_state().paused_by == "somebody on some host"
         with pytest.raises(Paused, match=r"somebody on some host.*--resume"):
             store.gc()
@@ -58,7 +58,7 @@ def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_r
         if name.startswith("containers/"):
             Pauses(LocalObjects(root)).pause("in between")
 
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         with monkeypatch.context() as patched:
             patched.setattr(LocalObjects, "delete", pausing)
             with pytest.raises(Paused):
@@ -73,7 +73,7 @@ def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_r
 def test_a_broken_record_pauses_too(tmp_path: Path, said: bytes) -> None:
     root = tmp_path / "s"
     filled(root)
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         store.pauses.pause("me")
         (root / "pause" / "0000000000000001.json").write_bytes(said)
         with pytest.raises(Paused, match="unreadable"):
@@ -92,10 +92,10 @@ def test_a_writer_that_sweeps_what_dead_writers_left_does_not_take_a_pause_with_
     def put_meanwhile(name: str) -> None:
         if name == "object.synced" and not versions:
             versions.append(0)
-            with open_store(root, settings=CHOSEN) as writer:
+            with open_store(root, settings=CHOSEN, create=True) as writer:
                 versions.append(writer.put("new", b"content").info.version)
 
-    with open_store(root, settings=CHOSEN) as store:
+    with open_store(root, settings=CHOSEN, create=True) as store:
         failpoints.arm((), put_meanwhile)
         try:
             store.pauses.pause("me")
@@ -114,12 +114,12 @@ def test_of_two_who_make_a_store_at_once_both_have_it_though_one_already_writes(
     def made_meanwhile(name: str) -> None:
         if name == "object.synced" and not begun:
             begun.append(name)
-            with open_store(root, settings=CHOSEN) as writer:
+            with open_store(root, settings=CHOSEN, create=True) as writer:
                 writer.put("new", b"content")
 
     failpoints.arm((), made_meanwhile)
     try:
-        store = open_store(root, settings=CHOSEN)
+        store = open_store(root, settings=CHOSEN, create=True)
     finally:
         failpoints.disarm()
     with store:

@@ -40,7 +40,7 @@ class Deployed(Fleet):
     def __init__(self, folder: Path, elsewhere: ObjectStore, redis: Redis, prefix: str) -> None:
         self.contents: dict[int, bytes] = {}
         text = text_like(200_000, 1)
-        with open_store(folder / "s", settings=CHOSEN) as store:
+        with open_store(folder / "s", settings=CHOSEN, create=True) as store:
             for number in range(1, 7):
                 text = mutated(text, number, edits=30)
                 content = text + random_bytes(100_000, number)

@@ -35,7 +35,7 @@ def test_dead_bases_go_once_what_leans_on_them_takes_living_ones(opened, clock, 
     kept = chain(store, clock, versions=14, keep=3)
     before = stored_bytes(store.root)
     collected(store, clock, rounds=6)
-    with open_store(tmp_path / "fresh", settings=COLLECTED) as fresh:
+    with open_store(tmp_path / "fresh", settings=COLLECTED, create=True) as fresh:
         for content in kept.values():
             fresh.put("k", content)
     assert stored_bytes(store.root) < 1.2 * stored_bytes(tmp_path / "fresh") < before
@@ -99,7 +99,7 @@ def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
 def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec):
     """Each reader has let go of one container, as its cache may, and is told of no base that others had before."""
     chosen = settings(COLLECTED, {"delta": {"codec": codec}})
-    with open_store(tmp_path / "s", settings=chosen, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
         kept = chain(store, clock, versions=14, keep=3)
         store.gc()
         there = [container for container, _ in store._containers.ids()]

@@ -40,7 +40,7 @@ def stored(elsewhere: ObjectStore) -> int:
 
 def test_rounds_free_there_what_was_told(elsewhere: ObjectStore, tmp_path: Path) -> None:
     contents = {f"k{number}": random_bytes(30_000, number) for number in range(16)}
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         list(store.put_many(contents.items()))
         for number in range(16):
             if number % 4:

@@ -33,7 +33,7 @@ KEPT = pytest.mark.parametrize("store", ["patch", "xdelta3"], indirect=True)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """Four versions, kept as the codec says, with zeros between."""
     content = text_like(400_000, 1) + bytes(200_000)
-    with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"codec": request.param}})) as opened:
+    with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"codec": request.param}}), create=True) as opened:
         for version in range(4):
             opened.put("k", content)
             content = mutated(content, version, edits=40, edit_bytes_max=60)
@@ -235,7 +235,7 @@ def test_a_version_whose_chunks_end_elsewhere_leans_on_all_that_they_had(tmp_pat
         content = mutated(content, version, edits=60, edit_bytes_max=400)
 
     def stored(name: str) -> int:
-        with open_store(tmp_path / name, settings=chosen(SMALL, {"delta": {"max_depth": 1}})) as opened:
+        with open_store(tmp_path / name, settings=chosen(SMALL, {"delta": {"max_depth": 1}}), create=True) as opened:
             results = [opened.put("k", each) for each in versions]
             assert [b"".join(opened.get("k", number + 1)) for number in range(4)] == versions
         return results[-1].ledger.stored_bytes

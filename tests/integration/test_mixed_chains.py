@@ -24,7 +24,7 @@ def test_versions_put_under_patch_and_xdelta3_in_turn_need_few_blocks_each(tmp_p
     for version in range(10):
         codec = ("patch", "xdelta3")[version % 2]
         with open_store(
-            tmp_path / "s", settings=settings(SMALL_CACHES, {"delta": {"codec": codec, "max_depth": 16}})
+            tmp_path / "s", settings=settings(SMALL_CACHES, {"delta": {"codec": codec, "max_depth": 16}}), create=True
         ) as store:
             by_themselves.clear()
             store.put("k", content)

@@ -40,7 +40,7 @@ POLICIES = ("first-fit", "locality", "locality+first-fit")
 def test_every_codec_with_every_policy_restores_after_index_loss(tmp_path, codec, policy):
     chosen = settings(SMALL, {"base": {"policy": policy}, "delta": {"codec": codec, "max_depth": 3}})
     versions = history(5)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for content in versions:
             store.put("k", content)
         live = store._index.writable().entries()
@@ -65,7 +65,7 @@ def test_a_blob_that_is_a_history_itself_is_reduced_as_one(tmp_path):
     chosen = settings(Settings(), {"runner": {"batch_bytes": 2 * MIB}})
     first = random_bytes(OWN_BYTES + 2 * chosen.runner.batch_bytes)
     whole = first + mutated(first, 1, edits=4000)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         stored = store.put("k", whole).ledger
         assert stored.stored_bytes < len(first) * 1.02
         assert store.stats().found_by["locality"] > stored.delta_chunks * 0.9 > 1000
@@ -82,12 +82,12 @@ def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_not
     for number in range(1, 60):  # a byte in every chunk's window: only the newest neighbours stay alike
         versions.append(mutated(versions[-1], number, edits=120, edit_bytes_max=30)[:30_000])
     chosen = settings(SMALL, changes, {"base": {"policy": "locality+first-fit"}})
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for content in versions:
             store.put("k", content)
         deepest = max(store.stats().depths)
         assert deepest >= 6
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store._containers.blocks._bytes_max = 0
         depth, frame = 0, sys._getframe()
         while frame is not None:
@@ -103,11 +103,11 @@ def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_not
 
 def test_a_range_tells_what_it_read_and_reads_each_block_once(tmp_path):
     versions = history(6, 600_000)
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         for content in versions:
             store.put("k", content)
     for number in (1, 6):
-        with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
             blob = store.get("k", number, start=200_000, stop=300_000)
             assert blob.read() == versions[number - 1][200_000:300_000]
             costs = blob.costs
@@ -129,7 +129,7 @@ def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path, monkeyp
 
     versions = history(6, 400_000, 40)
     chosen = settings(SMALL, {"delta": {"max_depth": 4}, "block": {"delta_bytes": 8192}})
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for content in versions:
             store.put("k", content)
         store._containers.forget_read()
@@ -148,9 +148,9 @@ def test_codecs_and_depths_may_change_between_puts(tmp_path):
             "delta": {"codec": ("patch", "xdelta3")[number % 2], "max_depth": (4, 2, 1, 3)[number % 4]},
             "base": {"policy": POLICIES[number % 3]},
         }
-        with open_store(tmp_path / "s", settings=settings(SMALL, changes)) as store:
+        with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True) as store:
             store.put("k", content)
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         assert store.verify().damage == ()
         for number, content in enumerate(versions, 1):
             assert store.get("k", number).read() == content
@@ -163,7 +163,7 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
     for version in range(1, 4):
         frozen.append(mutated(frozen[-1], version, edits=20, edit_bytes_max=40))
     chosen = settings(SMALL, {"features": {"count": 6, "super_features": 6}})
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         assert [store.get("history", n).read() for n in (1, 2, 3)] == frozen[:3]
         assert store.put("history", frozen[3]).ledger.delta_chunks > 0
         assert store.rebuild_index().skipped == ()
@@ -176,7 +176,7 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
 def test_a_paper_profile_has_no_patch_blocks(tmp_path):
     from nearkin.config_layers import load
 
-    with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0]) as store:
+    with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0], create=True) as store:
         for content in history(3):
             store.put("k", content)
         stats = store.stats()
@@ -191,7 +191,7 @@ def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tm
     """Not of all before it; but for a version whose manifest does not tell how long its segments are."""
     content = random_bytes(40_000_000, 5)
     small = settings({"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}})
-    with open_store(tmp_path / "s", settings=small) as store:
+    with open_store(tmp_path / "s", settings=small, create=True) as store:
         store.put("k", content)
     many = len(containers(tmp_path / "s"))
     assert many > 15
@@ -201,7 +201,7 @@ def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tm
         path.chmod(0o644)
         path.write_bytes(encode_manifest(replace(manifest, lengths=None)))
     for start, stop in ((0, 11), (20_000_000, 20_000_011), (39_999_989, 40_000_000), (7_000_000, 8_048_576)):
-        with open_store(tmp_path / "s", settings=small) as store:
+        with open_store(tmp_path / "s", settings=small, create=True) as store:
             blob = store.get("k", start=start, stop=stop)
             assert blob.read() == content[start:stop]
             if told:
@@ -209,7 +209,7 @@ def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tm
             elif start:
                 assert blob.costs.directory_reads >= many * start // len(content)
     chance = random.Random(6)
-    with open_store(tmp_path / "s", settings=small) as store:
+    with open_store(tmp_path / "s", settings=small, create=True) as store:
         for _ in range(60):
             start = chance.randrange(len(content) + 1)
             stop = min(len(content), start + chance.choice([0, 1, 4096, 300_000, 9_000_000]))
@@ -218,7 +218,7 @@ def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tm
 
 def test_a_segment_that_is_not_as_long_as_its_manifest_says_ends_a_restore(tmp_path: Path) -> None:
     content = random_bytes(900_000, 7)
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         store.put("k", content)
     (path,) = manifests(tmp_path / "s")
     manifest = decode_manifest(path.read_bytes(), "m")
@@ -228,7 +228,7 @@ def test_a_segment_that_is_not_as_long_as_its_manifest_says_ends_a_restore(tmp_p
     lengths[2] += 1
     path.chmod(0o644)
     path.write_bytes(encode_manifest(replace(manifest, lengths=lengths)))
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for bounds in ({}, {"start": int(lengths[0]), "stop": int(lengths[0]) + 5}, {"start": 899_000}):
             reads = store.get("k", **bounds)
             if bounds.get("start") == 899_000:  # behind both: what it asks for is where it is said to be

@@ -81,7 +81,7 @@ def test_what_was_put_is_what_comes_back_after_rounds(tmp_path: Path, seed: int)
     lot, clock = Lot(seed), Clock()
     newest = {key: lot.content() for key in KEYS[: lot.number(1, 2)]}
     live: dict[tuple[str, int], bytes] = {}
-    with open_store(tmp_path / "s", settings=lot.settings(), clock=clock) as store:
+    with open_store(tmp_path / "s", settings=lot.settings(), clock=clock, create=True) as store:
 
         def put(key: str) -> None:
             live[key, store.put(key, newest[key]).info.version] = newest[key]

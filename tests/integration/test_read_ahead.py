@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     versions = [text_like(9_000_000, 1)]
     for number in range(1, 4):
         versions.append(mutated(versions[-1], number, edits=300, edit_bytes_max=4000))
-    with open_store(root, settings=settings(SMALL)) as store:
+    with open_store(root, settings=settings(SMALL), create=True) as store:
         for data in versions:
             store.put("k", data)
     return root, versions

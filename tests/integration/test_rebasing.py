@@ -43,7 +43,7 @@ HISTORY = history(14)
 
 def aged(root: Path, clock: Clock, chosen: object = SMALL_BLOCKS) -> Store:
     """Return a store of which the first versions are gone, one round before what leans on them is written anew."""
-    store = open_store(root, settings=chosen, clock=clock)  # type: ignore[arg-type]
+    store = open_store(root, settings=chosen, clock=clock, create=True)  # type: ignore[arg-type]
     for number, content in HISTORY.items():
         store.put("k", content)
         if number not in KEPT:
@@ -106,7 +106,7 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
     flip(broken, 200)
     before = {path.name.split(".")[0]: path.name for path in containers(root)}
     with (
-        open_store(root, settings=SMALL_BLOCKS, clock=clock) as store,
+        open_store(root, settings=SMALL_BLOCKS, clock=clock, create=True) as store,
         pytest.raises(Corrupt, match=broken.name.split(".")[0]),
     ):
         store.gc()
@@ -115,7 +115,7 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
     at = sorted(before).index(broken.name.split(".")[0])
     assert any(renewed[:at])
     assert not any(renewed[at:])
-    with open_store(root, settings=SMALL_BLOCKS, clock=clock) as store:
+    with open_store(root, settings=SMALL_BLOCKS, clock=clock, create=True) as store:
         for number in KEPT[:3]:
             assert store.get("k", number).read() == HISTORY[number]
 
@@ -169,7 +169,7 @@ GATHERED = settings(
 
 
 def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
-    with open_store(tmp_path / "s", settings=GATHERED, clock=clock) as store:
+    with open_store(tmp_path / "s", settings=GATHERED, clock=clock, create=True) as store:
         for number in HISTORY:
             store.put("k", HISTORY[number])
         for _ in range(2):
@@ -218,7 +218,9 @@ def test_what_leans_on_nothing_that_goes_is_copied_and_lies_less_deep(tmp_path, 
 def test_a_container_of_recipes_alone_is_no_obstacle(tmp_path, clock):
     """Of zeros no chunk is stored. Every later round failed once one had condemned something."""
     base = text_like(400_000, 1)
-    with open_store(tmp_path / "s", settings=settings({"deletion": {"undelete_seconds": 0}}), clock=clock) as store:
+    with open_store(
+        tmp_path / "s", settings=settings({"deletion": {"undelete_seconds": 0}}), clock=clock, create=True
+    ) as store:
         for content in (base, mutated(base, 1, edits=400, edit_bytes_max=60)):
             store.put("a", content)
         store.put("x", text_like(3_000, 5))

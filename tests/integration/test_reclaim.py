@@ -39,7 +39,7 @@ def opened(root: Path, clock: Clock, mode: str, tenant: str = "default") -> Stor
     chosen = settings(CHOSEN, {"gc": {"mode": mode}})
     if tenant != "default":
         chosen = settings(chosen, {"tenant": tenant})
-    return open_store(root, settings=chosen, clock=clock)
+    return open_store(root, settings=chosen, clock=clock, create=True)
 
 
 def filled(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:

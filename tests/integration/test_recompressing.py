@@ -54,7 +54,7 @@ def generations(store: Store) -> list[int]:
 
 @pytest.fixture
 def store(tmp_path, clock):
-    with open_store(tmp_path / "r", settings=CHOSEN, clock=clock) as opened:
+    with open_store(tmp_path / "r", settings=CHOSEN, clock=clock, create=True) as opened:
         yield opened
 
 
@@ -97,7 +97,7 @@ def test_the_index_is_made_again_and_puts_go_on(store):
     ids=["never", "no more than a put", "as a put"],
 )
 def test_what_would_come_no_smaller_is_left_as_it_is(tmp_path, clock, chosen):
-    with open_store(tmp_path / "off", settings=settings(CHOSEN, chosen), clock=clock) as store:
+    with open_store(tmp_path / "off", settings=settings(CHOSEN, chosen), clock=clock, create=True) as store:
         put(store)
         assert store.gc().containers_rewritten == 0
 
@@ -122,7 +122,7 @@ def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_pa
     left = {}
     for level in (0, 9):
         chosen = settings(CHOSEN, {"gc": {"recompress_level": level}, "container": {"target_bytes": "16MiB"}})
-        with open_store(tmp_path / f"level {level}", settings=chosen, clock=clock) as store:
+        with open_store(tmp_path / f"level {level}", settings=chosen, clock=clock, create=True) as store:
             list(store.put_many(parts.items()))
             assert len(containers(store.root)) == 1
             for number in range(2):
@@ -227,11 +227,11 @@ def test_a_block_that_does_not_decode_again_leaves_its_container_as_it_is(store,
 def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_path, clock, point, times):
     chosen = {**LARGER, "container": {"target_bytes": "256KiB"}}
     root = tmp_path / "d"
-    with open_store(root, settings=settings(COLLECTED, chosen), clock=clock) as store:
+    with open_store(root, settings=settings(COLLECTED, chosen), clock=clock, create=True) as store:
         put(store)
         assert len(containers(root)) > 2
     killed_in_a_round(root, chosen, point, times)
-    with open_store(root, settings=settings(COLLECTED, chosen), clock=clock) as store:
+    with open_store(root, settings=settings(COLLECTED, chosen), clock=clock, create=True) as store:
         check(store)
         assert store.gc().containers_rewritten > 0
         check(store)
@@ -240,7 +240,7 @@ def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_pa
 
 @pytest.mark.parametrize("how", [ENCRYPTED, {"storage": {"parity": "rs-4-2"}}], ids=["encrypted", "parity"])
 def test_in_a_store_that_keeps_more_than_the_objects(tmp_path, clock, how):
-    with open_store(tmp_path / "e", settings=settings(CHOSEN, how), clock=clock) as store:
+    with open_store(tmp_path / "e", settings=settings(CHOSEN, how), clock=clock, create=True) as store:
         put(store)
         before_bytes = stored_bytes(store.root)
         report = store.gc()

@@ -38,7 +38,7 @@ from nearkin_janitor import Tenants, claims_of, rebuild_index
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """Six versions of two keys, several containers, deltas and shared segments."""
     draw = random.Random(5)
-    with open_store(tmp_path_factory.mktemp("store") / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path_factory.mktemp("store") / "s", settings=settings(SMALL), create=True) as store:
         data = bytearray(draw.randbytes(1_500_000))
         for version in range(6):
             for _ in range(15):

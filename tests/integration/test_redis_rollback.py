@@ -44,7 +44,7 @@ NODES = 6
 
 def deployed(folder: Path, url: str) -> Fleet:
     """A store of a deleted version of CONTENT and of one that stays, its index in Redis."""
-    with open_store(folder / "s", settings=CHOSEN) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         store.put("a", CONTENT)
         store.put("keep", random_bytes(3000, 6))
         now = store._clock() + YEAR
@@ -312,7 +312,7 @@ def test_restart_that_lost_writes_adds_them_again(tmp_path: Path) -> None:
             fleet.manifests.delete("default", "keep", 1)
             assert put(fleet, fleet.index, "a-copy") > 0
             writer = random_bytes(400_000, 9)
-            with open_store(tmp_path / "s", settings=CHOSEN) as store:
+            with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
                 store.put("late", writer)
             for name, size in LocalObjects(tmp_path / "s").names("containers"):
                 if int(name.rpartition("/")[2].partition(".")[0], 16) not in kept:

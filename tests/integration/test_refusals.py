@@ -70,7 +70,7 @@ ODD_KEYS = [
 
 @pytest.fixture
 def store(tmp_path):
-    with open_store(tmp_path / "store", settings=settings(SMALL)) as opened:
+    with open_store(tmp_path / "store", settings=settings(SMALL), create=True) as opened:
         opened.put("there", CONTENT)
         yield opened
 
@@ -227,7 +227,7 @@ def test_a_tenant_that_is_not_utf8_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tenant.*UTF-8"):
         settings({"tenant": "\udcff"})
     with pytest.raises(BadInput, match=r"tenant.*UTF-8"):
-        open_store(tmp_path / "s", settings=replace(settings(SMALL), tenant="\udcff"))
+        open_store(tmp_path / "s", settings=replace(settings(SMALL), tenant="\udcff"), create=True)
 
 
 def test_a_put_in_the_middle_of_another_is_refused(store):
@@ -243,7 +243,7 @@ def test_a_put_in_the_middle_of_another_is_refused(store):
 def test_a_store_path_that_cannot_be_is_one_line(name, tmp_path):
     path = Path(name) if name.startswith("~") else tmp_path / name
     with pytest.raises(NearkinError, match=r"^store ") as caught:
-        open_store(path, settings=settings(SMALL))
+        open_store(path, settings=settings(SMALL), create=True)
     assert "\n" not in str(caught.value)
     assert "PosixPath" not in str(caught.value)
 
@@ -282,7 +282,7 @@ def test_what_is_not_there_is_not_found(store):
 
 def test_an_unknown_tenant_sees_an_empty_store(store):
     store.close()
-    with open_store(store.root, settings=settings(SMALL, {"tenant": "stranger"})) as other:
+    with open_store(store.root, settings=settings(SMALL, {"tenant": "stranger"}), create=True) as other:
         assert other.versions() == []
         with pytest.raises(NotFound):
             other.get("there")
@@ -291,22 +291,22 @@ def test_an_unknown_tenant_sees_an_empty_store(store):
 def test_two_tenants_of_one_store_share_nothing_and_harm_nothing(tmp_path):
     chosen = {tenant: settings(SMALL, {"tenant": tenant}) for tenant in ("one", "other")}
     for tenant in ("one", "other", "one"):
-        with open_store(tmp_path / "s", settings=chosen[tenant]) as store:
+        with open_store(tmp_path / "s", settings=chosen[tenant], create=True) as store:
             put = store.put("k", CONTENT)
             assert (put.ledger.duplicate_chunks > 0) == (put.info.version == 2)
     for tenant in ("one", "other"):
-        with open_store(tmp_path / "s", settings=chosen[tenant]) as store:
+        with open_store(tmp_path / "s", settings=chosen[tenant], create=True) as store:
             assert store.get("k").read() == CONTENT
             assert store.verify().damage == ()
             assert store.rebuild_index().skipped == ()
     for tenant in ("one", "other"):
-        with open_store(tmp_path / "s", settings=chosen[tenant]) as store:
+        with open_store(tmp_path / "s", settings=chosen[tenant], create=True) as store:
             assert store.get("k").read() == CONTENT
             assert store.put("k", CONTENT).ledger.unique_bytes == 0
 
 
 def of_tenant(root: Path, tenant: str) -> Store:
-    return open_store(root, settings=settings(SMALL, {"tenant": tenant}))
+    return open_store(root, settings=settings(SMALL, {"tenant": tenant}), create=True)
 
 
 def test_damage_is_told_to_one_tenant_with_the_versions_of_all(tmp_path):
@@ -392,27 +392,27 @@ def test_two_stores_of_one_process_read_side_by_side_and_one_writes(tmp_path):
 
 def test_a_store_of_a_newer_format_is_refused_untouched(tmp_path):
     root = tmp_path / "s"
-    open_store(root, settings=settings(SMALL)).close()
+    open_store(root, settings=settings(SMALL), create=True).close()
     fields = json.loads((root / "nearkin.json").read_bytes())
     (root / "nearkin.json").write_text(json.dumps({**fields, "format_version": 2, "what_comes": "later"}))
     before = objects(root)
     with pytest.raises(FormatTooNew, match=r"format 2.*up to 1"):
-        open_store(root, settings=settings(SMALL))
+        open_store(root, settings=settings(SMALL), create=True)
     assert objects(root) == before
 
 
 def test_a_store_whose_descriptor_is_lost_is_told_what_brings_it_back(tmp_path):
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         store.put("k", b"content")
     (tmp_path / "s" / "nearkin.json").unlink()
     before = objects(tmp_path / "s")
     with pytest.raises(Corrupt, match=r"nearkin\.json is lost; restore it from a copy"):
-        open_store(tmp_path / "s", settings=settings(SMALL))
+        open_store(tmp_path / "s", settings=settings(SMALL), create=True)
     assert objects(tmp_path / "s") == before
 
 
 def test_an_index_that_is_lost_where_nothing_can_be_written_is_told_as_that(tmp_path, monkeypatch):
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         store.put("k", b"content")
     shutil.rmtree(tmp_path / "s" / "index")
     refused = StoreUnavailable("s/lock: Read-only file system")
@@ -426,12 +426,12 @@ def test_an_index_that_is_lost_where_nothing_can_be_written_is_told_as_that(tmp_
 def test_a_foreign_folder_or_file_is_refused_untouched(tmp_path):
     (tmp_path / "photo.jpg").write_bytes(b"mine")
     with pytest.raises(BadInput, match="not empty"):
-        open_store(tmp_path, settings=settings(SMALL))
+        open_store(tmp_path, settings=settings(SMALL), create=True)
     with pytest.raises(BadInput, match="is a file"):
-        open_store(tmp_path / "photo.jpg", settings=settings(SMALL))
+        open_store(tmp_path / "photo.jpg", settings=settings(SMALL), create=True)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
-    with pytest.raises(NotFound, match="there is none"):
-        open_store(tmp_path / "new", settings=settings(SMALL), create=False)
+    with pytest.raises(NotFound, match="no store at"):
+        open_store(tmp_path / "new", settings=settings(SMALL), create=True)
     assert not (tmp_path / "new").exists()
 
 
@@ -443,7 +443,7 @@ def test_a_store_made_by_many_at_once_is_one_store(tmp_path):
     def make() -> None:
         barrier.wait()
         try:
-            opened.append(open_store(tmp_path / "s", settings=settings(SMALL)))
+            opened.append(open_store(tmp_path / "s", settings=settings(SMALL), create=True))
         except NearkinError as err:
             errors.append(err)
 

@@ -26,7 +26,9 @@ RANDOM = random_bytes(4096 * KIB + 1, 11)
 
 @pytest.mark.parametrize("chunker", CHUNKERS)
 def test_every_size_around_every_bound_comes_back(chunker, tmp_path):
-    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": chunker}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": chunker}}), create=True
+    ) as store:
         for size in [0, 1, 2, *(bound + off for bound in BOUNDS.values() for off in (-1, 0, 1))]:
             for content in (RANDOM[:size], bytes(size)):
                 result = store.put("k", content)
@@ -34,7 +36,7 @@ def test_every_size_around_every_bound_comes_back(chunker, tmp_path):
                 assert store.get("k").read() == content
                 assert store.get("k", start=max(0, size - 3)).read() == content[max(0, size - 3) :]
         assert store.verify().damage == ()
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         assert store.get("k").read() == bytes(BOUNDS["two batches"] + 1)
         assert store.rebuild_index().skipped == ()
         assert store.verify().damage == ()
@@ -42,7 +44,9 @@ def test_every_size_around_every_bound_comes_back(chunker, tmp_path):
 
 @pytest.mark.parametrize("size", [8 * KIB - 1, 8 * KIB, 8 * KIB + 1])
 def test_fixed_chunks_end_where_they_should(size, tmp_path):
-    with open_store(tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}}), create=True
+    ) as store:
         ledger = store.put("k", RANDOM[:size]).ledger
         assert ledger.chunks == 1 + (size > 8 * KIB)
         assert next(c.length_bytes for s in store.explain("k").segments for c in s.chunks) == min(size, 8 * KIB)
@@ -68,7 +72,7 @@ def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
     content = text + mutated(text, 1, edits=size // 5000) + mutated(text, 2, edits=size // 5000)
     ledgers = []
     for number, source in enumerate((content, Trickling(content), OnlyReads(content))):
-        with open_store(tmp_path / str(number), settings=settings(SMALL)) as store:
+        with open_store(tmp_path / str(number), settings=settings(SMALL), create=True) as store:
             store.put("k", source)
             assert store.get("k").read() == content
             ledgers.append(counts(store))
@@ -82,7 +86,7 @@ def test_many_blobs_in_one_call_come_back_in_order_over_several_groups(tmp_path,
     sizes = [number % 50 for number in range(420)]  # sizes from nothing to several batches among them
     sizes[100], sizes[200], sizes[419] = len(RANDOM), 900 * KIB, 2048 * KIB
     items = [(f"k{number % 400}", RANDOM[number : number + size]) for number, size in enumerate(sizes)]
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         results = list(store.put_many(items))
         assert [(r.info.key, r.info.size_bytes) for r in results] == [(key, len(content)) for key, content in items]
         assert sum(r.ledger.stored_bytes for r in results) + store.stats().parts["descriptor"] == (
@@ -96,7 +100,7 @@ def test_many_blobs_in_one_call_come_back_in_order_over_several_groups(tmp_path,
 
 
 def test_a_consumer_that_stops_early_loses_only_what_it_did_not_wait_for(tmp_path):
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         results = store.put_many((f"k{number}", b"%d" % number) for number in range(10))
         first = next(results)
         results.close()
@@ -112,7 +116,7 @@ def counts(store):
 
 def test_a_closed_store_gives_back_what_it_has_read_and_a_blob_of_it_can_be_read_still(tmp_path):
     content = text_like(3_000_000, 1)
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         store.put("k", content)
         blob = store.get("k")
         assert blob.read() == content

@@ -41,7 +41,7 @@ WEEK = 7 * DAY
 
 def opened(root: Path, mode: str, clock: Clock) -> Store:
     changes = {"deletion": {"undelete_seconds": DAY}, "gc": {"mode": mode, "grace_seconds": DAY, "compact_below": 0.8}}
-    return open_store(root, settings=settings(SMALL, changes), clock=clock)
+    return open_store(root, settings=settings(SMALL, changes), clock=clock, create=True)
 
 
 def left(root: Path) -> Counter[bytes]:

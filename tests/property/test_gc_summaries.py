@@ -36,7 +36,9 @@ GC = {"mode": HYBRID, "grace_seconds": DAY // 2}
 def store(tmp_path: Path) -> Iterator[Store]:
     changes = {"deletion": {"undelete_seconds": 0}, "gc": GC}
     clock = iter(range(1_764_000_000, 2_000_000_000, 60))
-    with open_store(tmp_path / "s", settings=settings(SMALL, changes), clock=lambda: float(next(clock))) as opened:
+    with open_store(
+        tmp_path / "s", settings=settings(SMALL, changes), clock=lambda: float(next(clock)), create=True
+    ) as opened:
         content = random_bytes(400_000, 1)
         for number in range(4):
             content = mutated(content, number, 3)

@@ -187,7 +187,7 @@ def test_a_sum_that_an_interrupt_let_drift_is_made_anew() -> None:
 def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
     chosen = settings({"base": {"cache_bytes": 2 * MIB}, "restore": {"cache_bytes": 32 * MIB}})
     data = text_like(9_000_000, 3)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         blocks = store._containers.blocks
         store.put("k", data)
         store.put("k", mutated(data, 4, edits=300, edit_bytes_max=4000))
@@ -201,14 +201,14 @@ def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
 def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_its_own(tmp_path: Path) -> None:
     chosen = settings({"base": {"cache_bytes": 32 * MIB}, "restore": {"cache_bytes": 8 * MIB}})
     data = text_like(20_000_000, 3)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         blocks = store._containers.blocks
         store.put("k", data)
         left = blocks.used_bytes
         assert 8 * MIB < left <= 32 * MIB
         assert store.get("k").read() == data
         assert blocks.used_bytes == left
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         assert store.get("k").read() == data
         assert 4 * MIB < store._containers.blocks.used_bytes <= 8 * MIB
 
@@ -220,7 +220,7 @@ def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
     monkeypatch.setattr("nearkin.api.give_back_free", lambda: given_back.append(True))
     chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
     data = text_like(60_000_000, 3)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         blocks, held = store._containers.blocks, list[int]()
         store.put("k", data)
 
@@ -249,7 +249,7 @@ def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_pa
     """Where nobody else can have written; else all that was read is forgotten."""
     chosen = settings({"gc": {"grace_seconds": 0, "gather_bytes": 0}, "deletion": {"undelete_seconds": 0}})
     data, other = text_like(6_000_000, 3), text_like(3_000_000, 4)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         source = store._containers
         for version in (data, other, mutated(data, 1, edits=40)):
             store.put("k", version)
@@ -283,7 +283,7 @@ def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_pa
         assert not {container for container, _ in after} & gone
         assert not {container for container, _ in source._directories.items()} & gone
         read(1, 3)
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         assert store.get("k", 1).read() == data
         assert store._containers.blocks.entries
         store.gc()
@@ -291,7 +291,7 @@ def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_pa
 
 
 def test_what_has_gone_and_what_has_a_later_generation_is_forgotten_whoever_did_it(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for number in range(3):
             store.put(str(number), text_like(500_000, number))
             assert store.get(str(number)).read() == text_like(500_000, number)
@@ -311,7 +311,7 @@ def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     data = text_like(3_000_000, 3)
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         store.put("k", data)
         assert store._containers.blocks.entries
 
@@ -326,7 +326,7 @@ def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
 
 def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:
     chosen = settings({"block": {"raw_bytes": 64 * 1024}})
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("k", text_like(1_000_000, 3))
         source = store._containers.counting()
         ((container, _),) = source.ids()

@@ -95,7 +95,7 @@ def test_the_environment_arms_a_process_which_dies_where_it_says(tmp_path: Path)
 import os, sys
 os.environ["NEARKIN_FAILPOINT"] = "commit.manifest:2:kill"
 from nearkin import open_store
-with open_store(sys.argv[1]) as store:
+with open_store(sys.argv[1], create=True) as store:
     for number in range(3):
         print(store.put("k", b"content").info.version, flush=True)
 """

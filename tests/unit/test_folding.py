@@ -24,7 +24,7 @@ def edited(data: bytes, seed: int) -> bytes:
 
 
 def stored(root: Path, versions: list[bytes]) -> list[nearkin.Ledger]:
-    with nearkin.open_store(root) as store:
+    with nearkin.open_store(root, create=True) as store:
         ledgers = [store.put("k", data).ledger for data in versions]
         for number, data in enumerate(versions, 1):
             assert store.get("k", number).read() == data
@@ -73,7 +73,7 @@ def test_shares_of_one_blob_are_those_of_the_general_way() -> None:
 
 def test_what_a_put_needed_is_gone_when_it_ends(tmp_path: Path) -> None:
     data = text_like(3_000_000, 1)
-    with nearkin.open_store(tmp_path / "s") as store:
+    with nearkin.open_store(tmp_path / "s", create=True) as store:
         store.put("k", data)
         gc.collect()
         gc.disable()

@@ -18,7 +18,7 @@ from nearkin.testing.samples import noise
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a store answers about two versions, the second a delta of the first."""
     first = noise(300_000, "answers").tobytes()
-    with open_store(Path(tmp_path_factory.mktemp("answers")) / "store") as store:
+    with open_store(Path(tmp_path_factory.mktemp("answers")) / "store", create=True) as store:
         store.put("a/ä", first, metadata={"näme": "wert"})
         second = store.put("a/ä", first[:150_000] + b"between" + first[150_000:] + bytes(100_000))
         return {

@@ -342,7 +342,7 @@ def test_a_page_ends_before_its_names_and_metadata_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "PAGE_BYTES_MAX", 100_000)
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for number in range(5):
             store.put("k", b"", metadata={"a": "x" * 60_000})
             store.put(f"l{number}", b"", metadata={"a": "x" * 60_000})
@@ -364,7 +364,7 @@ def test_a_page_ends_before_its_names_and_metadata_are_too_many(
 def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while_the_index_is_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for key in ("a", "b", "c", "d"):
             store.put(key, key.encode())
         store.delete("c")
@@ -390,7 +390,7 @@ def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while
 
 def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path: Path) -> None:
     """Whoever lists meanwhile has no more use for what was remembered; who began without the index still has."""
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"a")
         objects = LocalObjects(tmp_path / "s")
 

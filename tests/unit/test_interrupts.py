@@ -31,7 +31,7 @@ class Presses(MetaPathFinder):
 from nearkin import open_store
 sys.meta_path.insert(0, Presses())
 try:
-    with open_store(sys.argv[1]) as store:
+    with open_store(sys.argv[1], create=True) as store:
         store.put("k", open(sys.argv[2], "rb").read())
 except KeyboardInterrupt:
     print("interrupted", sys.argv[3] in sys.modules)
@@ -97,7 +97,7 @@ def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path,
     before = set(threading.enumerate())
     monkeypatch.setattr(embedded, "cores", lambda: 2)
     monkeypatch.setattr(Worker, "stop", interrupted)
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         with pytest.raises(KeyboardInterrupt):
             store.put("k", Source() if in_the_source else text_like(100_000, 1))
         assert pressed
@@ -121,7 +121,7 @@ def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monk
 
     before = set(threading.enumerate())
     monkeypatch.setattr(embedded, "Cutter", interrupted)
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         with pytest.raises(KeyboardInterrupt):
             store.put("k", text_like(100_000, 1))
         assert pressed
@@ -139,7 +139,7 @@ def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         bound(cache, bytes_max)
 
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         monkeypatch.setattr(ByteBoundedCache, "bound", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.put("k", b"abc")
@@ -168,7 +168,7 @@ def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
 def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path, monkeypatch):
     content = text_like(6_000_000, 1)
     monkeypatch.setattr(parallel, "cores", lambda: 3)
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         store.put("k", content)
         store.put("k", mutated(content, 1))
         store._containers.forget_read()

@@ -117,7 +117,7 @@ def test_a_version_behind_a_full_chain_does_not_tell_again_what_changed_since(
 
     def put(folder: str) -> list[int]:
         chosen = settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}})
-        with open_store(tmp_path / folder, settings=chosen) as store:
+        with open_store(tmp_path / folder, settings=chosen, create=True) as store:
             found = [store.put("k", content).ledger.delta_bytes for content in versions]
             assert max(store.stats().depths) == MAX_DEPTH
             for number, content in enumerate(versions, 1):
@@ -153,7 +153,9 @@ def test_a_batch_of_many_spans_has_questions_enough(
     monkeypatch.setattr(finder, "Near", begun)
     monkeypatch.setattr(levels, "FULL_REST", 0.0)  # so that all go up all levels
     versions = history(10)
-    with open_store(tmp_path / "s", settings=settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}})) as store:
+    with open_store(
+        tmp_path / "s", settings=settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}}), create=True
+    ) as store:
         for content in versions:
             store.put("k", content)
         for number, content in enumerate(versions, 1):
@@ -166,7 +168,7 @@ def test_a_batch_of_many_spans_has_questions_enough(
 
 def test_versions_that_change_everywhere_come_back(tmp_path: Path) -> None:
     content = random_bytes(400_000, 5)
-    with open_store(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", create=True) as store:
         for number in range(12):
             content = mutated(content, number, edits=120, edit_bytes_max=400)
             store.put("k", content)

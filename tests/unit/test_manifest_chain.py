@@ -101,7 +101,7 @@ def test_info_json_carries_retention_and_source_flag() -> None:
 
 def test_put_links_to_digest_of_previous_manifest(tmp_path: Path) -> None:
     """F.25: each version names number and digest of the manifest before it, a deleted one too."""
-    with nearkin.open_store(tmp_path) as store:
+    with nearkin.open_store(tmp_path, create=True) as store:
         for number in range(3):
             store.put("a", b"%d" % number)
             if number == 1:
@@ -116,7 +116,7 @@ def test_put_links_to_digest_of_previous_manifest(tmp_path: Path) -> None:
 
 def test_put_after_damaged_manifest_links_without_digest(tmp_path: Path) -> None:
     """F.25: a damaged previous manifest is named without a digest and does not stop the put."""
-    with nearkin.open_store(tmp_path) as store:
+    with nearkin.open_store(tmp_path, create=True) as store:
         store.put("a", b"one")
         path = tmp_path / object_name("default", "a", 1)
         path.chmod(0o600)

@@ -270,7 +270,7 @@ def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_pat
 
 def test_puts_and_gets_do_not_wait_for_obstore(tmp_path: Path) -> None:
     script = (
-        "import sys, nearkin; store = nearkin.open_store(sys.argv[1]); store.put('k', b'x' * 100_000);"
+        "import sys, nearkin; store = nearkin.open_store(sys.argv[1], create=True); store.put('k', b'x' * 100_000);"
         "store.get('k').read(); list(store.versions()); store.close(); print('obstore' in sys.modules)"
     )
     run = subprocess.run(

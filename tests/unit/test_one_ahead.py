@@ -195,7 +195,7 @@ def test_who_collects_a_restore_that_was_dropped_waits_for_nothing(tmp_path: Pat
     """The collector runs wherever memory is asked for: in the midst of what the restore's thread waits for, too."""
     gc.disable()
     try:
-        with open_store(tmp_path / "s") as store:
+        with open_store(tmp_path / "s", create=True) as store:
             store.put("k", text_like(20_000_000, 3))
             store._containers.forget_read()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,15 @@ import pytest
 
 from nearkin.config import Settings
 from nearkin.config_layers import load, with_changes
-from nearkin.errors import ConfigError, StoreUnavailable
+from nearkin.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
 from nearkin.limits import MIB
 from nearkin.store.objects import LocalObjects
-from nearkin.store.opening import open_objects
+from nearkin.store.opening import open_objects, open_store_of
 from nearkin.store.s3 import Where
 
 
 def opened(**section: Any) -> Any:
-    return open_objects(with_changes(Settings(), {"object_store": section}))
+    return open_objects(with_changes(Settings(), {"object_store": section, "storage": {"create": True}}))
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}"])
@@ -81,6 +82,39 @@ def test_large_containers_leave_the_page_cache(on_disk: Path, choice: str, stay:
 def test_neither_is_refused_with_the_variable_to_set() -> None:
     with pytest.raises(ConfigError, match=r"object_store\.url: not set; .*NEARKIN_OBJECT_STORE__URL"):
         open_objects(Settings())
+
+
+def test_missing_folder_without_create_is_refused(tmp_path: Path) -> None:
+    """F.2: services do not create the folder of a store unless `storage.create` is set."""
+    with pytest.raises(NotFound, match=r"no store at .*storage\.create = true"):
+        open_objects(with_changes(Settings(), {"object_store": {"url": str(tmp_path / "new")}}))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
+def test_empty_place_without_create_is_refused(tmp_path: Path, encryption: str) -> None:
+    """F.2: services refuse an empty object store, write nothing to it, and create a store only when told to."""
+    key = {"key": base64.b64encode(bytes(32)).decode()} if encryption != "none" else {}
+    chosen = {"object_store": {"url": str(tmp_path)}, "storage": {"encryption": encryption, **key}}
+    with pytest.raises(NotFound, match="no store at"):
+        open_store_of(with_changes(Settings(), chosen))
+    assert os.listdir(tmp_path) == []
+    created = with_changes(Settings(), {**chosen, "storage": {**chosen["storage"], "create": True}})
+    with pytest.raises(NotFound, match="has the index of store 1234"):
+        open_store_of(created, indexed_store_id="1234")
+    assert os.listdir(tmp_path) == []
+    _, found = open_store_of(created)
+    assert open_store_of(with_changes(Settings(), chosen))[1] == found
+
+
+@pytest.mark.parametrize("folder", ["containers", "manifests"])
+def test_store_that_lost_its_descriptor_is_damaged(tmp_path: Path, folder: str) -> None:
+    """F.2: services never write a second descriptor next to the objects of a store."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "0").write_bytes(b"x")
+    with pytest.raises(Corrupt, match="is lost"):
+        open_store_of(with_changes(Settings(), {"object_store": {"url": str(tmp_path)}, "storage": {"create": True}}))
+    assert not (tmp_path / "nearkin.json").exists()
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def embedded_gateway(settings: Settings) -> Gateway:
     if settings.store is None:
         raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
     root = Path(settings.store).expanduser()
-    store = open_store(root, settings=settings)
+    store = open_store(root, settings=settings, create=settings.storage.create)
     objects = as_set(local_objects(root, settings), settings)
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)

@@ -18,14 +18,12 @@ from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.key_locks import RedisKeyLocks
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.retention import guard_of
-from nearkin.runners.kafka.clients import create_topics
+from nearkin.runners.kafka.fleet import connect_fleet
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.store import descriptor
-from nearkin.store.condemned import GcGeneration
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
-from nearkin.store.opening import open_store_of
 from nearkin.store.pauses import Pauses
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
@@ -123,9 +121,7 @@ def _connected(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, 
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:
         try:
-            create_topics(settings)
-            objects, found = open_store_of(settings)
-            return objects, found, RedisIndex(settings.redis, b"", GcGeneration(objects))
+            return connect_fleet(settings)
         except Retryable as err:
             if time.monotonic() > deadline:
                 raise

@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "copy": "copying",
     "dlq": "dead",
     "docs": "documents",
+    "init": "init",
     "keys": "keys",
     "serve": "serving",
     "token": "serving",
@@ -63,6 +64,7 @@ def nearkin() -> None:
     """Keep blobs: each chunk as its nearest kin plus the difference.
 
     export NEARKIN_STORE=/var/lib/nearkin
+    nearkin init                         # once: creates the store
     nearkin put db/dump monday.rdb       # version 1 of the key "db/dump"
     nearkin put db/dump tuesday.rdb      # version 2: only what is new is stored
     nearkin get db/dump -o restored.rdb  # the newest version, every byte verified

@@ -50,7 +50,7 @@ def put_one(
     content, total_bytes = _open_source(source)
     try:
         with (
-            session.open(create=True, read_only=False) as store,
+            session.open(read_only=False) as store,
             bytes_bar("put", total_bytes, shown=not session.as_json) as progress,
         ):
             result = store.put(
@@ -113,7 +113,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     total, files = Ledger(), 0
     started = time.perf_counter()
     with (
-        session.open(create=True, read_only=False) as store,
+        session.open(read_only=False) as store,
         bytes_bar("put", plan.total_bytes, shown=not session.as_json) as progress,
     ):
         for result in _put_files(store, root, under, store_path, metadata, left_out, progress):

@@ -77,11 +77,11 @@ class Session:
         return None if server is not None else store_folder(settings.store).expanduser()
 
     @contextmanager
-    def open(self, *, create: bool = False, read_only: bool = True) -> Iterator[Store | RemoteStore]:
+    def open(self, *, read_only: bool = True) -> Iterator[Store | RemoteStore]:
         """Open the store that was named for as long as the block runs."""
         settings, server = self.choose()
         if server is None:
-            with self._open_folder(settings, create, read_only) as store:
+            with self._open_folder(settings, read_only) as store:
                 yield store
             return
         with self.connect(server, settings) as remote:
@@ -99,7 +99,7 @@ class Session:
                 f"{command}: reads the files of a local store, name it with --store; the services behind "
                 f"{server} look after theirs themselves"
             )
-        with self._open_folder(settings, False, read_only) as store:
+        with self._open_folder(settings, read_only) as store:
             yield store
 
     @contextmanager
@@ -116,11 +116,11 @@ class Session:
     @contextmanager
     def open_folder(self) -> Iterator[Store]:
         """Open the local store that --store names for reading, even if a server is configured."""
-        with self._open_folder(self.load()[0], False, True) as store:
+        with self._open_folder(self.load()[0], True) as store:
             yield store
 
     @contextmanager
-    def _open_folder(self, settings: Settings, create: bool, read_only: bool) -> Iterator[Store]:
+    def _open_folder(self, settings: Settings, read_only: bool) -> Iterator[Store]:
         from nearkin.cli.arguments import store_folder
 
         folder = store_folder(settings.store)
@@ -131,7 +131,7 @@ class Session:
             if not read_only:
                 import nearkin.runners.embedded  # noqa: F401 - or the first put imports it
 
-        with open_store(folder, settings=settings, create=create, read_only=read_only) as store:
+        with open_store(folder, settings=settings, read_only=read_only) as store:
             yield store
 
     def _log_to_stderr(self) -> None:

@@ -20,7 +20,7 @@ def main() -> None:
     """Serve until stdin ends."""
     folder, *config = sys.argv[1:]
     settings, _ = nearkin.load(config[0] if config else None)
-    with nearkin.open_store(Path(folder), settings=settings) as store:
+    with nearkin.open_store(Path(folder), settings=settings, create=True) as store:
         started = 0.0  # peers' starts are counted as well
         for line in sys.stdin:
             word, *rest = json.loads(line)

@@ -52,7 +52,7 @@ class Nearkin(Peer):
 
     @override
     def create(self) -> None:
-        """Nothing: the first put makes the store."""
+        self._run(*self._place(), "init")
 
     @override
     def put(self, version: int, source: Path) -> Cost:

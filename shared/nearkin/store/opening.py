@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from nearkin import erasure
 from nearkin.config import Settings
-from nearkin.errors import ConfigError, NotFound, StoreUnavailable
+from nearkin.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
 from nearkin.formats.parity import scheme_of
 from nearkin.store import containers, descriptor, parity
 from nearkin.store.encrypted import EncryptedObjects
@@ -19,10 +19,10 @@ from nearkin.wrapping import wrapper_of
 
 
 def open_objects(settings: Settings) -> ObjectStore:
-    """Return `object_store.url`, or the folder `store` where that is not set; a folder is made if need be.
+    """Return `object_store.url`, or the folder `store` where that is not set; `storage.create` makes the folder.
 
-    Raises ConfigError when neither is set or the address is none; StoreUnavailable with the remedy when it cannot be
-    reached: no such bucket, wrong keys, no server, no permission.
+    Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
+    the remedy when it cannot be reached: no such bucket, wrong keys, no server, no permission.
     """
     url = settings.object_store.url or settings.store
     if url is None:
@@ -39,6 +39,8 @@ def open_objects(settings: Settings) -> ObjectStore:
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser()
     try:
         if not folder.is_dir():
+            if not settings.storage.create:
+                raise no_store(str(folder), services=True)
             make_private_folders(folder)
     except OSError as err:
         raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
@@ -82,12 +84,28 @@ def open_keys(settings: Settings) -> Keyring:
     return open_keyring(covered, wrapper_of(settings.storage))
 
 
-def open_store_of(settings: Settings) -> tuple[ParityObjects, descriptor.Descriptor]:
-    """Return the object store as it is set, and its descriptor, made when this is the first process to come."""
-    objects = as_set(open_objects(settings), settings)
-    try:
+def open_store_of(
+    settings: Settings, indexed_store_id: str | None = None
+) -> tuple[ParityObjects, descriptor.Descriptor]:
+    """Return the object store of the services and its descriptor; `storage.create` creates a missing store.
+
+    `indexed_store_id` is the store whose index the services have: if it is known, the store is never created again.
+    Raises NotFound: there is no store, and it may not be created; otherwise as `open_objects` and `as_set`.
+    """
+    inner = open_objects(settings)
+    exists = _has_store(inner)
+    if not exists and indexed_store_id is not None:
+        place = settings.object_store.url or settings.store
+        raise NotFound(
+            f"no store at {place}, but redis.prefix has the index of store {indexed_store_id}; is the disk mounted, "
+            "the bucket the right one? For a new store set another redis.prefix"
+        )
+    if not exists and not settings.storage.create:
+        raise no_store(str(settings.object_store.url or settings.store), services=True)
+    objects = as_set(inner, settings)
+    if exists:
         found = descriptor.read(objects)
-    except NotFound:
+    else:
         try:
             found = descriptor.create(objects)
         except AlreadyExists:
@@ -95,6 +113,27 @@ def open_store_of(settings: Settings) -> tuple[ParityObjects, descriptor.Descrip
     if objects.far:
         _check_refuses(objects.inner)
     return objects, found
+
+
+def _has_store(objects: ObjectStore) -> bool:
+    """Return whether a store is there. Raises Corrupt if one has lost its descriptor, StoreUnavailable."""
+    try:
+        objects.size_bytes(descriptor.NAME)
+    except NotFound:
+        for folder in (containers.FOLDER, "manifests"):
+            if next(iter(objects.names(folder)), None) is not None:
+                raise Corrupt(
+                    f"{descriptor.NAME}: is lost, and {folder}/ is not empty; restore it from a copy, every chunk's "
+                    "tag depends on it"
+                ) from None
+        return False
+    return True
+
+
+def no_store(place: str, *, services: bool = False) -> NotFound:
+    """Return the error for a place without a store."""
+    remedy = "`storage.create = true` makes one at the first start" if services else "`nearkin init` makes one"
+    return NotFound(f"no store at {place}; is the disk mounted? {remedy}")
 
 
 def _check_refuses(objects: ObjectStore) -> None:

@@ -90,7 +90,7 @@ def contents() -> dict[tuple[str, int], bytes]:
 
 def filled(root: Path, chosen: Settings) -> None:
     """Make a store with every kind of object: one version is deleted, and some is condemned."""
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         for (key, _), content in contents().items():
             store.put(key, content)
         store.put("gone", random_bytes(20_000, 9))
@@ -151,7 +151,7 @@ class _Bench:
     def wrong(self) -> set[tuple[str, int]]:
         """Return the versions that cannot be read. Raises AssertionError for a wrong byte."""
         try:
-            with open_store(self._root, settings=self._settings, create=False, read_only=True) as store:
+            with open_store(self._root, settings=self._settings, read_only=True) as store:
                 return broken(store, self._contents)
         except (Corrupt, FormatTooNew):
             return set(self._contents)

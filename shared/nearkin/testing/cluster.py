@@ -192,6 +192,7 @@ class Cluster:
             sections: dict[str, dict[str, object]] = {
                 "kafka": {"bootstrap_servers": kafka.bootstrap},
                 "redis": {"url": redis.url},
+                "storage": {"create": True},
                 "object_store": {
                     "url": f"s3://{BUCKET}",
                     "endpoint": s3.endpoint,

@@ -38,7 +38,7 @@ import json, sys
 from nearkin import failpoints, open_store
 from nearkin.testing.collecting import COLLECTED
 from nearkin.testing.stores import settings
-with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3]))) as store:
+with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3])), create=True) as store:
     failpoints.arm(sys.argv[2])
     store.gc()
 """

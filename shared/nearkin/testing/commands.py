@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from nearkin.api import create_store
 from nearkin.cli import main
+from nearkin.config import Settings
 
 KERNEL_VARIABLES = ("KERNELS", "CPU")
 
@@ -89,6 +91,12 @@ def assert_refused(done: subprocess.CompletedProcess[bytes], code: int, says: st
     assert line.count("\n") == 1
     assert line[:-1].isprintable()
     assert says in line
+
+
+def new_store(folder: Path) -> Path:
+    """Create an empty store and return its folder; in this process, which is faster than `nearkin init`."""
+    create_store(folder, settings=Settings()).close()
+    return folder
 
 
 def damage(store: Path) -> None:

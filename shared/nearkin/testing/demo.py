@@ -71,9 +71,9 @@ def _releases(versions: int, cache: Path | None) -> list[Path]:
 
 
 def _demo(folder: Path, sources: Sequence[Path]) -> None:
-    from nearkin.api import open_store
+    from nearkin.api import create_store, open_store
 
-    with open_store(folder) as store:
+    with create_store(folder) as store:
         for source in sources:
             _put(store, source)
         stats = store.stats()
@@ -84,7 +84,7 @@ def _demo(folder: Path, sources: Sequence[Path]) -> None:
         raise NotFound(f"{folder / INDEX_FOLDER}: there is no index to lose")
     shutil.rmtree(folder / INDEX_FOLDER)
     print("the index is deleted; containers and manifests are all that is left")
-    with open_store(folder, create=False) as store:
+    with open_store(folder, create=True) as store:
         report = store.rebuild_index()
         found = f"{counted(report.containers, 'container')} and {counted(report.versions, 'manifest')}"
         print(f"rebuilt from {found} in {report.seconds:.2f} s")

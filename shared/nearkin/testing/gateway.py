@@ -47,7 +47,7 @@ class ScriptedGateway:
     """The server; `seen` holds what each request was, in order."""
 
     def __init__(self, folder: Path) -> None:
-        self._store = open_store(folder)
+        self._store = open_store(folder, create=True)
         self.lock = threading.RLock()
         """Held by whoever uses the store, which is for one thread."""
         self._script: deque[str] = deque()

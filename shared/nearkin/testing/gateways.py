@@ -77,7 +77,7 @@ def drained(connection: socket.socket) -> bytes:
 
 def embedded(store: Path, changes: Mapping[str, Any] | None = None) -> Settings:
     """Return settings of an embedded gateway on any free port."""
-    base = {"store": str(store), "gateway": {"ingest": "embedded", "port": 0}}
+    base = {"store": str(store), "gateway": {"ingest": "embedded", "port": 0}, "storage": {"create": True}}
     return with_changes(with_changes(Settings(), base), changes or {})
 
 

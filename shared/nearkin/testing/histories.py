@@ -27,7 +27,7 @@ def history() -> dict[tuple[str, int], bytes]:
 
 def filled(root: Path, chosen: Settings) -> Path:
     """Make a store that holds `history()`, and a key `deleted` that is; return `root`."""
-    with open_store(root, settings=chosen) as store:
+    with open_store(root, settings=chosen, create=True) as store:
         for (key, _), content in history().items():
             store.put(key, content, metadata={"a-name": "a-value"})
         store.put("deleted", b"soon")

@@ -77,7 +77,7 @@ def raced(race: Callable[[Path], object]) -> Hunt:
 def flipped(folder: Path, plant: Plant) -> None:
     """Flip bits of a container, one at a time: `verify` names each."""
     plant()
-    with open_store(folder / "s", settings=victim.CHOSEN) as store:
+    with open_store(folder / "s", settings=victim.CHOSEN, create=True) as store:
         store.put("a", victim.content(2))
         store.put("a", victim.content(5))
     draw = random.Random(3)
@@ -86,7 +86,7 @@ def flipped(folder: Path, plant: Plant) -> None:
         for _ in range(60):
             at, bit = draw.randrange(size_bytes), draw.randrange(8)
             flip(path, at, bit)
-            with open_store(folder / "s", settings=victim.CHOSEN) as store:
+            with open_store(folder / "s", settings=victim.CHOSEN, create=True) as store:
                 damage = store.verify().damage
             flip(path, at, bit)
             if not damage:
@@ -97,14 +97,14 @@ def scrubbed(folder: Path, plant: Plant) -> None:
     """Flip a bit of each object, one at a time: a whole pass of scrubbing names it."""
     plant()
     root = folder / "s"
-    with open_store(root, settings=victim.CHOSEN) as store:
+    with open_store(root, settings=victim.CHOSEN, create=True) as store:
         for number in range(6):
             store.put("a", victim.content(number))
     draw = random.Random(4)
     for path in (*containers(root), *manifests(root)):
         at = draw.randrange(path.stat().st_size)
         flip(path, at)
-        with open_store(root, settings=victim.CHOSEN) as store:
+        with open_store(root, settings=victim.CHOSEN, create=True) as store:
             scrubber, damaged = store.scrubber(), set[str]()
             ended = False
             while not ended:
@@ -120,7 +120,7 @@ def _beside(root: Path) -> tuple[dict[str, bytes], float]:
     """Make a store in which containers that hold what is needed hold mostly what is condemned; return the time too."""
     contents = {f"k{number}": random_bytes(BLOB_BYTES, number) for number in range(BLOBS)}
     now = [victim.START]
-    with open_store(root, settings=victim.CHOSEN, clock=lambda: now[0]) as store:
+    with open_store(root, settings=victim.CHOSEN, clock=lambda: now[0], create=True) as store:
         list(store.put_many(contents.items()))
         for number in range(BLOBS):
             if number % 4 != 1:  # what stays has not the place in its block that it will have in the next one
@@ -135,7 +135,7 @@ def counted(folder: Path, plant: Plant) -> None:
     """Delete one of two versions: counts nominate it, before marking looks by itself after a week, and it goes."""
     plant()
     chosen, now = settings(victim.CHOSEN, {"gc": {"mode": "hybrid"}}), [victim.START]
-    with open_store(folder / "s", settings=chosen, clock=lambda: now[0]) as store:
+    with open_store(folder / "s", settings=chosen, clock=lambda: now[0], create=True) as store:
         store.put("a", victim.content(0))
         store.put("b", victim.content(1))
         store.gc()
@@ -149,7 +149,7 @@ def counted(folder: Path, plant: Plant) -> None:
 def healed(folder: Path, plant: Plant) -> None:
     """Break a block of each of some containers, and give the content: the index says what a rebuilt one does."""
     plant()
-    with open_store(folder / "s", settings=victim.CHOSEN) as store:
+    with open_store(folder / "s", settings=victim.CHOSEN, create=True) as store:
         for number in range(6):
             store.put("a", victim.content(number))
         for draw in range(6):
@@ -176,7 +176,7 @@ def read_on(folder: Path, plant: Plant) -> None:
             blobs[key] = Blob(of.info, of._manifest, known.counting(), store._fingerprinter, 0, of.info.size_bytes)
         for container, _ in known.ids():
             known.directory(container)
-    with open_store(root, settings=victim.CHOSEN, clock=lambda: later) as store:
+    with open_store(root, settings=victim.CHOSEN, clock=lambda: later, create=True) as store:
         if not store.gc().containers_rewritten:
             raise Violation("nothing was written anew")
     for key, blob in blobs.items():
@@ -220,7 +220,7 @@ def fenced(folder: Path, plant: Plant) -> None:
     """Let a janitor's lease be over after its first effect, its second, ...: nothing follows, and all restores."""
     plant()
     contents, later = _beside(folder / "all")
-    with open_store(folder / "all", settings=victim.CHOSEN, clock=lambda: later - DAY) as store:
+    with open_store(folder / "all", settings=victim.CHOSEN, clock=lambda: later - DAY, create=True) as store:
         store.delete("k1")
         del contents["k1"]
     later += 2 * DAY

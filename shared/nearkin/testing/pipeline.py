@@ -41,6 +41,7 @@ class Pipeline:
         folder.mkdir(parents=True, exist_ok=True)
         self.config_file = folder / "nearkin.toml"
         self.config = {section: dict(values) for section, values in config.items()}
+        self.config.setdefault("storage", {})["create"] = True
         self.write_config()
         self.settings: Settings = load(self.config_file)[0]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

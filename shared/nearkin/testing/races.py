@@ -52,7 +52,7 @@ class Scene:
 
     def open(self) -> Store:
         """Open the store by the scene's clock."""
-        return open_store(self.root, settings=CHOSEN, clock=lambda: self.now)
+        return open_store(self.root, settings=CHOSEN, clock=lambda: self.now, create=True)
 
     def check(self, store: Store) -> None:
         """Raise Violation where something wanted does not restore, now or after rounds to come, or sums drift."""
@@ -327,7 +327,7 @@ SLEEPER = """
 import sys
 from nearkin import failpoints, open_store
 from nearkin.testing.victim import CHOSEN, START, DAY, content
-with open_store(sys.argv[1], settings=CHOSEN, clock=lambda: START + 4 * DAY) as store:
+with open_store(sys.argv[1], settings=CHOSEN, clock=lambda: START + 4 * DAY, create=True) as store:
     failpoints.arm(sys.argv[2])
     print(store.put("new", content(1) + content(6)).info.version, flush=True)
 """

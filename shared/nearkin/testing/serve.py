@@ -26,7 +26,7 @@ IMAGE_MEBIBYTES = 4
 
 def fill(folder: Path) -> None:
     """Fill the store in a folder where it is empty."""
-    with open_store(folder) as store:
+    with open_store(folder, create=True) as store:
         if not store.stats().versions:
             print(f"filling {folder} with {3 * VERSIONS} versions of three keys", flush=True)
             for key, data, metadata in demo_blobs():

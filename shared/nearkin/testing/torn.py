@@ -83,7 +83,7 @@ def _begin(store: Store, oracle: Oracle, call: Call) -> tuple[Call, frozenset[in
 def _prepared(root: Path, chosen: Settings, calls: Sequence[Call]) -> Oracle:
     oracle = Oracle(START)
     if calls:
-        with open_store(root, settings=chosen, clock=lambda: oracle.now) as store:
+        with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
             for call in calls:
                 oracle.begin(*_begin(store, oracle, call))
                 perform(store, call)
@@ -108,7 +108,7 @@ def _recorded(root: Path, chosen: Settings, oracle: Oracle, calls: Sequence[Call
 
         failpoints.arm((), watch)
         try:
-            with open_store(root, settings=chosen, clock=lambda: oracle.now) as store:
+            with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
                 for call in calls:
                     begun = _begin(store, oracle, call)
                     layer.note(("begin", begun))
@@ -210,7 +210,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
     if not (place / "nearkin.json").is_file() and oracle.contents:
         raise Violation("the store's descriptor is gone")
     try:
-        with open_store(place, settings=chosen, clock=lambda: oracle.now) as store:
+        with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
             again = oracle.in_flight
             _compare(store, oracle)
             for call in (again, *workload.calls[-1:]):  # what was cut short, or the last, can be done again
@@ -268,15 +268,15 @@ def _failing(place: Path, oracle: Oracle, chosen: Settings, workload: Workload, 
     """Do the calls, the failing one once more; return whether any failed."""
     with recording(place, number, error) as layer:
         try:
-            with open_store(place, settings=chosen, clock=lambda: oracle.now) as store:
+            with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
                 _carried_on(store, oracle, workload, layer)
         except Retryable:
             if not layer.failed:
                 raise
             oracle.in_flight = None
-            with open_store(place, settings=chosen, clock=lambda: oracle.now) as store:
+            with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
                 _carried_on(store, oracle, workload, layer)
-    with open_store(place, settings=chosen, clock=lambda: oracle.now) as store:
+    with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
         _compare(store, oracle)
         damage = store.verify().damage
         if damage:

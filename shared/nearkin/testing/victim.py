@@ -81,7 +81,7 @@ def work(
         failpoints.arm([armed])
     if root.is_dir() and not (oracle.broken is not None and _is_sealed(chosen)):  # a page may hold a whole container
         inspection.check_index_names_only_what_is_there(root, chosen)
-    with open_store(root, settings=chosen, clock=lambda: oracle.now) as store:
+    with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
         if oracle.broken is not None:
             _mend(store, oracle.broken)
             oracle.broken = None

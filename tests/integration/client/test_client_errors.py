@@ -133,7 +133,7 @@ def test_gets_that_are_left_open_are_named_when_no_connection_is_left(
 def test_what_no_mark_can_say_is_refused_before_it_is_sent(
     store: RemoteStore, gateway: ScriptedGateway, tmp_path: Path, version: Any, reason: Any, expected: str
 ) -> None:
-    with nearkin.open_store(tmp_path / "local") as local:
+    with nearkin.open_store(tmp_path / "local", create=True) as local:
         for one in (store, local):
             for call in (one.delete, one.undelete):
                 with pytest.raises(BadInput, match=expected):

@@ -130,7 +130,7 @@ def is_done(answer: httpx.Response, refused: int) -> bool:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path / "s")
+    return open_store(tmp_path / "s", create=True)
 
 
 def test_local_put_checks_its_precondition(store: Store) -> None:
@@ -178,7 +178,7 @@ def test_bytes_of_a_refused_put_are_freed_by_gc(tmp_path: Path) -> None:
     from nearkin.testing.generated import random_bytes
 
     chosen = with_changes(Settings(), {"gc": {"grace_seconds": 0}})
-    with open_store(tmp_path / "s", settings=chosen) as store:
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("k", b"one")
         lost = Item("k", random_bytes(300_000, 1), precondition=Precondition(if_none_match=("*",)))
         assert isinstance(next(store.put_outcomes([lost])), PreconditionFailed)

@@ -409,7 +409,7 @@ def test_what_was_committed_is_in_the_last_hour(login: Login) -> None:
 
 
 def test_what_is_broken_is_seen_on_the_upkeep_page(tmp_path: Path) -> None:
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", create=True) as store:
         store.put("a", records_like(300_000, 5))
         container = next((tmp_path / "store/containers").rglob("*.nkc"))
         with container.open("r+b") as file:

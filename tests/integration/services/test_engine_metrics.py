@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
+from nearkin.testing.commands import new_store
 from nearkin.testing.samples import noise
 from nearkin.testing.waiting import until
 
@@ -25,6 +26,7 @@ NEXT = bytes(DATA[place] ^ (place % 4099 == 0) for place in range(len(DATA)))
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, Metric]]:
     folder = tmp_path_factory.mktemp("engine")
     (folder / "nearkin.toml").write_text("[monitor]\nport = 0\n[gc]\ninterval_seconds = 60\ngrace_seconds = 60\n")
+    new_store(folder / "store")
     log = folder / "log"
     command = [sys.executable, "-m", "nearkin.cli", "serve", str(folder / "store"), "--port", "0", "--no-token"]
     with log.open("w") as out:

@@ -45,7 +45,7 @@ def _looks_often() -> Iterator[None]:
 def gateway(folder: Path) -> Iterator[Running]:
     file = folder / "tokens.json"
     tokens.create(file, "default", ["read"], note="first")
-    with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"})) as store:
+    with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"}), create=True) as store:
         store.put("shared/name", b"other's", metadata={"whose": "other"})
         store.put("only/other", b"other's alone")
     with running(embedded(folder / "store", {"auth": {"tokens_file": str(file)}})) as found:

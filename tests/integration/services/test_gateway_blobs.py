@@ -415,12 +415,12 @@ def _flip(path: Path, at: float = 0.5) -> None:
 
 
 def test_what_a_gateway_stored_the_library_reads_and_the_other_way_round(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
+    with open_store(tmp_path, create=True) as store:
         store.put("from/library", b"library")
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         assert client.get("/v1/blobs/from/library").content == b"library"
         client.put("/v1/blobs/from/gateway", content=b"gateway")
-    with open_store(tmp_path) as store:
+    with open_store(tmp_path, create=True) as store:
         assert store.get("from/gateway").read() == b"gateway"
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gateway(folder: Path) -> Iterator[Running]:
     tokens.create(folder / "tokens.json", "default", ["read"])
-    with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"})) as store:
+    with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"}), create=True) as store:
         store.put("shared", b"other's")
     with running(embedded(folder / "store", {"auth": {"tokens_file": str(folder / "tokens.json")}})) as found:
         yield found

@@ -129,7 +129,7 @@ def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
         ask(gateway, "run").raise_for_status()
         assert there.wait(60)
         threading.Timer(0.3, on.set).start()
-    with open_store(tmp_path / "store", create=False) as store:  # the lock is free, and nothing was condemned
+    with open_store(tmp_path / "store", create=True) as store:  # the lock is free, and nothing was condemned
         assert store.put("k", b"after").info.version == 2
         assert store.gc_state().condemned_containers == 0
 

@@ -264,5 +264,5 @@ def test_commands_print_the_same_of_a_server_as_of_a_store(
         else:
             assert list(found) == list(expected), call
     assert (tmp_path / "out").read_bytes() == (tmp_path / "file").read_bytes()
-    with open_store(tmp_path / "store") as local_store:
+    with open_store(tmp_path / "store", create=True) as local_store:
         assert local_store.info("cli/a").digest == store.info("cli/a").digest

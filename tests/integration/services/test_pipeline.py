@@ -213,7 +213,7 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
     ids.append(uploader.put("last", [content(99, 300_000)]))
     assert before["state"] == "committed"
     assert all(uploader.wait(blob)["state"] == "committed" for blob in ids)
-    with nearkin.open_store(pipeline.settings.object_store.url or "") as store:
+    with nearkin.open_store(pipeline.settings.object_store.url or "", create=True) as store:
         store.rebuild_index()
         sketches = store.stats().sketches
     by_algorithm = {kind: sum(n for name, n in sketches.items() if kind in name) for kind in ("finesse", "ntransform")}

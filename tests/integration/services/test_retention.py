@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 def opened(root: Path, clock: Clock, **retention: object) -> Store:
     changes = {"retention": retention, "deletion": {"undelete_seconds": 2 * DAY}, "gc": {"grace_seconds": DAY}}
-    return open_store(root, settings=settings(SMALL, changes), clock=clock)
+    return open_store(root, settings=settings(SMALL, changes), clock=clock, create=True)
 
 
 def filled(store: Store, clock: Clock) -> None:
@@ -104,7 +104,7 @@ def test_a_round_of_gc_applies_the_policies_of_all_tenants_and_tells_the_bytes(t
     with opened(root, clock, policies=policies) as store:
         filled(store, clock)
     other = settings(SMALL, {"tenant": "other"})
-    with open_store(root, settings=other, clock=clock) as store:
+    with open_store(root, settings=other, clock=clock, create=True) as store:
         for number in range(3):
             store.put("x", bytes([number]))
     with opened(root, clock, policies=policies) as store:
@@ -116,7 +116,7 @@ def test_a_round_of_gc_applies_the_policies_of_all_tenants_and_tells_the_bytes(t
             clock.now += DAY
         assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [12])
         assert store.verify().damage == ()
-    with open_store(root, settings=other, clock=clock) as store:
+    with open_store(root, settings=other, clock=clock, create=True) as store:
         assert listed(store, "x") == [3]
 
 
@@ -174,6 +174,7 @@ def test_the_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "nearkin.cli", "--store", str(tmp_path / "s"), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
+    assert run("init").returncode == 0
     for number in range(3):
         (tmp_path / "f").write_bytes(bytes([number]))
         assert run("put", "k", str(tmp_path / "f")).returncode == 0

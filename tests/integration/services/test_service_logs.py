@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from nearkin.testing.commands import new_store
 from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
 
@@ -22,6 +23,7 @@ def test_an_upload_is_told_with_its_blob_tenant_and_trace_and_without_secrets(tm
         f'[logs]\nformat = "json"\n[auth]\ntokens_file = "{tmp_path}/tokens.json"\n'
         '[redis]\npassword = "hidden-password"\n[gateway]\ningest = "embedded"\nport = 0\n[monitor]\nport = 0\n'
     )
+    new_store(tmp_path / "store")
     log = tmp_path / "log"
     command = [sys.executable, "-m", "nearkin.cli", "serve", str(tmp_path / "store"), "--config"]
     with log.open("w") as err, (tmp_path / "out").open("w") as out:

@@ -25,15 +25,13 @@ from nearkin.index.redis.rounds import ToldRounds
 from nearkin.interrupts import wait_for
 from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.checking import checks_of
-from nearkin.runners.kafka.clients import create_topics
+from nearkin.runners.kafka.fleet import connect_fleet
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.runners.kafka.loop import Handler, Loop, run_forever
 from nearkin.runners.kafka.reporting import report
 from nearkin.runners.kafka.tenants import Lanes, lanes
 from nearkin.runners.monitor import Monitor
 from nearkin.store import descriptor
-from nearkin.store.condemned import GcGeneration
-from nearkin.store.opening import open_store_of
 from nearkin.store.parity import ParityObjects
 
 _log = logging.getLogger("nearkin.worker")
@@ -179,9 +177,7 @@ def _connected(
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while not stop.is_set():
         try:
-            create_topics(settings)
-            objects, found = open_store_of(settings)
-            index = RedisIndex(settings.redis, b"", GcGeneration(objects))
+            objects, found, index = connect_fleet(settings)
         except Retryable as err:
             if time.monotonic() > deadline:
                 raise

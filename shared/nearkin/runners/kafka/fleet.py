@@ -1,0 +1,39 @@
+"""Open the store of a fleet: topics, index and object store, which belong together.
+
+Invariant: a fleet whose index belongs to a store never creates a second store, and never mixes two stores.
+"""
+
+from __future__ import annotations
+
+from nearkin.config import Settings
+from nearkin.errors import ConfigError
+from nearkin.index.redis import RedisIndex
+from nearkin.index.redis.owner import claim_index, read_owner
+from nearkin.index.redis.server import Server
+from nearkin.runners.kafka.clients import create_topics
+from nearkin.store.condemned import GcGeneration
+from nearkin.store.descriptor import Descriptor
+from nearkin.store.opening import open_store_of
+from nearkin.store.parity import ParityObjects
+
+
+def connect_fleet(settings: Settings) -> tuple[ParityObjects, Descriptor, RedisIndex]:
+    """Return the object store, its descriptor and the index of the services.
+
+    Raises NotFound: no store, and it may not be created (`storage.create`); ConfigError: the index belongs to another
+    store; Retryable while a server is not up.
+    """
+    create_topics(settings)
+    prefix = settings.redis.prefix
+    server = Server(settings.redis)
+    try:
+        objects, found = open_store_of(settings, read_owner(server, prefix))
+        owner = claim_index(server, prefix, found.store_id)
+    finally:
+        server.close()
+    if owner != found.store_id:
+        raise ConfigError(
+            f'redis.prefix "{prefix}": has the index of store {owner}, the object store is store {found.store_id}; '
+            "set another redis.prefix, or correct object_store.url"
+        )
+    return objects, found, RedisIndex(settings.redis, b"", GcGeneration(objects))
