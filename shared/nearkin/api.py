@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -407,6 +408,12 @@ class Store:
         """
         return self._index.read(lambda index: index.catalog(tenant, prefix))
 
+    def catalog_after(self, tenant: str, prefix: str, key: str, version: int | None, count: int) -> list[CatalogEntry]:
+        """Return up to `count` entries as `catalog` does, of what comes after `key`, or after one version of it."""
+        return self._index.read(
+            lambda index: list(islice(index.catalog_after(tenant, prefix, key, version, count), count))
+        )
+
     # --- delete ------------------------------------------------------------------------------------------------------
 
     def delete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
@@ -569,11 +576,12 @@ class Store:
     def _verifier(self) -> Verifier:
         from nearkin_janitor import Verifier
 
-        remembered = {
-            manifest_name(tenant, entry.key, entry.version): (tenant, entry.key, entry.version)
+        entries = {
+            manifest_name(tenant, entry.key, entry.version): (tenant, entry)
             for tenant, entry in self._index.remembered()
         }
-        return Verifier(
+        remembered = {name: (tenant, entry.key, entry.version) for name, (tenant, entry) in entries.items()}
+        verifier = Verifier(
             self._containers,
             self._manifests,
             self._fingerprinters,
@@ -585,6 +593,8 @@ class Store:
             self._index.lists,
             lambda: (self._index.to_check() or (None, False))[1],
         )
+        verifier.compare_entries({name: entry.listed for name, (_, entry) in entries.items()})
+        return verifier
 
     def _verified(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         verifier = self._verifier()

@@ -17,9 +17,10 @@ from starlette.datastructures import Headers
 
 from nearkin.api import open_store
 from nearkin.errors import StoreUnavailable
+from nearkin.index.catalog import CatalogEntry
 from nearkin.index.redis.catalog import member_start
 from nearkin.limits import FRAME_BYTES_MAX
-from nearkin.reports import VersionInfo
+from nearkin.reports import Ledger, VersionInfo
 from nearkin.store import descriptor
 from nearkin.store.manifests import object_name
 from nearkin.store.objects import LocalObjects
@@ -361,6 +362,10 @@ def test_a_page_ends_before_its_names_and_metadata_are_too_many(
         assert keys == [["l0", "l1"], ["l2", "l3"], ["l4"]]
 
 
+def named(listing: PipelineListing, tenant: str) -> list[tuple[str, int]]:
+    return [(entry.key, entry.version) for entry in listing.catalog_after(tenant, "", "", None, 10)]
+
+
 def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while_the_index_is_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -377,12 +382,11 @@ def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while
     objects.replace(mark, names[mark][:-1] + bytes([names[mark][-1] ^ 1]))
 
     class Unfinished:
-        def check(self) -> bool:
-            return True
+        has_catalog = False
 
     listing = PipelineListing(Unfinished(), descriptor.read(objects), objects)  # type: ignore[arg-type]
-    assert list(listing.versions("default", "", "", None)) == [("a", 1), ("c", 1), ("d", 1)]
-    assert list(listing.versions("other", "", "", None)) == []
+    assert named(listing, "default") == [("a", 1), ("c", 1), ("d", 1)]
+    assert named(listing, "other") == []
     assert list(listing.marked_keys("default", "")) == ["c"]
     assert manifest in caplog.text
     assert mark in caplog.text
@@ -395,24 +399,21 @@ def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path
         objects = LocalObjects(tmp_path / "s")
 
         class Made:
-            unfinished = True
+            has_catalog = False
 
-            def check(self) -> bool:
-                return self.unfinished
-
-            def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
-                return iter([("a", 1), ("b", 1)])
+            def catalog_after(self, *_: object) -> Iterator[CatalogEntry]:
+                return iter([CatalogEntry(key, 1, 0, 0.0, Ledger()) for key in ("a", "b")])
 
         index = Made()
         listing = PipelineListing(index, descriptor.read(objects), objects)  # type: ignore[arg-type]
-        assert list(listing.versions("default", "", "", None)) == [("a", 1)]
+        assert named(listing, "default") == [("a", 1)]
         store.put("b", b"b")
         read = listing._version_of
 
         def read_late(name: str) -> tuple[str, str, int] | None:
-            index.unfinished = False
-            assert list(listing.versions("default", "", "", None)) == [("a", 1), ("b", 1)]
+            index.has_catalog = True
+            assert named(listing, "default") == [("a", 1), ("b", 1)]
             return read(name)
 
         listing._version_of = read_late  # type: ignore[method-assign]
-        assert list(listing.versions("default", "", "", None)) == [("a", 1), ("b", 1)]
+        assert named(listing, "default") == [("a", 1), ("b", 1)]

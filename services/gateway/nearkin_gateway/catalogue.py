@@ -1,6 +1,6 @@
 """What is stored, for readers. Invariant: a tenant sees its own; all else is NotFound (I9).
 
-manifests and containers come from the object store; the index is asked for listings and sums alone. All calls block:
+Manifests and containers come from the object store; listings and sums come from the index. All calls block:
 they belong on a thread.
 """
 
@@ -11,10 +11,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Protocol
 
 from nearkin.config import Settings
@@ -35,7 +35,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubState, ScrubStates
-from nearkin.store.shown import infos_of, shown, units
+from nearkin.store.shown import infos_of, shown
 
 TENANTS_OPEN_MAX = 8
 """Tenants whose containers are cached; each has 48 MiB of directories and its share of restore.cache_bytes."""
@@ -63,12 +63,13 @@ class Listing(Protocol):
     def whole(self) -> bool:
         """Return whether its sums are those of the whole store."""
 
-    def versions(
-        self, tenant: str, prefix: str, after_key: str, after_version: int | None
-    ) -> Iterator[tuple[str, int]]:
-        """Yield (key, version), by key and version, of keys that start with `prefix`.
+    def catalog_after(
+        self, tenant: str, prefix: str, after_key: str, after_version: int | None, count: int
+    ) -> Iterator[CatalogEntry]:
+        """Yield what is kept of versions, by key and version, of keys that start with `prefix`.
 
-        Only keys that sort after `after_key`, and where a version is given that key's later ones too.
+        Only of keys that sort after `after_key`, and where a version is given of that key's later ones too. About
+        `count` are wanted: few are read where few are.
         """
 
     def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
@@ -181,21 +182,40 @@ class Catalogue:
         """
         check_tenant(self._objects, tenant)
         after_key, after_version = _after(after)
-        wanted = units(self._listing.versions(tenant, prefix, after_key, after_version), all_versions=all_versions)
+        entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 1)
+        wanted = _units(entries, all_versions=all_versions)
         found, last, examined = Listed(), after, 0
-        read = partial(shown, self._manifests, tenant, all_versions=all_versions)
         while some := list(islice(wanted, min(limit + 1, READ_AHEAD))):
-            for unit, entry in zip(some, self._readers.map(read, some), strict=True):
+            for unit, entry in zip(some, self._shown(tenant, some, all_versions=all_versions), strict=True):
                 if entry is not None:
                     if len(found) == limit or found.full:
                         return found, last
                     found.add(entry)
-                key, versions = unit
-                last = f"{key}\0{versions[-1]}" if all_versions else key
+                last = f"{unit[-1].key}\0{unit[-1].version}" if all_versions else unit[-1].key
             examined += len(some)
             if examined >= EXAMINED_MAX:
                 return found, last
         return found, None
+
+    def _shown(
+        self, tenant: str, some: Sequence[Sequence[CatalogEntry]], *, all_versions: bool
+    ) -> Iterator[VersionInfo | Damage | None]:
+        """Yield what a listing shows of each unit, in order.
+
+        The index is told of a mark before the mark is written, so of a version without marks it knows all. Manifests
+        are read of the others, and of those of which the index keeps too little.
+        """
+        read = partial(shown, self._manifests, tenant, all_versions=all_versions)
+        waiting: list[VersionInfo | Future[VersionInfo | Damage | None]] = []
+        for unit in some:
+            info = unit[-1].info if unit[-1].sequence == 0 else None
+            if info is None:
+                names = unit[-1].key, tuple(entry.version for entry in unit)
+                waiting.append(self._readers.submit(read, names))
+            else:
+                waiting.append(info)
+        for entry in waiting:
+            yield entry.result() if isinstance(entry, Future) else entry
 
     def deleted(
         self, deletions: Deletions, tenant: str, prefix: str, after: str, limit: int
@@ -313,6 +333,13 @@ class Catalogue:
                     self._tenants.popitem(last=False)
             self._tenants.move_to_end(name)
             return found
+
+
+def _units(entries: Iterator[CatalogEntry], *, all_versions: bool) -> Iterator[list[CatalogEntry]]:
+    """Yield what one line of a listing is made of: a version, or all versions of a key."""
+    if all_versions:
+        return ([entry] for entry in entries)
+    return (list(same) for _, same in groupby(entries, key=lambda entry: entry.key))
 
 
 def _after(after: str) -> tuple[str, int | None]:

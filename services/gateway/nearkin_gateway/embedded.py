@@ -37,7 +37,6 @@ from nearkin.store.private_files import make_private_folder
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ending, Intent, committed_event
-from nearkin_gateway.listing import after
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.scrubbing import Scrubbing
@@ -384,12 +383,15 @@ class StoreListing:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def versions(
-        self, tenant: str, prefix: str, after_key: str, after_version: int | None
-    ) -> Iterator[tuple[str, int]]:
-        """Yield (key, version) by key and version, after what was given."""
-        names = ((entry.key, entry.version) for entry in self._store.catalog(tenant, prefix))
-        return after(names, after_key, after_version)
+    def catalog_after(
+        self, tenant: str, prefix: str, after_key: str, after_version: int | None, count: int
+    ) -> Iterator[CatalogEntry]:
+        """Yield entries by key and version, after what was given, `count` at a time."""
+        while page := self._store.catalog_after(tenant, prefix, after_key, after_version, count):
+            yield from page
+            if len(page) < count:
+                return
+            after_key, after_version = page[-1].key, page[-1].version
 
     def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
         """Yield the keys that have a version with marks, by key."""

@@ -1,7 +1,7 @@
 """Listings of the pipeline's store. Invariant: what is listed is what is committed.
 
-index whole       -> the index, page by page
-index being made  -> the manifests themselves, each read once and remembered: they never change
+catalog complete    -> the index, page by page: it keeps what a listing shows
+catalog being made  -> the manifests themselves, each read once and remembered: they never change
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nearkin.errors import NotFound, Permanent, StoreUnavailable
 from nearkin.fingerprints import Fingerprinter
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.redis import RedisIndex
-from nearkin.reports import Damage, Stats
+from nearkin.reports import Damage, Ledger, Stats
 from nearkin.store import descriptor
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin.store.objects import ObjectStore
@@ -51,16 +51,18 @@ class PipelineListing:
         """Return whether the index lists every version: it does so early while it is being recovered."""
         return self._index.has_catalog
 
-    def versions(
-        self, tenant: str, prefix: str, after_key: str, after_version: int | None
-    ) -> Iterator[tuple[str, int]]:
-        """Yield (key, version) by key and version, after what was given. Raises StoreUnavailable."""
+    def catalog_after(
+        self, tenant: str, prefix: str, after_key: str, after_version: int | None, count: int
+    ) -> Iterator[CatalogEntry]:
+        """Yield entries by key and version, after what was given. Raises StoreUnavailable.
+
+        While the catalog is being made they have a key and a version alone.
+        """
         if not self._has_catalog:
-            return after(iter(self._unindexed(tenant, prefix)), after_key, after_version)
+            found = after(iter(self._unindexed(tenant, prefix)), after_key, after_version)
+            return (CatalogEntry(key, version, 0, 0.0, Ledger()) for key, version in found)
         self._read = {}
-        if not after_key:
-            return self._index.manifest_names(tenant, prefix)
-        return self._index.names_after(tenant, prefix, after_key, after_version)
+        return self._index.catalog_after(tenant, prefix, after_key, after_version, count)
 
     def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
         """Yield the keys that have a version with marks, by key. Raises StoreUnavailable."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nearkin.errors import IndexDamaged, NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
 from nearkin.formats.manifest import Manifest
+from nearkin.index.listed import pack_listed
 from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U64, ZERO, ContainerId, Locations, distinct, grouped
 from nearkin.reports import Damage, VerifyReport
@@ -104,8 +105,13 @@ class Verifier:
         """Versions whose manifests were read, by the name of these."""
         self._listed: U64 = np.zeros(0, np.uint64)
         """Containers, all that manifests may name among them."""
+        self._entries: Mapping[str, bytes] = {}
         self._marked: set[str] = set()
         """Names of manifests that have marks: of a collected version none is listed any more."""
+
+    def compare_entries(self, listed: Mapping[str, bytes]) -> None:
+        """Compare also what the index shows in listings, by manifest name (`nearkin.index.listed`)."""
+        self._entries = listed
 
     def run(
         self,
@@ -249,6 +255,9 @@ class Verifier:
                 return
             manifest = known
         self._seen[name] = manifest.tenant, manifest.key, manifest.version
+        if self._entries.get(name) and self._entries[name] != pack_listed(manifest):
+            problem = f"{manifest.key!r} version {manifest.version}: listed otherwise than {name} says"
+            self._findings.found("index", f"{problem}: run `nearkin rebuild-index`")
         missing = len(np.setdiff1d(distinct(manifest.segments.containers), self._listed, assume_unique=True))
         if missing > MISSING_MAX:
             self._findings.found(name, f"{name}: names {missing} containers that are not there", self._seen[name])

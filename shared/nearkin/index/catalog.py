@@ -10,10 +10,12 @@ import numpy as np
 from nearkin.claims import ContainerClaims
 from nearkin.formats import layout
 from nearkin.formats.directory import Directory
+from nearkin.formats.manifest import Manifest
 from nearkin.frozen import frozen
+from nearkin.index.listed import pack_listed, unpack_listed
 from nearkin.index.protocols import ContainerSummary
 from nearkin.records import Bools
-from nearkin.reports import FIRST_FIT_FINDER, Ledger
+from nearkin.reports import FIRST_FIT_FINDER, Ledger, VersionInfo
 
 
 @frozen
@@ -28,11 +30,30 @@ class CatalogEntry:
     sequence: int = 0
     """Of the highest mark that was announced: odd where the version was to be deleted. The marks themselves decide."""
     marks_bytes: int = 0
+    listed: bytes = b""
+    """What a listing shows (`nearkin.index.listed`); empty in what an earlier release wrote."""
+
+    @property
+    def info(self) -> VersionInfo | None:
+        """Return the version as a listing shows it; None where its manifest has to be read. Raises Corrupt."""
+        return unpack_listed(self.key, self.version, self.ledger, self.listed)
 
     @property
     def deleted(self) -> bool:
         """Return whether it counts as deleted."""
         return self.sequence % 2 == 1
+
+
+def entry_of(manifest: Manifest, manifest_bytes: int) -> CatalogEntry:
+    """Return what the catalog keeps of a version without marks."""
+    return CatalogEntry(
+        manifest.key,
+        manifest.version,
+        manifest_bytes,
+        manifest.seconds,
+        manifest.ledger,
+        listed=pack_listed(manifest),
+    )
 
 
 FINDERS: Mapping[int, str] = MappingProxyType(

@@ -20,6 +20,7 @@ from nearkin.index.catalog import CatalogEntry
 from nearkin.index.environments import damaged
 from nearkin.index.sorted_runs import PLACE, places_of
 from nearkin.records import U8, ContainerId
+from nearkin.reports import Ledger
 
 MARK_HEAD = b"mark"
 MARKED = Struct("<IQ")
@@ -47,7 +48,20 @@ def fields_of(entry: CatalogEntry) -> dict[str, Any]:
     """Return what is written of a version: all but its marks."""
     fields = asdict(entry)
     del fields["sequence"], fields["marks_bytes"]  # kept apart: a mark may be noted before its version is
+    fields["listed"] = entry.listed.hex()
     return fields
+
+
+def entry_from(fields: Mapping[str, Any], marks: tuple[int, int]) -> CatalogEntry:
+    """Return the version that `fields_of` wrote, with (sequence, bytes) of its marks."""
+    known = {name: value for name, value in fields.items() if name not in ("tenant", "ledger", "listed")}
+    return CatalogEntry(
+        **known,
+        ledger=Ledger(**fields["ledger"]),
+        sequence=marks[0],
+        marks_bytes=marks[1],
+        listed=bytes.fromhex(fields.get("listed", "")),
+    )
 
 
 def marks_under(txn: Any, meta: Any, head: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -40,6 +40,12 @@ class EntryNames(Protocol):
     def prefix_head(self, tenant: str, prefix: str) -> bytes:
         """Return what the keys of all versions begin with whose blob key starts with `prefix`, and maybe others."""
 
+    def group_head(self, tenant: str, key: str) -> bytes | None:
+        """Return what all keys of a group begin with in which `key` is, None where keys are in no order.
+
+        Groups are in the order of their blob keys; in one there is mostly a single blob key.
+        """
+
     def version_key(self, tenant: str, key: str, version: int) -> bytes:
         """Return the key of a version; those of one blob key differ in the last 8 bytes and ascend by version."""
 
@@ -62,6 +68,10 @@ class PlainNames:
     def prefix_head(self, tenant: str, prefix: str) -> bytes:
         """Return what the keys begin with: of a long prefix its first KEY_HEAD_BYTES."""
         return self.tenant_head(tenant) + prefix.encode()[:KEY_HEAD_BYTES]
+
+    def group_head(self, tenant: str, key: str) -> bytes | None:
+        """Return the keys' start up to the first NUL of the blob key, or its KEY_HEAD_BYTES."""
+        return self.tenant_head(tenant) + key.encode().partition(b"\0")[0][:KEY_HEAD_BYTES] + b"\0"
 
     def version_key(self, tenant: str, key: str, version: int) -> bytes:
         """Return the key of a version: in the order of blob keys, of one by version."""
@@ -94,6 +104,10 @@ class SealedNames:
     def prefix_head(self, tenant: str, _prefix: str) -> bytes:
         """Return what all keys of the tenant begin with."""
         return self.tenant_head(tenant)
+
+    def group_head(self, _tenant: str, _key: str) -> bytes | None:
+        """Return None: keys are in no order."""
+        return None
 
     def version_key(self, tenant: str, key: str, version: int) -> bytes:
         """Return the key of a version."""

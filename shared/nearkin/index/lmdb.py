@@ -30,14 +30,16 @@ from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
 from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
-from nearkin.index.catalog import CatalogEntry, summarise
+from nearkin.index.catalog import CatalogEntry, entry_of, summarise
 from nearkin.index.entries import (
+    KEY_HEAD_BYTES,
     MARK_HEAD,
     MARKED,
     KeyedPlaces,
     decode_fields,
     drop_under,
     encode_fields,
+    entry_from,
     fields_of,
     held_segments,
     marks_under,
@@ -49,15 +51,20 @@ from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
-from nearkin.reports import Ledger
 
 VERSION = 6
 """Of an index of another version the store makes a new one, as if it were lost. Before 6 its pages carried memory of
 the process that wrote them, and names of an encrypted store in clear."""
 TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
 Entry = tuple[bytes, bytes]
+Row = tuple[bytes, bytes, bytes]
+"""Key and value of a version, and what is noted of its marks."""
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
+ENTRIES_A_PAGE = 1000
+ENTRIES_FIRST_MIN = 16
+"""Read at least at once: a key may have some versions."""
+VERSION_MAX = (1 << 64) - 1
 _NO_MARKS = MARKED.pack(0, 0)
 _SHAPES = {
     "chunks": KeyShape(NAME_BYTES),
@@ -230,7 +237,7 @@ class LmdbIndex:
         with self._writing() as txn:
             for manifest, manifest_bytes in versions:
                 key = self._names.version_key(manifest.tenant, manifest.key, manifest.version)
-                entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
+                entry = entry_of(manifest, manifest_bytes)
                 said = self._names.encode(key, {"tenant": manifest.tenant, **fields_of(entry)})
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
@@ -319,11 +326,61 @@ class LmdbIndex:
                     if not key.startswith(head):
                         break
                     fields = self._names.decode(key, value)
-                    tenant, ledger = fields.pop("tenant"), Ledger(**fields.pop("ledger"))
-                    sequence, marks_bytes = MARKED.unpack(marks.get(key, _NO_MARKS))
-                    entry = CatalogEntry(**fields, ledger=ledger, sequence=sequence, marks_bytes=marks_bytes)
-                    found.append((tenant, entry))
+                    entry = entry_from(fields, MARKED.unpack(marks.get(key, _NO_MARKS)))
+                    found.append((fields["tenant"], entry))
         return found
+
+    def catalog_after(
+        self, tenant: str, prefix: str, key: str, version: int | None, count: int = ENTRIES_A_PAGE
+    ) -> Iterator[CatalogEntry]:
+        """Yield entries as `catalog` does, only of what comes after `key`; with `version` after that version of it.
+
+        About `count` are read at a time. Under sealed names all of the tenant's are.
+        """
+        after = (key.encode(), VERSION_MAX if version is None else version)
+        first = self._names.group_head(tenant, max(prefix, key))
+        if first is None:
+            yield from (entry for entry in self.catalog(tenant, prefix) if not key or _order(entry) > after)
+            return
+        head = self._names.tenant_head(tenant)
+        start, group, held = first if key > prefix else first[:-1], b"", list[Row]()
+        count = max(ENTRIES_FIRST_MIN, min(count, ENTRIES_A_PAGE))
+        while True:
+            page = self._rows_from(head, start, count)
+            for row in page:
+                mine = row[0][: row[0].index(b"\0", len(head)) + 1]
+                if mine != group:
+                    yield from self._in_order(held, prefix, key, after)
+                    group, held = mine, []
+                held.append(row)
+            if len(page) < count or (held and not self._may_follow(group, head, prefix)):
+                yield from self._in_order(held, prefix, key, after)
+                return
+            start, count = page[-1][0] + b"\0", ENTRIES_A_PAGE
+
+    @staticmethod
+    def _may_follow(group: bytes, head: bytes, prefix: str) -> bool:
+        """Return whether groups from this one on may have keys that start with `prefix`."""
+        wanted = prefix.encode().partition(b"\0")[0][:KEY_HEAD_BYTES]
+        return group[len(head) :][: len(wanted)] <= wanted
+
+    def _rows_from(self, head: bytes, start: bytes, count: int) -> list[Row]:
+        """Return up to `count` keys, values and marks of a tenant's versions, from `start` on."""
+        found: list[Row] = []
+        with self._reading() as txn:
+            cursor = txn.cursor(self._versions)
+            if cursor.set_range(max(head, start)):
+                for key, value in cursor:
+                    if len(found) == count or not key.startswith(head):
+                        break
+                    found.append((key, value, txn.get(MARK_HEAD + key, _NO_MARKS, db=self._meta)))
+        return found
+
+    def _in_order(self, rows: Sequence[Row], prefix: str, key: str, after: tuple[bytes, int]) -> list[CatalogEntry]:
+        """Return the entries of one group that are wanted, by key and version."""
+        found = [entry_from(self._names.decode(name, value), MARKED.unpack(mark)) for name, value, mark in rows]
+        wanted = [entry for entry in found if entry.key.startswith(prefix) and (not key or _order(entry) > after)]
+        return sorted(wanted, key=_order)
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
@@ -468,6 +525,10 @@ class LmdbIndex:
     def at_work(self) -> Any:
         """Return LMDB's environment where it is read or written at this moment, else None."""
         return self._env if self._users else None
+
+
+def _order(entry: CatalogEntry) -> tuple[bytes, int]:
+    return entry.key.encode(), entry.version
 
 
 def _forked() -> None:

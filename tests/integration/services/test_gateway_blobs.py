@@ -388,6 +388,7 @@ def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem
 
 
 def test_a_broken_manifest_is_named_and_hides_no_other_blob(tmp_path: Path) -> None:
+    """F.18: listings come from the index; whoever asks for a version whose manifest is damaged is told."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         for key in ("a", "b", "c"):
             client.put(f"/v1/blobs/{key}", content=key.encode())
@@ -395,7 +396,7 @@ def test_a_broken_manifest_is_named_and_hides_no_other_blob(tmp_path: Path) -> N
         _flip(broken)
         gone.unlink()
         page = client.get("/v1/blobs", params={"limit": 2}).json()
-        assert ([entry["key"] for entry in page["damaged"]], page["blobs"], page["next"]) == (["a", "b"], [], "b")
+        assert ([entry["key"] for entry in page["blobs"]], page["damaged"], page["next"]) == (["a", "b"], [], "b")
         assert [entry["key"] for entry in client.get("/v1/blobs", params={"after": "b"}).json()["blobs"]] == ["c"]
         assert client.get("/v1/blobs/a/versions").json()["damaged"][0]["version"] == 1
         assert client.get("/v1/blobs/a").status_code == 500

@@ -1,7 +1,8 @@
 """Catalog entries and summaries as Redis keeps them. Invariant: bytes order as (key, version) do, and one parse exists.
 
 member of a tenant's versions   key, each NUL followed by 255; NUL NUL; version 8 big-endian; rest
-rest                            1, manifest's bytes 8, seconds as a double 8, ledger 12 x 8
+rest                            layout 1, manifest's bytes 8, seconds as a double 8, ledger 12 x 8; then what a listing
+                                shows (`nearkin.index.listed`), nothing in what an earlier release wrote
 field of a tenant's marks       the member's start -> "highest mark, bytes of all" in decimal
 summary of a container          12 numbers; depths: count 1, then 4 each; named counts: (length 1, name, count 4) each
                                 of segments by sketch, and of chunks by what found their base, its name after a `?`
@@ -53,22 +54,21 @@ def member_end(key: str) -> bytes:
 
 def member_rest(entry: CatalogEntry) -> bytes:
     """Return what follows."""
-    return _REST.pack(1, entry.manifest_bytes, entry.seconds, *astuple(entry.ledger))
+    return _REST.pack(1, entry.manifest_bytes, entry.seconds, *astuple(entry.ledger)) + entry.listed
 
 
 def parse_member(member: bytes) -> CatalogEntry:
     """Return the entry. Raises Corrupt."""
     end = member.find(b"\0\0")
     try:
-        layout, manifest_bytes, seconds, *ledger = _REST.unpack(member[end + 10 :])
+        layout, manifest_bytes, seconds, *ledger = _REST.unpack_from(member, end + 10)
         if end < 0 or layout != 1:
             raise Corrupt(f"index: a version is kept in an unknown way ({member[:40]!r}): run rebuild-index")
         key = member[:end].replace(b"\0\xff", b"\0").decode()
     except (StructError, UnicodeDecodeError) as err:
         raise Corrupt(f"index: a version does not parse ({member[:40]!r}): run rebuild-index") from err
-    return CatalogEntry(
-        key, int.from_bytes(member[end + 2 : end + 10], "big"), manifest_bytes, seconds, Ledger(*ledger)
-    )
+    version, listed = int.from_bytes(member[end + 2 : end + 10], "big"), member[end + 10 + _REST.size :]
+    return CatalogEntry(key, version, manifest_bytes, seconds, Ledger(*ledger), listed=listed)
 
 
 def with_marks(entry: CatalogEntry, noted: bytes | None) -> CatalogEntry:

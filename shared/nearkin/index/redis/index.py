@@ -21,7 +21,7 @@ from nearkin.claims import ContainerClaims
 from nearkin.config_services import RedisSettings
 from nearkin.errors import StoreUnavailable
 from nearkin.formats.manifest import Manifest
-from nearkin.index.catalog import CatalogEntry, summarise
+from nearkin.index.catalog import CatalogEntry, entry_of, summarise
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.redis import catalog, rows
 from nearkin.index.redis.collecting import drop_containers, forget_entries, forget_missing
@@ -35,6 +35,8 @@ KEYS_A_SCRIPT = 512
 """A script holds up everyone else: some 2 ms for so many keys."""
 VERSIONS_A_COMMIT = 256
 MEMBERS_A_PAGE = 1000
+MEMBERS_FIRST_MIN = 16
+"""Read at least at once: a key may have some versions."""
 COUNTED_SECONDS = 3600
 """How long it is remembered that a version's segments were counted, should its commit have to be repeated midway."""
 
@@ -210,7 +212,7 @@ class RedisIndex:
         adding = []
         for row in new:
             manifest, manifest_bytes = versions[row]
-            entry = CatalogEntry(manifest.key, manifest.version, manifest_bytes, manifest.seconds, manifest.ledger)
+            entry = entry_of(manifest, manifest_bytes)
             owner = catalog.tenant_tag(manifest.tenant), manifest.tenant
             adding.append(Server.call("commit", homes[row], starts[row], catalog.member_rest(entry), *owner))
         if None in self.server.run(adding):  # 3
@@ -327,36 +329,45 @@ class RedisIndex:
         start = catalog.escaped(prefix)
         return self._entries(tenant, start, start + b"\xff" if start else None)  # no UTF-8 holds 255; NUL 255 is NUL
 
-    def names_after(self, tenant: str, prefix: str, key: str, version: int | None) -> Iterator[tuple[str, int]]:
-        """Yield (key, version) as `manifest_names` does, only of what comes after `key`; with `version` after that."""
+    def catalog_after(
+        self, tenant: str, prefix: str, key: str, version: int | None, count: int = MEMBERS_A_PAGE
+    ) -> Iterator[CatalogEntry]:
+        """Yield entries as `catalog` does, only of what comes after `key`; with `version` after that version of it.
+
+        About `count` are wanted, so that few are read where few are.
+        """
         start = catalog.escaped(prefix)
-        after = catalog.member_end(key) if version is None else catalog.member_start(key, version) + b"\xff"
-        entries = self._entries(tenant, max(start, after), start + b"\xff" if start else None)
-        return ((entry.key, entry.version) for entry in entries)
+        after = b"" if not key else catalog.member_end(key)
+        if version is not None:
+            after = catalog.member_start(key, version) + b"\xff"
+        return self._entries(tenant, max(start, after), start + b"\xff" if start else None, count)
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
         return ((entry.key, entry.version) for entry in self.catalog(tenant, prefix))
 
-    def _entries(self, tenant: str, start: bytes, end: bytes | None) -> Iterator[CatalogEntry]:
+    def _entries(
+        self, tenant: str, start: bytes, end: bytes | None, count: int = MEMBERS_A_PAGE
+    ) -> Iterator[CatalogEntry]:
+        count = max(MEMBERS_FIRST_MIN, min(count, MEMBERS_A_PAGE))
         below = b"+" if end is None else b"(" + end
         above = b"[" + start
         while True:
-            page, marks = self._in_epoch(partial(self._page, tenant=tenant, above=above, below=below))
+            page, marks = self._in_epoch(partial(self._page, tenant=tenant, above=above, below=below, count=count))
             yield from map(catalog.with_marks, map(catalog.parse_member, page), marks)
-            if len(page) < MEMBERS_A_PAGE:
+            if len(page) < count:
                 return
-            above = b"(" + page[-1]
+            above, count = b"(" + page[-1], MEMBERS_A_PAGE
 
     def _page(
-        self, epoch: Epoch, tenant: str, above: bytes, below: bytes
+        self, epoch: Epoch, tenant: str, above: bytes, below: bytes, count: int
     ) -> tuple[list[bytes], Sequence[bytes | None]]:
         """Return members, and what is noted of the marks of each: asked for only where any version has some."""
         partition, versions = self._home(epoch, tenant)
         marks = _marks_of(versions)
         asked: list[Command] = [
             ("GET", self.epochs.key),
-            ("ZRANGEBYLEX", versions, above, below, "LIMIT", 0, MEMBERS_A_PAGE),
+            ("ZRANGEBYLEX", versions, above, below, "LIMIT", 0, count),
             ("EXISTS", partition),
             ("EXISTS", marks),
         ]

@@ -1,0 +1,149 @@
+"""What a listing shows is in the index: cursors, fields, and the manifests that are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Item, Store
+from nearkin.config_services import RedisSettings
+from nearkin.formats.manifest import Manifest
+from nearkin.index.catalog import CatalogEntry
+from nearkin.index.lmdb import LmdbIndex
+from nearkin.index.redis import RedisIndex
+from nearkin.store.manifests import ManifestStore
+from nearkin.testing.stores import SMALL, settings
+from nearkin_gateway.catalogue import Catalogue
+from nearkin_gateway.embedded import StoreListing
+
+KEYS = ["a", "ab", "b", "b/1", "b/2", "é", "x" * 400, "x" * 400 + "1", "x" * 401, "x" * 399 + "é"]
+"""An index sorts by the first 400 bytes."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        yield store
+
+
+def manifests_of(store: Store) -> list[Manifest]:
+    return [store._manifests.read(name) for name, _ in store._manifests.names()]
+
+
+@pytest.fixture(params=["lmdb", "redis"])
+def index(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> Iterator[LmdbIndex | RedisIndex]:
+    """Two versions of each key of KEYS."""
+    for version in (b"one", b"two"):
+        list(store.put_many([Item(key, version + key.encode(), {"k": "v"}) for key in KEYS]))
+    made: LmdbIndex | RedisIndex
+    if request.param == "lmdb":
+        made = LmdbIndex(tmp_path / "other", store._fingerprinter.domain, 1 << 26)
+    else:
+        url, prefix = request.getfixturevalue("redis").url, request.getfixturevalue("key_prefix").rstrip(":")
+        made = RedisIndex(RedisSettings(url=url, prefix=prefix), store._fingerprinter.domain)
+    made.commit_many([(manifest, 100) for manifest in manifests_of(store)])
+    with closing(made):
+        yield made
+
+
+@pytest.mark.parametrize("prefix", ["", "a", "b/", "x" * 400, "nothing"])
+def test_catalog_after_resumes_at_each_entry(index: LmdbIndex | RedisIndex, prefix: str) -> None:
+    """F.28: a listing continues in the index after any entry, whatever the page; nothing is missed or repeated."""
+    expected = [(entry.key, entry.version) for entry in index.catalog("default", prefix)]
+    assert expected == sorted(expected, key=lambda one: (one[0].encode(), one[1]))
+
+    def after(key: str, version: int | None, count: int) -> list[tuple[str, int]]:
+        found = index.catalog_after("default", prefix, key, version, count)
+        return [(entry.key, entry.version) for entry in found]
+
+    for count in (1, 1000):
+        assert after("", None, count) == expected
+        for at, (key, version) in enumerate(expected):
+            assert after(key, version, count) == expected[at + 1 :]
+            assert after(key, None, count) == [one for one in expected if one[0].encode() > key.encode()]
+
+
+def test_entries_show_what_manifests_say(index: LmdbIndex | RedisIndex, store: Store) -> None:
+    """F.18: all fields of a listing agree with the manifest, in both indexes."""
+    infos = {(m.key, m.version): m.info for m in manifests_of(store)}
+    assert {(entry.key, entry.version): entry.info for entry in index.catalog("default")} == infos
+
+
+def test_long_metadata_is_read_from_the_manifest(store: Store) -> None:
+    """F.18: an index keeps no more than 4 KiB of metadata a version."""
+    store.put("k", b"x", metadata={"long": "m" * 5000})
+    assert next(iter(store.catalog("default"))).info is None
+    assert listed(store)[0].metadata == {"long": "m" * 5000}
+
+
+def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[object]:
+    catalogue = Catalogue.__new__(Catalogue)
+    from nearkin.store import descriptor
+
+    catalogue.__init__(store._covered, descriptor.read(store._objects), store.settings, StoreListing(store))  # type: ignore[misc]
+    with closing(catalogue):
+        found, _ = catalogue.listed("default", "", "", 1000, all_versions=False)
+    return list(found.found)
+
+
+def test_listing_reads_no_manifest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.18: of versions without marks a gateway's page comes from the index alone; of others the store decides."""
+    list(store.put_many([Item(f"k{number}", b"%d" % number) for number in range(50)]))
+    read: list[str] = []
+    get = ManifestStore.get
+
+    def counted(manifests: ManifestStore, tenant: str, key: str, version: int) -> Manifest:
+        read.append(key)
+        return get(manifests, tenant, key, version)
+
+    monkeypatch.setattr(ManifestStore, "get", counted)
+    assert len(listed(store)) == 50
+    assert read == []
+    store.delete("k7")
+    store.undelete("k7")
+    store.delete("k8")
+    read.clear()
+    assert len(listed(store)) == 49
+    assert set(read) == {"k7"}
+
+
+def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.28: a listing of one key does not read the whole catalog, at its start or its end."""
+    list(store.put_many([Item(f"k{number:04}", b"x") for number in range(500)]))
+    decoded: list[CatalogEntry] = []
+    from nearkin.index import lmdb
+
+    entry_from = lmdb.entry_from
+
+    def counted(*arguments: object) -> CatalogEntry:
+        decoded.append(entry_from(*arguments))  # type: ignore[arg-type]
+        return decoded[-1]
+
+    monkeypatch.setattr(lmdb, "entry_from", counted)
+    for after in ("", "k0250", "k0499", "zzz"):
+        decoded.clear()
+        page = store.catalog_after("default", "", after, None, 1)
+        assert len(page) == (after < "k0499")
+        assert len(decoded) <= 16
+    decoded.clear()
+    assert [entry.key for entry in islice(store.catalog_after("default", "k0007", "", None, 9), 9)] == ["k0007"]
+    assert len(decoded) <= 16
+
+
+def test_verify_compares_listed_fields(store: Store) -> None:
+    """F.18: an index that shows another size than the manifest is reported."""
+    store.put("k", b"content")
+    assert not store.verify().damage
+    index = store._index.writable()
+    manifest = store._manifests.get("default", "k", 1)
+    with index._writing() as txn:
+        txn.delete(index._names.version_key("default", "k", 1), db=index._versions)
+    index.commit(replace(manifest, size_bytes=8), store._manifests.size_bytes(manifest))
+    report = store.verify()
+    assert any("listed otherwise" in damage.problem for damage in report.damage)
