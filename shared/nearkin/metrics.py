@@ -43,6 +43,8 @@ CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
 INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index holds what the store does, 0 until rebuilt.", ["index"])
 """By a label, so that only who knows it says it: without one every process of ours would say 0."""
 REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
+REDIS_FULLNESS = Gauge("nearkin_redis_memory_ratio", "Memory used of maxmemory by the fullest primary.")
+REDIS_EVICTS = Gauge("nearkin_redis_evicts", "1 where a primary's maxmemory-policy is not noeviction.")
 REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
 LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
 OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])

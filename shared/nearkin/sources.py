@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from io import BytesIO
@@ -49,11 +50,30 @@ def check_prefix(prefix: str) -> None:
     _encoded(prefix, "prefix")
 
 
+CONTENT_TYPE = "content-type"
+"""The name in a version's metadata under which its media type is kept."""
+CONTENT_TYPE_CHARACTERS_MAX = 255
+OCTET_STREAM = "application/octet-stream"
+_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_MEDIA_TYPE = re.compile(rf'{_NAME}/{_NAME}(?:[ \t]*;[ \t]*{_NAME}=(?:{_NAME}|"[\t !#-\[\]-~]*"))*', re.ASCII)
+
+
 def check_metadata(metadata: Mapping[str, str]) -> None:
     """Refuse metadata that is not text or too much of it."""
     if not isinstance(metadata, Mapping):
         raise BadInput(f"metadata {metadata!r:.100}: want names and values of text")
     encode_metadata(metadata)
+
+
+def is_media_type(text: str) -> bool:
+    """Return whether `text` is a media type with its parameters, as `Content-Type` has it (RFC 9110, 8.3.1)."""
+    return len(text) <= CONTENT_TYPE_CHARACTERS_MAX and _MEDIA_TYPE.fullmatch(text) is not None
+
+
+def content_type(metadata: Mapping[str, str]) -> str:
+    """Return the media type that a version was put with; octets where it has none, or one that is none."""
+    text = metadata.get(CONTENT_TYPE, "")
+    return text if is_media_type(text) else OCTET_STREAM
 
 
 def check_version(version: int) -> None:

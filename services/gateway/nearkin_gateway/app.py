@@ -23,6 +23,7 @@ from nearkin_gateway.handing_over import sweep_for_ever
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
 from nearkin_gateway.state import Gateway
+from nearkin_gateway.stopping import AnswerCutRequests
 from nearkin_gateway.traced import Traced
 
 THREADS_MAX = 64
@@ -97,7 +98,9 @@ def served(app: FastAPI) -> ASGIApp:
     """Return the application as a server should call it."""
     tracing = current()
     counted = Counted(allow_origins(app, app.state.gateway.bounds.cors_origins))
-    return PathAsSent(counted if tracing is None else Traced(counted, tracing))
+    gateway: Gateway = app.state.gateway
+    answered = AnswerCutRequests(counted if tracing is None else Traced(counted, tracing), lambda: gateway.stopping)
+    return PathAsSent(answered)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -16,11 +16,21 @@ from starlette.responses import JSONResponse, Response
 from nearkin.errors import NotFound, PreconditionFailed
 from nearkin.formats.answers import info_json
 from nearkin.reports import VersionInfo
+from nearkin.sources import CONTENT_TYPE, check_metadata, content_type
 from nearkin_gateway import models
 from nearkin_gateway.access import Caller, Reader, Writer
 from nearkin_gateway.bodies import check_declared, chunks, frames
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX, Listed
-from nearkin_gateway.digests import announced_sha256, metadata_headers, metadata_of, repr_digest, wants_sha256
+from nearkin_gateway.digests import (
+    announced_digests,
+    announced_sha256,
+    check_digests,
+    content_type_of,
+    metadata_headers,
+    metadata_of,
+    repr_digest,
+    wants_sha256,
+)
 from nearkin_gateway.intake import (
     check_failed,
     check_idempotency_key,
@@ -105,7 +115,10 @@ async def put_blob(
     idempotency_key: Annotated[
         str | None, Header(description="Repeats with the same key and Idempotency-Key store once.")
     ] = None,
-    content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:`, checked (RFC 9530).")] = None,
+    content_digest: Annotated[
+        str | None, Header(description="`sha-256=:BASE64:`, also sha-512, md5, sha; checked (RFC 9530).")
+    ] = None,
+    content_md5: Annotated[str | None, Header(alias="Content-MD5", description="Base64, checked (RFC 1864).")] = None,
     x_content_sha256: Annotated[str | None, Header(description="64 hex digits, checked.")] = None,
     want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
     if_match: Annotated[
@@ -117,6 +130,7 @@ async def put_blob(
 ) -> Response:
     """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
 
+    The `Content-Type` is kept as metadata `content-type` and returned by GET and HEAD.
     `If-Match` and `If-None-Match` are checked where the version is committed: of several puts that rely on the same
     state one is 201, the others are 412 and store nothing. After 202 the outcome has the reason `precondition-failed`.
     """
@@ -125,11 +139,15 @@ async def put_blob(
     await check_open(gateway, caller.tenant)
     check_declared(request, bytes_max)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
+    if (media_type := content_type_of(request.headers)) is not None:
+        metadata.setdefault(CONTENT_TYPE, media_type)
+        check_metadata(metadata)
+    announced = announced_digests(request.headers)
     precondition = precondition_of_put(request.headers)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
-        pieces = frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads))
+        pieces = check_digests(frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads)), announced)
         earlier = None
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin))
@@ -273,7 +291,7 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
         "Accept-Ranges": "bytes",
         "X-Nearkin-Version": str(info.version),
         "Cache-Control": "private, no-cache",
-        "Content-Type": "application/octet-stream",
+        "Content-Type": content_type(info.metadata),
         # What strangers stored is no page, script or picture of ours, whoever links to it.
         "X-Content-Type-Options": "nosniff",
         "Content-Disposition": "attachment",

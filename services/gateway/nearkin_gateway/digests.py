@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from urllib.parse import quote, unquote_to_bytes
 
 from starlette.datastructures import Headers
 
-from nearkin.sources import check_metadata
+from nearkin.sources import OCTET_STREAM, check_metadata, is_media_type
 from nearkin_gateway.problems import Problem
+from nearkin_gateway.threads import HASHING
 
 META_PREFIX = "x-nearkin-meta-"
 META_HEADERS_MAX = 64
@@ -19,6 +21,9 @@ META_HEADER_BYTES_MAX = 16 * 1024
 """Metadata beyond either is left out of headers (clients stop at 100 headers); /v1/info/{key} has it all."""
 _VALUE_SAFE = "!\"#$&'()*+,-./:;<=>?@[]^_`{|}~"
 _NAME_SAFE = "!#$&'*+-.^_`|~"
+ALGORITHMS: Mapping[str, str] = {"sha-512": "sha512", "md5": "md5", "sha": "sha1"}
+"""Checked where `Content-Digest` has them, beside sha-256; others of the registry are passed over (RFC 9530, 2)."""
+_MEMBER = re.compile(r"([a-z*][a-z0-9_.*-]*)\s*=\s*:([A-Za-z0-9+/=]*):\s*(?:;.*)?", re.DOTALL)
 _SHA256_MEMBER = re.compile(r"sha-256\s*=\s*:([A-Za-z0-9+/=]*):\s*(?:;.*)?", re.DOTALL)
 _WANTED = re.compile(r"(?:^|,)\s*sha-256\s*=\s*(10|[1-9])\s*(?:,|$)")
 
@@ -40,6 +45,57 @@ def announced_sha256(headers: Headers) -> bytes | None:
     if len(found) > 1:
         raise Problem(400, "bad-digest", "Content-Digest and X-Content-SHA256 announce different digests")
     return found.pop() if found else None
+
+
+def announced_digests(headers: Headers) -> dict[str, bytes]:
+    """Return what `Content-Digest` and `Content-MD5` announce beside SHA-256, by hashlib's names. Raises Problem."""
+    found: dict[str, bytes] = {}
+    for value in headers.getlist("content-md5"):
+        _announce(found, "md5", value.strip(), "Content-MD5")
+    for name in ("content-digest", "repr-digest"):
+        for member in filter(None, (part.strip() for part in ",".join(headers.getlist(name)).split(","))):
+            match = _MEMBER.fullmatch(member)
+            if match is None:
+                raise Problem(400, "bad-digest", f"{name} {member:.80}: want ALGORITHM=:BASE64:, such as sha-256=:...:")
+            if match[1] in ALGORITHMS:
+                _announce(found, ALGORITHMS[match[1]], match[2], name)
+    return found
+
+
+def _announce(found: dict[str, bytes], algorithm: str, text: str, name: str) -> None:
+    want_bytes = hashlib.new(algorithm, usedforsecurity=False).digest_size
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as err:  # binascii.Error, and what is not ASCII
+        raise Problem(400, "bad-digest", f"{name}: {algorithm} is not base64") from err
+    if len(data) != want_bytes:
+        raise Problem(400, "bad-digest", f"{name}: {algorithm} of {len(data)} bytes: want {want_bytes}")
+    if found.setdefault(algorithm, data) != data:
+        raise Problem(400, "bad-digest", f"{name}: announces two different {algorithm} digests")
+
+
+async def check_digests(pieces: AsyncIterator[bytearray], announced: Mapping[str, bytes]) -> AsyncIterator[bytearray]:
+    """Yield the frames; raise Problem 400 at the end where they are not what was announced, before a commit."""
+    hashers = {name: hashlib.new(name, usedforsecurity=False) for name in announced}
+
+    def update(frame: bytearray) -> None:
+        for hasher in hashers.values():
+            hasher.update(frame)
+
+    async for frame in pieces:
+        if hashers:
+            await HASHING.run(update, frame)
+        yield frame
+    for name, hasher in hashers.items():
+        if hasher.digest() != announced[name]:
+            why = f"the body's {name} is {hasher.hexdigest()}, announced was {announced[name].hex()}"
+            raise Problem(400, "digest-mismatch", f"{why}; nothing was stored")
+
+
+def content_type_of(headers: Headers) -> str | None:
+    """Return the `Content-Type` to keep with a version; None for none, what is none, and plain octets."""
+    text = headers.get("content-type", "").strip()
+    return text if is_media_type(text) and text.lower() != OCTET_STREAM else None
 
 
 def wants_sha256(headers: Headers) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from nearkin_gateway.state import Gateway
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
+LINGER_SECONDS = 2.0
+"""A connection that is closed with unread bytes of a body is reset, and its answer lost: they are read for so long."""
 FILES_BESIDE = 1024
 """Open at most beside connections: bodies on disk, what 64 threads read or write, the index, Kafka, Redis, S3."""
 _log = logging.getLogger("nearkin.gateway")
@@ -59,11 +63,19 @@ def make_gateway(settings: Settings, config_file: Path | None = None) -> Gateway
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, telling `ready` its URL once it listens."""
+    """uvicorn's, telling `ready` its URL once it listens, and the gateway at once that it stops."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, ready: Callable[[str], None] | None = None) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._gateway, self._ready = gateway, ready
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop; clients whose request was cut get some time to read the answer."""
+        self._gateway.stopping = True
+        await super().shutdown(sockets)
+        deadline = time.monotonic() + LINGER_SECONDS
+        while self.server_state.connections and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -114,6 +126,7 @@ def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], Non
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=bounds.shutdown_seconds,
         ),
+        gateway,
         ready,
     )
 

@@ -8,7 +8,7 @@ import re
 from starlette.datastructures import Headers
 
 from nearkin.frozen import frozen
-from nearkin.sources import check_key, check_metadata
+from nearkin.sources import CONTENT_TYPE, check_key, check_metadata, is_media_type
 from nearkin_gateway.problems import TUS_VERSION, Problem
 
 EXTENSIONS = "creation,creation-with-upload,checksum,expiration,termination,concatenation"
@@ -49,6 +49,8 @@ def parse_metadata(text: str, key_bytes_max: int, *, needs_key: bool) -> Descrip
     sha256 = found.pop("sha256", None)
     if sha256 is not None and re.fullmatch("[0-9a-fA-F]{64}", sha256, re.ASCII) is None:
         raise Problem(400, "bad-digest", "Upload-Metadata sha256: want 64 hex digits")
+    if is_media_type(found.get("filetype", "")):  # as tus clients name it
+        found.setdefault(CONTENT_TYPE, found["filetype"])
     check_metadata(found)
     return Description(key or "", found, sha256)
 

@@ -82,7 +82,12 @@ def nearkin() -> None:
 @click.argument("key", metavar="KEY")
 @click.argument("source", metavar="FILE|-", required=False, shell_complete=complete_file)
 @click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
-@click.option("--meta", metavar="NAME=VALUE", multiple=True, help="Metadata kept with the version; repeatable.")
+@click.option(
+    "--meta",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Metadata kept with the version; repeatable. A gateway answers with `content-type`.",
+)
 @click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
 @click.option("--if-match", metavar="DIGEST|*", help="Only if the newest version has this digest; * for any version.")
 @click.option("--if-none-match", metavar="DIGEST|*", help="Only if the newest version has not; * for no version.")

@@ -24,6 +24,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from nearkin import metrics
 from nearkin.certificates import check_certificates, check_key
 from nearkin.config_services import RedisSettings
 from nearkin.errors import ConfigError, Corrupt, NearkinError, StoreUnavailable
@@ -124,6 +125,32 @@ class Server:
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
         found = self._client.info("memory", **nodes)
         return [found] if "maxmemory_policy" in found else list(found.values())
+
+    def check_memory(self) -> None:
+        """Refuse a server that may evict or is full, as it is now; both are metrics too.
+
+        Raises StoreUnavailable: the policy can be changed back, and memory be added, while services run.
+        """
+        try:
+            nodes = self._memory()
+        except (RedisError, OSError) as err:
+            raise self._translated(err) from err
+        evicting = [node for node in nodes if node["maxmemory_policy"] != "noeviction"]
+        fullness = max(
+            (int(node["used_memory"]) / int(node["maxmemory"]) for node in nodes if node["maxmemory"]), default=0
+        )
+        metrics.REDIS_BYTES.set(sum(int(node["used_memory"]) for node in nodes))
+        metrics.REDIS_FULLNESS.set(fullness)
+        metrics.REDIS_EVICTS.set(bool(evicting))
+        if evicting:
+            raise StoreUnavailable(
+                f'{self.name}: maxmemory-policy "{evicting[0]["maxmemory_policy"]}" drops entries at will since it was '
+                "changed: run CONFIG SET maxmemory-policy noeviction"
+            )
+        if fullness >= 1:
+            raise StoreUnavailable(
+                f"{self.name}: all of maxmemory is in use: raise it or add servers; nothing was lost"
+            )
 
     def memory_bytes(self) -> int:
         """Return the bytes in use on all primaries. Raises StoreUnavailable."""

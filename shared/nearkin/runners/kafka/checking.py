@@ -61,6 +61,7 @@ def checks_of(settings: Settings) -> dict[str, Check]:
 
     def redis_answers() -> None:
         redis().check()
+        redis().server.check_memory()
 
     def objects_answer() -> None:
         objects().size_bytes(descriptor.NAME)

@@ -24,6 +24,11 @@ _log = logging.getLogger("nearkin.kafka")
 STAGE_TOPICS = ("frames", "segments", "fresh", "paired", "placed")
 TOPICS = (*STAGE_TOPICS, "committed", "dead", "config", "workers")
 COMPACTED = ("config", "workers")
+COMPACT_SOON = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1", "delete.retention.ms": "3600000"}
+"""An open segment is never compacted, and the default closes it after a week: past PATCHes were read at every start."""
+READABLE_BY_ALL = {"compression.type": "gzip"}
+"""Of `committed`, which programs of others read. gzip is the one codec that every client has built in; kafka-python
+reads lz4, snappy and zstd with further packages alone."""
 OUTBOX_BYTES_MAX = 64 * 1024 * 1024
 FLUSH_SECONDS_MAX = 60.0
 ADMIN_SECONDS_MAX = 30.0
@@ -111,7 +116,7 @@ def retention_ms(settings: Settings) -> str:
 def create_topics(settings: Settings) -> list[str]:
     """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
     config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete"}
-    compacted = config | {"cleanup.policy": "compact"}
+    compacted = config | {"cleanup.policy": "compact", **COMPACT_SOON}
     config["retention.ms"] = retention_ms(settings)
     partitions, replication = settings.kafka.partitions, settings.kafka.replication
     return _create(
@@ -119,7 +124,12 @@ def create_topics(settings: Settings) -> list[str]:
         [
             NewTopic(topic(settings, name), 1, replication_factor=replication, config=compacted)
             if name in COMPACTED
-            else NewTopic(topic(settings, name), partitions, replication_factor=replication, config=config)
+            else NewTopic(
+                topic(settings, name),
+                partitions,
+                replication_factor=replication,
+                config=config | READABLE_BY_ALL if name == "committed" else config,
+            )
             for name in TOPICS
         ],
     )
