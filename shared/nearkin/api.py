@@ -24,6 +24,7 @@ from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, Permanent, StoreLocked, StoreUnavailable
+from nearkin.failed_puts import FailedPuts
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
 from nearkin.frozen import frozen
@@ -71,11 +72,14 @@ from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.private_files import make_private_folders
 from nearkin.store.quarantine import Quarantine
+from nearkin.store.reserve import SpaceReserve
 from nearkin.store.scrubbed import ScrubStates
 from nearkin.store.shown import check_newest, shown, units, with_unnamed
 
 if TYPE_CHECKING:
+    from nearkin.formats.mark import Mark
     from nearkin.index.catalog import CatalogEntry
+    from nearkin.local_gc import LocalGc
     from nearkin.local_repair import LocalRepair
     from nearkin_janitor import Choice, Scrubber, Unsound, Verifier
     from nearkin_janitor.scrub import Step
@@ -250,13 +254,15 @@ class Store:
         )
         self._condemned = CondemnedStore(covered)
         self._quarantine = Quarantine(covered, clock)
-        self.pauses = Pauses(covered, clock)
+        self.reserve = SpaceReserve(root, lambda: int(self.settings.storage.reserve_bytes))
+        self.pauses = Pauses(covered, clock, self.reserve)
         self._deletions = Deletions(
             self._manifests,
             lambda marks: self._index.noting().mark_many(marks),
             clock=clock,
             guard=guard_of(settings.retention, clock),
             notes=self._index,
+            reserve=self.reserve,
         )
         self._puts = LocalPuts(
             root,
@@ -268,6 +274,7 @@ class Store:
             self._index,
             clock,
             self._heal,
+            FailedPuts(root, self._containers, self._index, self.reserve),
         )
         _STORES.add(self)
 
@@ -652,8 +659,12 @@ class Store:
         with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
             return self._repairs(progress).run([Path(file) for file in files])
 
+    def _container_bytes(self) -> int:
+        return sum(size_bytes for _, size_bytes in self._containers.ids())
+
     def _heal(self) -> None:
         """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
+        self.reserve.restore(self._container_bytes)
         try:
             if self._quarantine.listed():
                 self._repairs().heal_quarantined()
@@ -697,9 +708,59 @@ class Store:
         Corrupt (what a version needs cannot be read: nothing is condemned), Paused, StoreLocked, StoreUnavailable,
         Retryable (a tenant was erased meanwhile).
         """
+        collection = self._collection()
+        if deleted_too and not dry_run:
+            raise BadInput("deleted_too: only a dry run goes by what has not happened")
+        if dry_run:
+            return collection.preview(steps, deleted_too=deleted_too)
+        if not wait_seconds:
+            self._puts.check_none()
+        try:
+            report = self.reserve.run(lambda: collection.run(wait_seconds, go_on, steps))
+        finally:
+            self._puts.bound_for_reading()
+            give_back_free()
+        self.reserve.restore(self._container_bytes, grow=True)
+        return report
+
+    def purge(
+        self,
+        key: str | None = None,
+        version: int | None = None,
+        *,
+        wait_seconds: float = 0.0,
+        steps: Callable[[int, int, str], None] | None = None,
+    ) -> GcReport:
+        """Remove deleted versions for good at once, of one key or of all, and every byte that no other version needs.
+
+        For leaked secrets and full disks: neither what `deletion.undelete_seconds` was at their deletion nor
+        `gc.grace_seconds` counts. The writer lock is held throughout; restores that run meanwhile may fail and must be
+        run again. The index is made again, so that nothing stays in its free pages. `get` of other versions answers as
+        before. Raises BadInput (services write this store), Corrupt (a needed chunk is damaged: repair first; nothing
+        that is needed was removed), NotFound (no such version is deleted), Paused, StoreLocked (a put, a GC run or
+        another process is at work), StoreUnavailable (`purge()` goes on).
+        """
+        self._puts.check_none()
+        tenant = self.settings.tenant
+        if key is not None and not any(one.key == key and version in (None, one.version) for one in self.deleted(key)):
+            raise NotFound(f"key {key!r}: no such version is deleted; `nearkin rm` deletes it first")
+
+        def ends(mark: Mark) -> bool:
+            return key is None or (mark.tenant == tenant and mark.key == key and version in (None, mark.version))
+
+        try:
+            report = self.reserve.run(lambda: self._collection().purge(wait_seconds, ends, steps))
+        finally:
+            self._puts.bound_for_reading()
+            give_back_free()
+        self.reserve.run(self.rebuild_index)
+        self.reserve.restore(self._container_bytes, grow=True)
+        return report
+
+    def _collection(self) -> LocalGc:
         from nearkin.local_gc import LocalGc
 
-        collection = LocalGc(
+        return LocalGc(
             self.root,
             self.settings,
             self._containers,
@@ -712,17 +773,6 @@ class Store:
             self.pauses,
             self._puts.bound_for_round,
         )
-        if deleted_too and not dry_run:
-            raise BadInput("deleted_too: only a dry run goes by what has not happened")
-        if dry_run:
-            return collection.preview(steps, deleted_too=deleted_too)
-        if not wait_seconds:
-            self._puts.check_none()
-        try:
-            return collection.run(wait_seconds, go_on, steps)
-        finally:
-            self._puts.bound_for_reading()
-            give_back_free()
 
     def erase_tenant(self, tenant: str, grace_seconds: int | None = None) -> int:
         """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there are.

@@ -24,7 +24,7 @@ INDEXES = ("lmdb",)
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys"),
-    *("index", "tmp", "uploads", "nearkin.json"),
+    *("index", "tmp", "uploads", "reserve", "nearkin.json"),
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
 PAGE_CACHES = ("drop", "keep")
@@ -46,6 +46,9 @@ class StorageSettings:
     page_cache: Annotated[str, OneOf(PAGE_CACHES)] = "drop"
     """Of containers in a folder. `drop`: they leave it once they are durable, as backups should; `keep`: they stay, for
     a slow disk where the next version comes soon (docs/decisions/0031)."""
+    reserve_bytes: Annotated[int, Size(0, GIB)] = 64 * MIB
+    """Of a store in a folder: at most so much of the disk is kept in a file `reserve`, for `rm`, `forget`, `gc` and
+    `gc --pause` to go on with once the disk is full; 0: none. It takes a 32nd of the stored bytes, at least 1 MiB."""
     key_file: Annotated[str | None, Text(4096)] = None
     """Holds the key-encryption keys, the newest first: `nearkin keys generate FILE`. Not readable by everybody."""
     key: Annotated[str | None, Text(4096)] = field(default=None, repr=False)

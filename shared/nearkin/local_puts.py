@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin.config import Settings
-from nearkin.errors import Permanent, StoreLocked
+from nearkin.errors import NearkinError, Permanent, StoreLocked
+from nearkin.failed_puts import FailedPuts
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.interrupts import interrupts_wait
@@ -55,8 +56,10 @@ class LocalPuts:
         index: LocalIndex,
         clock: Callable[[], float],
         heal: Callable[[], None],
+        failed: FailedPuts,
     ) -> None:
         """`settings` are asked for at each put: hot ones change. `heal` is called once what it stored is committed."""
+        self._failed = failed
         self._root = root
         self._settings = settings
         self._covered = covered
@@ -145,7 +148,20 @@ class LocalPuts:
                     raise self.in_the_middle("another put")
                 self._claim, self._by = entry, threading.get_ident()
             self._containers.blocks.bound(int(settings.base.cache_bytes))  # a put has much else in memory
-            yield from self._in_groups(settings, items, progress)
+            try:
+                yield from self._in_groups(settings, items, progress)
+            except Exception:
+                self._remove_uncommitted()
+                raise
+
+    def _remove_uncommitted(self) -> None:
+        """Remove what the put at work stored, once it has failed; an interrupted one can be resumed."""
+        writer = self._writer
+        if writer is None:
+            return
+        with interrupts_wait(), suppress(NearkinError):  # the error that ended the put is the one to report
+            if self._failed.remove(writer.uncommitted()):
+                self.let_go()  # prefixes of what is gone
 
     def _ended(self, claim: object) -> None:
         with interrupts_wait():

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from nearkin import open_store
 from nearkin.api import Store
 from nearkin.errors import NoRoom, NotFound, StoreUnavailable
+from nearkin.store.reserve import SpaceReserve
 from nearkin.testing.generated import random_bytes, text_like
 from nearkin.testing.stores import SMALL, settings, stored_bytes
 
@@ -199,3 +202,139 @@ def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_a
         assert store.get("staying").read() == staying
         assert store.verify().damage == ()
         assert store.stats().ledger.stored_bytes == stored_bytes(root) < MIB + 100_000
+
+
+def fill_to_last_block(disk: Path) -> Path:
+    """Leave no block."""
+    ballast = disk / "ballast"
+    with ballast.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+    return ballast
+
+
+def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nearkin.cli", "--store", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def fill_store(root: Path) -> None:
+    with open_store(root, settings=CHOSEN, create=True) as store:
+        for number in range(6):
+            store.put("many", random_bytes(MIB, number))
+        store.put("large", LARGE)
+
+
+FREEING = (
+    ["rm", "many", "--version", "1"],
+    ["forget", "--keep-last", "1"],
+    ["gc"],
+    ["gc", "--pause"],
+    ["gc", "--now", "--yes"],
+    ["rm", "large", "--now", "--yes"],
+)
+
+
+@pytest.mark.parametrize("words", FREEING, ids=" ".join)
+def test_full_disk_freed_by_command_through_the_reserve(disk: Path, words: list[str]) -> None:
+    """F.3: On a disk without one free block each command that frees space ends with exit code 0."""
+    root = disk / "store"
+    fill_store(root)
+    reserve = root / "reserve"
+    assert reserve.stat().st_blocks * 512 >= reserve.stat().st_size >= MIB
+    fill_to_last_block(disk)
+    done = run(root, *words)
+    assert done.returncode == 0, done.stderr
+    assert run(root, "verify").returncode == 0
+
+
+@pytest.mark.parametrize("words", FREEING[:2] + FREEING[3:4], ids=" ".join)
+def test_full_disk_without_reserve_refuses(disk: Path, words: list[str]) -> None:
+    """F.3: The control of the test above: without the reserve these commands have no room."""
+    root = disk / "store"
+    fill_store(root)
+    (root / "reserve").unlink()
+    fill_to_last_block(disk)
+    done = run(root, *words)
+    assert done.returncode != 0
+    assert "no room" in done.stderr
+
+
+def test_full_disk_has_room_after_rm_and_gc_now(disk: Path) -> None:
+    """F.3: What `rm` and `gc --now` free on a full disk is free when they end, and the reserve is made again."""
+    root = disk / "store"
+    fill_store(root)
+    fill_to_last_block(disk)
+    assert run(root, "rm", "large").returncode == 0
+    done = run(root, "gc", "--now", "--yes")
+    assert done.returncode == 0, done.stderr
+    left = os.statvfs(disk)
+    assert left.f_bavail * left.f_frsize > 18 * MIB
+    assert (root / "reserve").stat().st_size >= MIB
+    with open_store(root, settings=CHOSEN, create=True) as store:
+        store.put("again", LARGE[: 8 * MIB])
+        assert store.verify().damage == ()
+
+
+def test_full_disk_reserve_is_made_again_once_there_is_room(disk: Path) -> None:
+    """F.3: The reserve is released once, and made again by the next put after room was made."""
+    root = disk / "store"
+    fill_store(root)
+    ballast = fill_to_last_block(disk)
+    with open_store(root, settings=CHOSEN, create=True) as store:
+        assert store.delete("many", 1) == 1
+        assert not (root / "reserve").exists()
+        assert store.delete("many", 2) == 1
+        ballast.unlink()
+        store.put("tiny", b"tiny")
+    assert (root / "reserve").stat().st_size >= MIB
+
+
+def test_full_disk_delete_of_many_counts_all_versions(disk: Path) -> None:
+    """F.3: Versions whose marks were written before the disk was full are counted once."""
+    root = disk / "store"
+    fill_store(root)
+    fill_to_last_block(disk).write_bytes(b"")  # and then all but three pages
+    fill(disk, 3 * 4096)
+    with open_store(root, settings=CHOSEN, create=True) as store:
+        assert store.delete("many") == 6
+        assert [info.key for info in store.versions()] == ["large"]
+
+
+def test_failed_put_on_full_disk_leaves_room_as_before(disk: Path) -> None:
+    """F.3: A put that met the full disk removes its containers, and needs no reserve for it."""
+    root = disk / "store"
+    with open_store(root, settings=CHOSEN, create=True) as store:
+        store.put("earlier", EARLIER)
+        ballast = fill(disk, 9 * MIB)
+        before = sorted((root / "containers").rglob("*.nkc"))
+        with pytest.raises(NoRoom):
+            store.put("large", LARGE)
+        assert sorted((root / "containers").rglob("*.nkc")) == before
+        left = os.statvfs(disk)
+        assert left.f_bavail * left.f_frsize > 8 * MIB
+        assert_nothing_happened(store)
+        ballast.unlink()
+        store.put("large", LARGE)
+        assert store.get("large").read() == LARGE
+
+
+def test_reserve_of_a_compressing_file_system_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.3: Blocks that posix_fallocate does not allocate are written with bytes that do not compress."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, at, size: os.ftruncate(file, at + size))
+    SpaceReserve(tmp_path, lambda: 2 * MIB).restore(lambda: 1 << 30)
+    found = (tmp_path / "reserve").stat()
+    assert found.st_blocks * 512 >= found.st_size == 2 * MIB
+    assert len(zlib.compress((tmp_path / "reserve").read_bytes())) > 2 * MIB
+
+
+def test_reserve_of_zero_bytes_is_none(tmp_path: Path) -> None:
+    """F.3: `storage.reserve_bytes = 0` removes a reserve and makes none."""
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
+        store.put("k", b"content")
+        assert store.reserve.size_bytes() == MIB
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, {"storage": {"reserve_bytes": 0}}), create=True) as store:
+        store.put("k", b"other")
+        assert store.reserve.size_bytes() == 0

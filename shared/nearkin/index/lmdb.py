@@ -11,6 +11,7 @@ meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -27,7 +28,7 @@ import lmdb
 import numpy as np
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
-from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, NoRoom, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, entry_of, summarise
@@ -544,4 +545,7 @@ def _unavailable(err: lmdb.Error) -> StoreUnavailable:
         return damaged(err)
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
-    return StoreUnavailable(f"index: {err}; all before is as it was: make room and run the same again")
+    no_room = any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT))
+    return (NoRoom if no_room else StoreUnavailable)(
+        f"index: {err}; all before is as it was: make room and run the same again"
+    )

@@ -38,7 +38,7 @@ from nearkin.index.protocols import Index
 from nearkin.memory import large_from_system, one_heap
 from nearkin.parallel import Helpers, cores
 from nearkin.preconditions import Precondition
-from nearkin.records import U32, Bools, FreshBatch, Locations, SegmentBatch
+from nearkin.records import U32, Bools, ContainerId, FreshBatch, Locations, SegmentBatch
 from nearkin.reports import Ledger, PutResult
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
@@ -160,6 +160,10 @@ class EmbeddedWriter:
         self._blobs = 0
         self._unpublished: list[ContainerClaims] = []
         """Of containers that are durable; the index has them before any manifest that names them is written."""
+        self._written: list[ContainerId] = []
+        """Containers of this writer that no version refers to yet: perhaps durable, perhaps published."""
+        self._attempted: list[tuple[str, int]] = []
+        """Versions whose manifests are being written: one of them may refer to what was `_written`."""
         self._stored = Ledger()
         self._reported = Ledger()
         self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
@@ -176,7 +180,7 @@ class EmbeddedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close() if kind is None else self.abort()
+        self.close() if kind is None else self.abort(failed=isinstance(err, Exception))
 
     # --- the caller's side -------------------------------------------------------------------------------------------
 
@@ -229,8 +233,8 @@ class EmbeddedWriter:
         """Commit what ended and stop."""
         try:
             self.flush()
-        except BaseException:
-            self.abort()
+        except BaseException as err:
+            self.abort(failed=isinstance(err, Exception))
             raise
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             steps.callback(self._arenas.give_back, self._arena)
@@ -240,16 +244,30 @@ class EmbeddedWriter:
             for worker in (self._committer, self._reducer, self._cutter):
                 steps.callback(worker.stop)
 
-    def abort(self) -> None:
-        """Stop without committing; containers that are durable already stay, found by a later put of the same bytes."""
+    def abort(self, *, failed: bool = False) -> None:
+        """Stop without committing. What an interrupted put stored stays, and serves the put that resumes it.
+
+        What a `failed` one stored is not published: the caller removes what is `uncommitted`.
+        """
         with ExitStack() as steps:
             steps.callback(self._in_flight.end)
             steps.callback(self._in_flight.abandon)
-            steps.callback(self._publish_if_possible)
+            if not failed:
+                steps.callback(self._publish_if_possible)
             if self._encoding is not None:
                 steps.callback(self._encoding.shutdown)
             for worker in (self._committer, self._reducer, self._cutter):
                 steps.callback(worker.cancel)  # each may wait for room with the next: the cutter's ends first
+
+    def uncommitted(self) -> list[ContainerId]:
+        """Return the containers that this writer wrote and no version refers to, once it is aborted.
+
+        Raises StoreUnavailable where that cannot be told.
+        """
+        tenant = self._settings.tenant
+        if any(self._manifests.is_committed(tenant, key, version) for key, version in self._attempted):
+            return []
+        return list(self._written)
 
     def _publish_if_possible(self) -> None:
         with suppress(NearkinError):  # else whoever writes next finds that the index is behind, and does it
@@ -325,6 +343,7 @@ class EmbeddedWriter:
         if isinstance(item, FinishedContainer):
             sealed = item.seal()
             failpoint("put.sealed")
+            self._written.append(sealed.container)
             self._containers.put(sealed.container, sealed.parts)  # 1
             failpoint("put.container")
             self._in_flight.durable(sealed.claims.directory)
@@ -347,6 +366,8 @@ class EmbeddedWriter:
         with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
             done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
         failpoint("commit.manifests")
+        if any(not isinstance(put, Permanent) for put in done.values()):
+            self._written, self._attempted = [], []
         self._index.commit_many([put for put in done.values() if not isinstance(put, Permanent)])  # 4
         failpoint("commit.catalogued")
         for blob in item.blobs:
@@ -419,6 +440,7 @@ class EmbeddedWriter:
                 lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
                 previous=self._manifests.find_previous(tenant, blob.key, histories),
             )
+            self._attempted.append((blob.key, version))
             try:
                 manifest_bytes = self._manifests.put(manifest)  # 3
             except AlreadyExists:

@@ -26,6 +26,7 @@ from nearkin.reports import Damage, Deletion, VersionInfo
 from nearkin.sources import check_key, check_reason, check_version
 from nearkin.store.manifests import History, ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
+from nearkin.store.reserve import SpaceReserve
 
 MARK_THREADS = 8
 """Syncs of the marks of one call wait side by side."""
@@ -71,7 +72,10 @@ class Deletions:
         clock: Callable[[], float] = time.time,
         guard: Guard | None = None,
         notes: Notes | None = None,
+        reserve: SpaceReserve | None = None,
     ) -> None:
+        """`reserve`: disk space that deleting and undeleting may use once the disk is full."""
+        self._reserve = reserve
         self._guard = guard
         self._notes = notes or Notes()
         self._manifests = manifests
@@ -98,6 +102,32 @@ class Deletions:
         """
         _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
+
+        def delete(known_as: bytes | None) -> int:
+            return self._delete(tenant, key, version, undelete_seconds, who, reason, (known_as, made_by), condition)
+
+        if self._reserve is None:
+            return delete(request)
+
+        def again() -> int:
+            delete(made_by)
+            return self._count(tenant, key, version, made_by, Kind.DELETED)
+
+        return self._reserve.run(lambda: delete(request), again)
+
+    def _delete(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None,
+        undelete_seconds: float,
+        who: str,
+        reason: str,
+        requests: tuple[bytes | None, bytes],
+        condition: Condition | None,
+    ) -> int:
+        """Do `delete`; `requests`: by which an earlier try is known, and by which this one will be."""
+        request, made_by = requests
         with self._exclusive(tenant, key):
             for _ in range(RACES_MAX):
                 histories = self._histories(tenant, key, version)
@@ -147,6 +177,28 @@ class Deletions:
         """
         _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
+
+        def undelete(known_as: bytes | None) -> int:
+            return self._undelete(tenant, key, version, who, reason, (known_as, made_by))
+
+        if self._reserve is None:
+            return undelete(request)
+
+        def again() -> int:
+            undelete(made_by)
+            return self._count(tenant, key, version, made_by, Kind.UNDELETED)
+
+        return self._reserve.run(lambda: undelete(request), again)
+
+    def _count(self, tenant: str, key: str, version: int | None, request: bytes, kind: Kind) -> int:
+        """Return how many marks one call has made, in all its tries."""
+        return len(self._marks(tenant, key, self._histories(tenant, key, version), request, kind))
+
+    def _undelete(
+        self, tenant: str, key: str, version: int | None, who: str, reason: str, requests: tuple[bytes | None, bytes]
+    ) -> int:
+        """Do `undelete`, as `_delete` does."""
+        request, made_by = requests
         with self._exclusive(tenant, key):
             for _ in range(RACES_MAX):
                 histories = self._histories(tenant, key, version)

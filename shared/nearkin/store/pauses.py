@@ -14,6 +14,7 @@ from nearkin.formats.manifest import moment_of
 from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
+from nearkin.store.reserve import SpaceReserve
 
 FOLDER = "pause"
 VERSION = 1
@@ -31,7 +32,11 @@ class Pause:
 class Pauses:
     """The pause of one store: it lies beside what it guards, so every janitor, gateway and command sees it."""
 
-    def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, objects: ObjectStore, clock: Callable[[], float] = time.time, reserve: SpaceReserve | None = None
+    ) -> None:
+        """`reserve`: disk space that a pause may use once the disk is full."""
+        self._reserve = reserve
         self._records = NumberedRecords(objects, FOLDER, "json", "a pause")
         self._clock = clock
 
@@ -59,8 +64,12 @@ class Pauses:
         if before is not None:
             return before
         made = Pause(int(self._clock() * 1e6), who[:WHO_CHARACTERS_MAX])
+        said = json.dumps({"version": VERSION, "at_us": made.at_us, "who": made.who}).encode()
         try:
-            self._records.add(1, json.dumps({"version": VERSION, "at_us": made.at_us, "who": made.who}).encode())
+            if self._reserve is None:
+                self._records.add(1, said)
+            else:
+                self._reserve.run(lambda: self._records.add(1, said))
         except AlreadyExists:  # by somebody else, at the same moment
             return self.read() or made
         return made
