@@ -8,6 +8,7 @@ process and others. docs/decisions/0028-rounds-beside-puts.md.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,10 +16,12 @@ from pathlib import Path
 
 from nearkin.config import Settings
 from nearkin.config_keeping import MARK_SWEEP
-from nearkin.errors import Corrupt, Erased, Retryable, StoreUnavailable
+from nearkin.errors import BadInput, Corrupt, Erased, Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
+from nearkin.formats.mark import Mark
 from nearkin.frozen import frozen
+from nearkin.index.catalog import summarise_directory
 from nearkin.index.protocols import SupportsCollection
 from nearkin.local_index import LocalIndex
 from nearkin.recoding import BlockRecoder
@@ -34,9 +37,13 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import check_tenant
 from nearkin.store.pauses import Pauses
-from nearkin_janitor import Collector, Ledger, Rewriter, Steps, Tenants
-from nearkin_janitor.collect import BLOCKS_BYTES
+from nearkin_janitor import Collector, Ledger, Purge, Rewriter, Steps, Tenants
+from nearkin_janitor.collect import BLOCKS_BYTES, counted_in
+from nearkin_janitor.endings import Endings
 from nearkin_janitor.erased import count_erasures, sweep_erased
+from nearkin_janitor.reach import Reach
+from nearkin_janitor.roots import find_roots
+from nearkin_janitor.turns import OneTurn
 
 TURN_SECONDS_MAX = 60.0
 """So long, or as long as the first, a turn waits for a put; then the round ends, and what was done stays done."""
@@ -97,6 +104,68 @@ class LocalGc:
         finally:
             rounds.release()
             self._forget(alone=ended and alone and self.index.writes_alone)
+
+    def purge(self, wait_seconds: float, ends: Callable[[Mark], bool], steps: Steps | None) -> GcReport:
+        """End the deleted versions that `ends` names, and remove all that no other version needs, at once.
+
+        Grace and undelete windows are passed over: other writers are kept out from beginning to end instead (I6). What
+        the index keeps in free pages stays until it is made again. Raises Corrupt, Paused, StoreLocked,
+        StoreUnavailable.
+        """
+        started = time.perf_counter()
+        self.pauses.check()
+        rounds = WriterLock(self.root, "lock.round")
+        rounds.acquire(what=ROUNDS)
+        try:
+            with self.index.turn(wait_seconds) as index:
+                erased_bytes = sweep_erased(self.condemned.objects, index)
+                self._check_no_manifest_is_lost()
+                self.containers.forget_read()
+                counted, objects = counted_in(self.condemned.objects)
+                containers, manifests = self.containers.over(objects), ManifestStore(objects)
+                now_us = int(self.clock() * 1e6)
+                roots = find_roots(manifests, now_us, ends)
+                generations = containers.generations()
+                if not roots.highest and generations:
+                    raise StoreUnavailable(
+                        "manifests: there is none, and no mark, beside containers: if they are on a disk of their own "
+                        "mount it; nothing was removed"
+                    )
+                Reach(containers, manifests, [version.manifest for version in roots.kept], listed=generations)
+                ended = Endings(manifests, lambda: now_us).end(roots, OneTurn(index))
+                for container, there in generations.items():  # what a run that died has replaced
+                    for older in sorted(there)[:-1]:
+                        index.renew(summarise_directory(containers.of(None).directory(container)))
+                        containers.delete(container, older)
+                reach = Reach(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
+                if reach.by_services is not None and not self.settings.gc.services_ended:
+                    raise BadInput(
+                        f"{reach.by_services} came through services: nothing may be removed at once beside them; stop "
+                        "them, and set gc.services_ended if none will ever write this store again"
+                    )
+                purge = self._purge(containers, steps)
+                purge.run(reach, index)
+                CondemnedStore(objects).replace({})
+        finally:
+            rounds.release()
+            self._forget(alone=False)
+        return GcReport(
+            dry_run=False,
+            versions=ended.versions,
+            containers_deleted=purge.deleted,
+            containers_rewritten=purge.rewritten,
+            freed_bytes=counted.freed_bytes + erased_bytes,
+            condemned_containers=0,
+            freed_later_bytes=0,
+            due=None,
+            held={},
+            seconds=time.perf_counter() - started,
+        )
+
+    def _purge(self, containers: ContainerStore, steps: Steps | None) -> Purge:
+        tenants = Tenants(self.fingerprinter, [self.settings.tenant], self.manifests)
+        any_fingerprinter = self.fingerprinter(self.settings.tenant)
+        return Purge(containers, tenants, any_fingerprinter, BlockRecoder(self.settings), steps)
 
     def _forget(self, *, alone: bool) -> None:
         """Let go of what has gone: no later put may lean on it. `alone`: nobody but this round can have removed any."""

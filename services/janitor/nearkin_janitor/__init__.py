@@ -4,6 +4,7 @@ from nearkin_janitor.choosing import Choice
 from nearkin_janitor.collect import Collector, Steps
 from nearkin_janitor.heal import Healer
 from nearkin_janitor.ledger import Ledger
+from nearkin_janitor.purge import Purge
 from nearkin_janitor.rebuild import claims_of, rebuild_index
 from nearkin_janitor.repair import Repairer
 from nearkin_janitor.rewrite import Rewriter
@@ -17,6 +18,7 @@ __all__ = [
     "Collector",
     "Healer",
     "Ledger",
+    "Purge",
     "Repairer",
     "Rewriter",
     "Scrubber",

@@ -126,7 +126,7 @@ class Collector:
         """Do a round that keeps others out for each effect alone. Raises as `run` does, and StoreLocked."""
         self._go_on()
         with _erased_meanwhile():
-            counted, objects = _counted_in(self._condemned.objects)
+            counted, objects = counted_in(self._condemned.objects)
             return self._over(objects, self._containers.over(objects))._round(turns, counted)
 
     def preview(self, *, deleted_too: bool = False) -> GcReport:
@@ -137,7 +137,7 @@ class Collector:
         be brought back any more.
         """
         with _erased_meanwhile(), overlaid(self._condemned.objects) as overlay:
-            counted, objects = _counted_in(overlay)
+            counted, objects = counted_in(overlay)
             containers = self._containers.apart(objects, BLOCKS_BYTES)
             imagined = self._over(objects, containers)
             imagined._replacing, imagined._ledger = Replacing(containers, _UNBOUNDED), None
@@ -387,7 +387,7 @@ class Collector:
         return later_bytes
 
 
-def _counted_in(objects: ObjectStore) -> tuple[CountedObjects, ObjectStore]:
+def counted_in(objects: ObjectStore) -> tuple[CountedObjects, ObjectStore]:
     """Return the same store, and what counts in it all that is written and removed."""
     counted: list[CountedObjects] = []
 

@@ -5,6 +5,7 @@ no mark, undeleted, or deleted and still to be brought back -> root      its tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nearkin.errors import Corrupt
@@ -39,8 +40,11 @@ class Roots:
     """Manifests' names of each key's highest version: its last mark stays, so that its number is not given again."""
 
 
-def find_roots(manifests: ManifestStore, now_us: int) -> Roots:
-    """List all manifests and marks. Raises Corrupt for a name that is no version's, StoreUnavailable."""
+def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], bool] = lambda mark: False) -> Roots:
+    """List all manifests and marks. Raises Corrupt for a name that is no version's, StoreUnavailable.
+
+    `ends`: of marks of deleted versions, those that are gone for good now, whatever time was left to undelete them.
+    """
     versions: dict[str, Version] = {}
     listed, marks = manifests.names_and_marks()
     for name, _ in listed:
@@ -53,7 +57,7 @@ def find_roots(manifests: ManifestStore, now_us: int) -> Roots:
     for name, version in versions.items():
         version.marks.sort()
         mark = _highest(manifests, version)
-        if mark is not None and _is_over(mark, now_us):
+        if mark is not None and (_is_over(mark, now_us) or (mark.kind is Kind.DELETED and ends(mark))):
             version.ended = mark
         if version.ended is not None:
             ended.append(version)

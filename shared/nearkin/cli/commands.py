@@ -247,8 +247,10 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
 @click.argument("key", metavar="KEY")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
 @click.option("--reason", metavar="TEXT", default="", help="Kept with the deletion; ls --deleted shows it.")
+@click.option("--now", is_flag=True, help="Remove the bytes for good at once: no undelete, no grace.")
+@click.option("--yes", is_flag=True, help="With --now: do not ask.")
 @shared_options
-def rm(key: str, version: int | None, reason: str) -> None:
+def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None:
     """Delete KEY with all its versions, or one of them.
 
     They are gone at once, for every reader; `nearkin undelete` brings them back until deletion.undelete_seconds
@@ -256,9 +258,19 @@ def rm(key: str, version: int | None, reason: str) -> None:
 
     nearkin rm db/dump
     nearkin rm db/dump --version 2 --reason "wrong host"
-    """
-    from nearkin.cli.deleting import change
 
+    With --now, for a leaked secret or a full disk, every byte that only these versions need is removed before the
+    command ends, also if they were deleted earlier. Nothing brings them back; restores that run meanwhile may fail.
+
+    nearkin rm db/dump --version 2 --now
+    """
+    from nearkin.cli.deleting import change, purge
+
+    if yes and not now:
+        raise BadInput("--yes: only with --now")
+    if now:
+        purge(key, version, reason, confirmed=yes)
+        return
     change("delete", "deleted", key, version, reason)
 
 
@@ -443,11 +455,13 @@ def repair(files: tuple[Path, ...]) -> int:
 @click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
 @click.option("--pause", is_flag=True, help="Begin no rounds, and end one that is at work before its next step.")
 @click.option("--resume", is_flag=True, help="Let rounds be done again.")
+@click.option("--now", is_flag=True, help="Remove all that is deleted at once, whatever time it has left.")
+@click.option("--yes", is_flag=True, help="With --now: do not ask.")
 @click.option(
     "--status", is_flag=True, help="Tell whether it is paused, and what is condemned; of a server, the last round too."
 )
 @shared_options
-def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool) -> None:
+def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> None:
     """Free what no version needs: one round.
 
     Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
@@ -461,12 +475,19 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
     nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
     nearkin gc --json | jq .freed_bytes
     nearkin gc --pause                       # whoever would do rounds of this store: commands, gateways, janitors
+    nearkin gc --now                         # the disk is full: all that was deleted goes, nothing brings it back
     """
     from nearkin.cli.collecting import change, collect
+    from nearkin.cli.deleting import purge
 
     actions = [name for name, given in (("pause", pause), ("resume", resume), ("status", status)) if given]
-    if len(actions) + dry_run > 1:
-        raise BadInput("--dry-run, --pause, --resume, --status: one of them")
+    if len(actions) + dry_run + now > 1:
+        raise BadInput("--dry-run, --now, --pause, --resume, --status: one of them")
+    if yes and not now:
+        raise BadInput("--yes: only with --now")
+    if now:
+        purge(None, None, "", confirmed=yes)
+        return
     if actions:
         change(actions[0])
         return

@@ -1,0 +1,311 @@
+"""What is purged is in no file of the store any more, and all that stays restores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.api import Store
+from nearkin.errors import BadInput, NotFound, Paused, Retained, StoreLocked, StoreUnavailable
+from nearkin.testing import inspection
+from nearkin.testing.clock import DAY, Clock
+from nearkin.testing.collecting import COLLECTED
+from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin.testing.stores import ENCRYPTED, SMALL, broken, settings
+
+SECRET = random_bytes(4000, 99)
+"""Does not compress: wherever it is stored, parts of it are found."""
+PLAIN = settings(SMALL, {"gc": {"bytes_per_second": 1 << 30}})
+GATHERING = settings(
+    COLLECTED,
+    {
+        "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
+        "delta": {"codec": "patch", "max_depth": 2},
+        "gc": {"gather_bytes": "1MiB", "gather_versions": 2, "bytes_per_second": 1 << 30},
+    },
+)
+VARIANTS = {
+    "default": PLAIN,
+    "gathering": GATHERING,
+    "hybrid": settings(PLAIN, {"gc": {"mode": "hybrid"}}),
+    "parity": settings(PLAIN, {"storage": {"parity": "rs-4-2"}}),
+}
+LEAKED = 4
+"""The version that holds the secret."""
+
+
+def traces(root: Path) -> list[str]:
+    """Return the files of a store in which 24 bytes of the secret are found."""
+    parts = [SECRET[at : at + 24] for at in range(0, len(SECRET) - 24, 200)]
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return [str(path) for path in files if any(part in path.read_bytes() for part in parts)]
+
+
+def put_history(store: Store, clock: Clock, rounds: int) -> dict[tuple[str, int], bytes]:
+    """Put versions of which one holds the secret, and do GC runs, which merge and rebase."""
+    content, contents = random_bytes(200_000, 1) + text_like(100_000, 2), {}
+    for number in range(1, 9):
+        content = mutated(content, number, edits=25)
+        clock.now += 3600
+        leaked = content[:150_000] + SECRET + content[150_000:]
+        contents["k", number] = leaked if number == LEAKED else content
+        store.put("k", contents["k", number])
+    for _ in range(rounds):
+        clock.now += DAY
+        store.gc()
+    return contents
+
+
+def check_gone(store: Store, contents: Mapping[tuple[str, int], bytes]) -> None:
+    assert traces(store.root) == []
+    assert broken(store, contents) == set()
+    assert store.verify().damage == ()
+    inspection.check_no_orphans(store)
+    inspection.check_index_is_the_one_a_rebuild_makes(store)
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_purged_version_is_in_no_file(tmp_path: Path, variant: str, rounds: int) -> None:
+    """F.4: After `rm --now` of one version no file holds its bytes, merged and rebased containers included."""
+    clock = Clock()
+    with open_store(tmp_path / "s", settings=VARIANTS[variant], clock=clock, create=True) as store:
+        contents = put_history(store, clock, rounds)
+        assert traces(store.root)
+        del contents["k", LEAKED]
+        store.delete("k", LEAKED)
+        clock.now += 1
+        report = store.purge("k", LEAKED)
+        assert (report.versions, report.condemned_containers) == (1, 0)
+        check_gone(store, contents)
+        assert store.put("k", contents["k", 8]).info.version == 9
+        clock.now += 30 * DAY
+        store.gc()
+        assert broken(store, contents) == set()
+
+
+def test_purged_base_of_live_deltas_is_in_no_file(tmp_path: Path) -> None:
+    """F.4: Versions that were stored as deltas of the purged one are encoded again without it."""
+    clock = Clock()
+    with open_store(tmp_path / "s", settings=PLAIN, clock=clock, create=True) as store:
+        content, contents = SECRET + random_bytes(200_000, 3), {}
+        store.put("k", content)
+        for number in range(2, 6):
+            content = bytes(4000) + mutated(content[4000:], number, edits=30)
+            store.put("k", content)
+            contents["k", number] = content
+        assert any(store._containers.of(None).directory(c).chunks.depths.any() for c, _ in store._containers.ids())
+        store.delete("k", 1)
+        store.purge("k", 1)
+        check_gone(store, contents)
+
+
+def test_purge_of_a_key_leaves_other_deletions_undeletable(tmp_path: Path) -> None:
+    """F.4: Only what was named goes: another key's deleted version can be brought back."""
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        store.put("a", SECRET)
+        store.put("b", b"other" * 1000)
+        store.delete("a")
+        store.delete("b")
+        store.purge("a")
+        assert traces(store.root) == []
+        assert store.undelete("b") == 1
+        assert store.get("b").read() == b"other" * 1000
+        with pytest.raises(NotFound):
+            store.undelete("a")
+        with pytest.raises(NotFound):
+            store.purge("a")
+
+
+def test_gc_now_ends_all_deletions_whatever_was_set_at_rm(tmp_path: Path) -> None:
+    """F.4: The undelete window that was written at `rm` and the grace do not hold what `gc --now` removes."""
+    year = settings(PLAIN, {"deletion": {"undelete_seconds": 365 * DAY}, "gc": {"grace_seconds": 30 * DAY}})
+    with open_store(tmp_path / "s", settings=year, create=True) as store:
+        store.put("a", random_bytes(1 << 20, 7))
+        store.put("b", b"stays" * 1000)
+        store.delete("a")
+        assert store.gc().freed_bytes <= 0
+        report = store.purge()
+        assert report.freed_bytes > 1 << 20
+        assert store.deleted() == []
+        check_gone(store, {("b", 1): b"stays" * 1000})
+
+
+def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
+    """F.4: Sealed containers are written again, too."""
+    clock = Clock()
+    with open_store(tmp_path / "s", settings=settings(PLAIN, ENCRYPTED), clock=clock, create=True) as store:
+        contents = put_history(store, clock, 1)
+        del contents["k", LEAKED]
+        store.delete("k", LEAKED)
+        clock.now += 1
+        assert store.purge("k", LEAKED).versions == 1
+        assert broken(store, contents) == set()
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize(
+    "point", ["gc.uncatalogued", "gc.forgot-due", "gc.container", "compact.put", "compact.renewed"]
+)
+def test_purge_cut_short_goes_on_with_the_next(tmp_path: Path, point: str) -> None:
+    """F.4: Wherever a purge fails, all other versions restore, and the next one ends it."""
+    clock = Clock()
+    with open_store(tmp_path / "s", settings=PLAIN, clock=clock, create=True) as store:
+        contents = put_history(store, clock, 0)
+        store.put("whole", SECRET[::-1] * 20)
+        store.delete("whole")
+        del contents["k", LEAKED]
+        store.delete("k", LEAKED)
+        clock.now += 1
+        failpoints.arm(f"{point}:1:error")
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.purge()
+        finally:
+            failpoints.disarm()
+        store._containers.forget_read()
+        assert broken(store, contents) == set()
+        store.purge()
+        check_gone(store, contents)
+
+
+def test_purge_beside_a_put_is_refused(tmp_path: Path) -> None:
+    """F.4: A put that is at work may refer to what is unneeded as yet: nothing is removed beside it (I6)."""
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        store.put("a", b"first")
+        store.delete("a")
+        waiting, go_on = threading.Event(), threading.Event()
+
+        def items():
+            waiting.set()
+            go_on.wait(30)
+            yield "b", b"second"
+
+        thread = threading.Thread(target=lambda: list(store.put_many(items())))
+        thread.start()
+        waiting.wait(30)
+        with pytest.raises(StoreLocked):
+            store.purge("a")
+        go_on.set()
+        thread.join()
+        assert store.purge("a").versions == 1
+        assert store.get("b").read() == b"second"
+
+
+def test_purge_beside_another_writer_is_refused(tmp_path: Path) -> None:
+    """F.4: While another process, or another Store, holds the writer lock nothing is removed."""
+    with (
+        open_store(tmp_path / "s", settings=PLAIN, create=True) as writer,
+        open_store(tmp_path / "s", settings=PLAIN, create=True) as other,
+    ):
+        writer.put("a", b"first")
+        writer.delete("a")
+        with pytest.raises(StoreLocked):
+            other.purge("a")
+        assert writer.undelete("a") == 1
+
+
+def test_purge_while_gc_is_paused_is_refused(tmp_path: Path) -> None:
+    """F.4: A pause holds for `gc --now` as for every GC run."""
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        store.put("a", b"first")
+        store.delete("a")
+        store.pauses.pause("somebody")
+        with pytest.raises(Paused):
+            store.purge()
+
+
+def test_purge_respects_retention(tmp_path: Path) -> None:
+    """F.4: What may not be deleted yet cannot be purged: `rm --now` deletes first."""
+    kept = settings(PLAIN, {"retention": {"min_age_seconds": 3600}})
+    with open_store(tmp_path / "s", settings=kept, create=True) as store:
+        store.put("a", b"first")
+        with pytest.raises(Retained):
+            store.delete("a")
+        with pytest.raises(NotFound):
+            store.purge("a")
+
+
+def run(root: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nearkin.cli", "--store", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=60, check=False)
+
+
+def test_rm_now_asks_or_wants_yes(tmp_path: Path) -> None:
+    """F.4: Without a terminal `rm --now` and `gc --now` want `--yes`; with it the bytes are gone at exit."""
+    root = tmp_path / "s"
+    with open_store(root, settings=PLAIN, create=True) as store:
+        store.put("a", SECRET)
+        store.put("b", b"stays")
+    for words in (["rm", "a", "--now"], ["gc", "--now"], ["rm", "a", "--yes"]):
+        refused = run(root, *words)
+        assert refused.returncode != 0
+        assert "--yes" in refused.stderr
+    assert traces(root)
+    done = run(root, "rm", "a", "--now", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "freed" in done.stdout
+    assert traces(root) == []
+    assert run(root, "get", "b").stdout == "stays"
+
+
+def test_rm_now_of_an_earlier_deletion_purges_it(tmp_path: Path) -> None:
+    """F.4: A version that `rm` deleted before is purged by `rm --now`."""
+    root = tmp_path / "s"
+    with open_store(root, settings=PLAIN, create=True) as store:
+        store.put("a", SECRET)
+        store.delete("a")
+    assert run(root, "rm", "a", "--now", "--yes").returncode == 0
+    assert traces(root) == []
+    assert run(root, "rm", "none", "--now", "--yes").returncode != 0
+
+
+def test_rm_now_through_a_gateway_names_the_remedy(tmp_path: Path) -> None:
+    """F.4: A gateway holds the writer lock of its store: the refusal says what to do."""
+    command = [sys.executable, "-m", "nearkin.cli", "--server", "http://127.0.0.1:9", "rm", "a", "--now", "--yes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "on its host" in done.stderr
+
+
+def test_purge_of_a_joined_chunk_keeps_what_refers_to_it(tmp_path: Path) -> None:
+    """F.4: Chunks that a GC run joined with purged ones are stored on their own."""
+    clock = Clock()
+    with open_store(tmp_path / "s", settings=GATHERING, clock=clock, create=True) as store:
+        contents = put_history(store, clock, 2)
+        everyones = store._containers.of(None)
+        assert any(np.any(everyones.directory(c).chunks.ranks >= 253) for c, _ in everyones.ids())
+        for number in range(1, 8):
+            store.delete("k", number)
+            del contents["k", number]
+        clock.now += 1
+        store.purge()
+        check_gone(store, contents)
+
+
+def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.4: Beside services nothing is removed at once: their puts hold no lock of this store."""
+    from nearkin_janitor.reach import Reach
+
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        store.put("a", SECRET)
+        store.put("b", b"stays")
+        store.delete("a")
+        real = Reach.__init__
+
+        def by_services(self, *given, **named):
+            real(self, *given, **named)
+            self.by_services = "manifests/xx"
+
+        monkeypatch.setattr(Reach, "__init__", by_services)
+        with pytest.raises(BadInput, match="services"):
+            store.purge("a")
+        monkeypatch.undo()
+        assert traces(store.root)
