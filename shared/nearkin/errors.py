@@ -64,6 +64,10 @@ class IndexDamaged(StoreUnavailable):
     """The index in files cannot be read: it is to be made anew."""
 
 
+class IndexUnsafe(IndexDamaged):
+    """Reading the index in files would end the process, or did so before: it is made again without being opened."""
+
+
 class IndexUnfinished(StoreUnavailable):
     """The index's file is there, what belongs in it is not: as good as no index."""
 

@@ -24,6 +24,7 @@ from nearkin.errors import (
     IndexClosed,
     IndexDamaged,
     IndexUnfinished,
+    IndexUnsafe,
     NearkinError,
     StoreLocked,
     StoreUnavailable,
@@ -55,6 +56,7 @@ _log = logging.getLogger("nearkin")
 BESIDE_SECONDS = 10.0
 """So long a turn waits at least for what else writes here: it is no put, which is asked for before, and short."""
 FORGETTING = "forgetting what is broken"
+REBUILD_MISSING = "is missing or unfinished"
 REBUILD_OUTDATED = (
     "was made by an older version of Nearkin, or under other keys (older ones may hold memory of the process and, of "
     "an encrypted store, key names in clear)"
@@ -113,8 +115,8 @@ class LocalIndex(Notes):
         """Why the index could not be read when `remembered` was asked last."""
         self.crossing = Crossing(str(root))
         self._index: LmdbIndex | None = None
-        self._is_outdated = False
-        """Whether the index that is to be rebuilt was made by an older version."""
+        self._rebuild_reason = REBUILD_MISSING
+        """Why the index is to be rebuilt."""
         self.putting = False
         """Whether a put is at work, and adds to the index itself."""
         self._puts = 0
@@ -299,7 +301,7 @@ class LocalIndex(Notes):
             self._mend()
         try:
             index = self._open(read_only=True)
-        except IndexUnfinished:
+        except (IndexUnfinished, IndexUnsafe):
             self._mend()
             index = self._open(read_only=True)
         if not index.complete or index.behind:
@@ -529,11 +531,15 @@ class LocalIndex(Notes):
                 self.close()
 
     def _complete(self) -> LmdbIndex | None:
-        index = self._open(read_only=False)
+        try:
+            index = self._open(read_only=False)
+        except IndexUnsafe as err:
+            self._rebuild_reason = f"is set aside ({err})"
+            return None
         if not index.complete:
-            self._is_outdated = index.is_outdated
+            self._rebuild_reason = REBUILD_OUTDATED if index.is_outdated else REBUILD_MISSING
             if (
-                self._is_outdated
+                index.is_outdated
                 or next(self._containers.ids(), None) is not None
                 or next(self._manifests.names(), None) is not None
             ):
@@ -544,8 +550,9 @@ class LocalIndex(Notes):
 
     def _rebuilt(self) -> LmdbIndex:
         started = time.perf_counter()
-        why = REBUILD_OUTDATED if self._is_outdated else "is missing or unfinished"
-        _log.warning("index of %s %s: rebuilding it from containers and manifests", self._folder.parent, why)
+        _log.warning(
+            "index of %s %s: rebuilding it from containers and manifests", self._folder.parent, self._rebuild_reason
+        )
         report = self.rebuild()
         _log.warning("index rebuilt in %.1f s", time.perf_counter() - started)
         for name in report.skipped[:SKIPPED_NAMED]:

@@ -28,13 +28,14 @@ import lmdb
 import numpy as np
 
 from nearkin.config_keeping import EXPIRY, HYBRID, REFCOUNT
-from nearkin.errors import Permanent, StoreUnavailable
+from nearkin.errors import IndexUnsafe, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.directory import Directory
 from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.frozen import frozen
 from nearkin.index.environments import acquire, release
 from nearkin.records import ZERO, Bools, grouped
+from nearkin.store.private_files import remove_tree
 from nearkin_janitor.reach import Masks, filled, reached
 from nearkin_janitor.summaries import Summaries
 
@@ -67,7 +68,11 @@ class Ledger:
 
     def __init__(self, folder: Path, map_bytes: int, mode: str) -> None:
         """Raises StoreUnavailable."""
-        self._shared = acquire(folder, map_bytes, TABLES, writable=True)
+        try:
+            self._shared = acquire(folder, map_bytes, TABLES, writable=True)
+        except IndexUnsafe:  # it can be deleted at any time, and reading it may end the process
+            remove_tree(folder)
+            self._shared = acquire(folder, map_bytes, TABLES, writable=True)
         self._env, self._tables = self._shared.env, self._shared.databases
         self._folder, self._mode = folder, mode
         self.told = Told(True, 0, 0)

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 import lmdb
 
 from nearkin import tally
-from nearkin.errors import IndexDamaged, IndexUnfinished, NoRoom, StoreUnavailable
+from nearkin.errors import IndexDamaged, IndexUnfinished, IndexUnsafe, NoRoom, StoreUnavailable
+from nearkin.index.page_check import find_page_damage
+from nearkin.index.session_notes import CRASHES_MAX, dead_notes, remove_note, write_note
 from nearkin.store.private_files import FILE_MODE, check_no_link, make_private_folders, open_private
 
 READERS_MAX = 512
@@ -57,6 +59,10 @@ class Environment:
     databases: dict[str, Any]
     writable: bool
     file: tuple[int, int]
+    note: Path | None
+    """That this process has it open; removed when it is closed."""
+    dead: Sequence[Path] = ()
+    """Notes of processes that died with it: removed then too."""
     users: int = 0
     process: int = field(default_factory=os.getpid)
     """Who opened it. A process forked from that one must not use it (LMDB's rule)."""
@@ -115,12 +121,15 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
                     "fork it before the store is opened"
                 )
             if shared is None:
+                dead = _check_after_crash(folder) if file is not None else []
                 shared = _opened(folder, map_bytes, writable=writable, durable=durable)
+                shared.dead = dead
             try:
                 shared.open(names, writable=writable)
             except BaseException:
                 if not shared.users:
                     shared.env.close()
+                    remove_note(shared.note)
                 raise
             _OPEN[shared.file] = shared
             shared.users += 1
@@ -161,6 +170,8 @@ def release(shared: Environment) -> None:
         if not shared.users:
             _OPEN.pop(shared.file, None)
             shared.env.close()
+            for note in (shared.note, *shared.dead):
+                remove_note(note)
 
 
 def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> Environment:
@@ -176,24 +187,47 @@ def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> E
         "sync": durable,
     }
     _reserve_lock(folder)
+    note = write_note(folder)
+    try:
+        env, can_write = _open_file(folder, options, writable=writable)
+        try:
+            _fill_up(env, folder)
+            status = (folder / "data.mdb").stat()
+        except BaseException:
+            env.close()
+            raise
+    except BaseException:
+        remove_note(note)
+        raise
+    made = Environment(env, {}, can_write, (status.st_dev, status.st_ino), note)
+    INDEX_BYTES.watch(made, "lmdb")
+    return made
+
+
+def _open_file(folder: Path, options: Mapping[str, Any], *, writable: bool) -> tuple[Any, bool]:
+    """Return (LMDB's environment, whether it may be written)."""
     new = _file(folder) is None
     try:
-        env, can_write = lmdb.open(os.fsencode(folder), create=writable, **options), True
+        return lmdb.open(os.fsencode(folder), create=writable, **options), True
     except lmdb.Error:
         if writable:
             if new:  # half a head, on a full device, is no index and would be taken for a damaged one
                 (folder / "data.mdb").unlink(missing_ok=True)
             raise
-        env, can_write = lmdb.open(os.fsencode(folder), readonly=True, **options), False
-    try:
-        _fill_up(env, folder)
-        status = (folder / "data.mdb").stat()
-    except BaseException:
-        env.close()
-        raise
-    made = Environment(env, {}, can_write, (status.st_dev, status.st_ino))
-    INDEX_BYTES.watch(made, "lmdb")
-    return made
+        return lmdb.open(os.fsencode(folder), readonly=True, **options), False
+
+
+def _check_after_crash(folder: Path) -> list[Path]:
+    """Return the notes of processes that died with a file open. Raises IndexUnsafe where it may have ended them."""
+    dead = dead_notes(folder)
+    if not dead:
+        return dead
+    damage = find_page_damage(folder / "data.mdb")
+    if damage is None and len(dead) > CRASHES_MAX:
+        damage = f"{len(dead)} processes that had it open have died, and none has closed it since"
+    if damage is not None:
+        raise IndexUnsafe(f"index {folder}: {damage}: reading it may end the process; run rebuild-index")
+    return dead
 
 
 def _reserve_lock(folder: Path) -> None:
