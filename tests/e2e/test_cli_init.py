@@ -24,7 +24,6 @@ COMMANDS = (
     ("gc",),
     ("rebuild-index",),
     ("forget", "--keep-last", "1"),
-    ("serve", "--no-token", "--port", "0"),
 )
 
 
@@ -37,6 +36,14 @@ def test_command_without_store_is_refused(call: InProcess, tmp_path: Path, words
         done = call(*words, env={"NEARKIN_STORE": str(place)})
         assert_refused(done, 1, f"no store at {place}; {REMEDY}")
     assert list(mount_point.iterdir()) == []
+
+
+def test_serve_without_store_is_refused(tmp_path: Path) -> None:
+    """F.2: `nearkin serve PATH` refuses a path without a store."""
+    done = run("serve", tmp_path / "store", "--no-token", "--port", "0")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert REMEDY.encode() in done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_command_on_other_folder_is_refused(call: InProcess, tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_init_with_server_is_refused(call: InProcess, tmp_path: Path) -> None:
 def test_api_open_without_store_is_refused(tmp_path: Path) -> None:
     """F.2: `open_store` creates a store only with `create=True`; `create_store` refuses an existing one."""
     with pytest.raises(NotFound, match="no store at"):
-        open_store(tmp_path / "store", create=True)
+        open_store(tmp_path / "store")
     with pytest.raises(NotFound, match="no store at"):
         open_store(tmp_path / "store", create=True, read_only=True)
     assert os.listdir(tmp_path) == []

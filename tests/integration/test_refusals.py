@@ -431,7 +431,7 @@ def test_a_foreign_folder_or_file_is_refused_untouched(tmp_path):
         open_store(tmp_path / "photo.jpg", settings=settings(SMALL), create=True)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     with pytest.raises(NotFound, match="no store at"):
-        open_store(tmp_path / "new", settings=settings(SMALL), create=True)
+        open_store(tmp_path / "new", settings=settings(SMALL))
     assert not (tmp_path / "new").exists()
 
 

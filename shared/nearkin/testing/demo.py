@@ -84,7 +84,7 @@ def _demo(folder: Path, sources: Sequence[Path]) -> None:
         raise NotFound(f"{folder / INDEX_FOLDER}: there is no index to lose")
     shutil.rmtree(folder / INDEX_FOLDER)
     print("the index is deleted; containers and manifests are all that is left")
-    with open_store(folder, create=True) as store:
+    with open_store(folder) as store:
         report = store.rebuild_index()
         found = f"{counted(report.containers, 'container')} and {counted(report.versions, 'manifest')}"
         print(f"rebuilt from {found} in {report.seconds:.2f} s")
