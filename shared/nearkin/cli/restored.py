@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 import sys
 from contextlib import nullcontext, suppress
@@ -11,6 +13,9 @@ from typing import BinaryIO
 
 from nearkin.errors import BadInput
 
+COPY_BYTES = 1 << 20
+LINKS_MAX = 40
+"""Symbolic links of one path that are followed, as by Linux."""
 STDOUT = "standard output"
 """What an error calls it."""
 
@@ -19,7 +24,11 @@ class Restored:
     """A context that gives the file to write to: stdout for None and `-`. Raises BadInput if it cannot be written."""
 
     def __init__(self, name: str | None) -> None:
-        self._target = None if name in (None, "-") else Path(os.path.realpath(str(name)))  # through links, like cp
+        given = None if name in (None, "-") else str(name)
+        self._descriptor = None if given is None else _descriptor_of(given)
+        self._target = None if given is None else Path(os.path.realpath(given))  # through links, like cp
+        if self._descriptor is not None:
+            self._target = Path(str(given))
         self._beside: Path | None = None
         self._file: BinaryIO | None = None
 
@@ -39,6 +48,10 @@ class Restored:
             self._file = os.fdopen(sys.stdout.fileno(), "wb", closefd=False)
             return self._file
         try:
+            if self._descriptor is not None:
+                # a duplicate keeps position and append mode; opening the name again would truncate a log
+                self._file = os.fdopen(os.dup(self._descriptor), "wb")
+                return self._file
             mode = self._target.stat().st_mode if self._target.exists() else None
             if mode is not None and stat.S_ISDIR(mode):
                 raise BadInput(f'output "{self._target}": is a folder')
@@ -75,10 +88,21 @@ class Restored:
                 with suppress(OSError) if kind is not None else nullcontext():  # the first failure is the one to tell
                     self._file.close()
             if kind is None and self._beside is not None and self._target is not None:
-                self._beside.replace(self._target)
+                self._replace(self._beside, self._target)
                 self._beside = None
         finally:
             self._discard()
+
+    def _replace(self, written: Path, target: Path) -> None:
+        """Rename the written file to the target; copy it into a target that is a mount point, as in containers."""
+        try:
+            written.replace(target)
+        except OSError as err:
+            if err.errno != errno.EBUSY:
+                raise
+            with written.open("rb") as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, COPY_BYTES)
+            written.unlink()
 
     def _discard(self) -> None:
         if self._file is not None:
@@ -86,3 +110,18 @@ class Restored:
                 self._file.close()
         if self._beside is not None:
             self._beside.unlink(missing_ok=True)
+
+
+def _descriptor_of(name: str) -> int | None:
+    """Return the open descriptor that a path such as /dev/stdout or /dev/fd/63 names, None for any other path."""
+    path = name
+    own = {f"/proc/{os.getpid()}/fd", f"/proc/{os.getpid()}/task/{os.getpid()}/fd", "/dev/fd"}
+    for _ in range(LINKS_MAX):
+        folder, last = os.path.split(os.path.abspath(path))
+        if os.path.realpath(folder) in own and last.isdecimal():
+            return int(last)
+        try:
+            path = os.path.join(folder, os.readlink(path))
+        except OSError:
+            return None
+    return None
