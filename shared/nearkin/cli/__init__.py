@@ -12,6 +12,7 @@ Only click and the standard library are imported before a command is known: `nea
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ import click
 
 from nearkin.errors import BadInput, NearkinError
 
+_OUTPUT_OPTION = "nearkin_output"
+"""An -X option that tells a restarted interpreter the encoding of stdout and stderr."""
 EXIT_OK = 0
 EXIT_STORE = 1
 EXIT_USAGE = 2
@@ -41,6 +44,7 @@ class _Terminated(BaseException):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code; `arguments` default to the process's own."""
+    _escape_output()
     given = sys.argv[1:] if arguments is None else arguments
     options = given[: given.index("--")] if "--" in given else given
     as_json = "--json" in options
@@ -81,12 +85,32 @@ def run() -> NoReturn:
     # numpy's linear algebra, of which nothing is used, starts a thread for each further core, which then spins: 0.13 s
     # of processor time, on the core that a short put could have had.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _use_utf8()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     # All threads are joined and all files closed: taking the interpreter apart would cost another 0.1 s.
     os._exit(code)
+
+
+def _use_utf8() -> None:
+    """Restart the interpreter in UTF-8 mode under another locale: keys and names are bytes, the same in every locale.
+
+    What the terminal takes is kept for the output.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and sys.executable:
+        encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+        options = ["-X", "utf8", "-X", f"{_OUTPUT_OPTION}={encoding}"]
+        os.execv(sys.executable, [sys.executable, *options, *sys.orig_argv[1:]])  # noqa: S606 - our own command line
+
+
+def _escape_output() -> None:
+    """Let stdout and stderr escape characters that their encoding lacks, so that no listing ends half-way."""
+    encoding = sys._xoptions.get(_OUTPUT_OPTION)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(encoding=encoding if isinstance(encoding, str) else None, errors="backslashreplace")
 
 
 def _run(given: list[str], as_json: bool) -> int:  # noqa: PLR0911 - one exit code per kind of failure
