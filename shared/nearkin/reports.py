@@ -126,6 +126,11 @@ class PutResult:
     ledger: Ledger
     seconds: float
 
+    @property
+    def source_changed(self) -> bool:
+        """Return whether the source changed while it was read: the version may mix two states of it."""
+        return self.info.source_changed
+
 
 @frozen
 class Stats:

@@ -126,7 +126,7 @@ def feed(
     with ExitStack() as files:
         file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)
         name = str(source) if isinstance(source, Path) else "source"
-        began_bytes = os.fstat(file.fileno()).st_size if isinstance(source, Path) else 0
+        before = os.fstat(file.fileno()) if isinstance(source, Path) else None
         while True:
             window = writer.window()
             count = _read_into(file, window, name)
@@ -137,16 +137,23 @@ def feed(
             writer.advance(blob, count)
             if progress is not None:
                 progress(count)
-        # The size of some files of the system's own is not that of their content, but it does not change.
-        if blob.size_bytes < began_bytes and os.fstat(file.fileno()).st_size != began_bytes:
-            raise SourceFailed(
-                f"{name}: ended after {blob.size_bytes} bytes of {began_bytes}: it changed while it was read; nothing "
-                "was stored of it: put it again"
-            )
+        if before is not None:
+            blob.source_changed = _has_changed(name, before, os.fstat(file.fileno()), blob.size_bytes)
     if check is not None and check.digest() != sha256:
         raise BadInput(f"key {key!r}: its SHA-256 is {check.hexdigest()}, not the one announced; nothing was stored")
     writer.end(blob)
     return blob.done
+
+
+def _has_changed(name: str, before: os.stat_result, after: os.stat_result, read_bytes: int) -> bool:
+    """Return whether a file changed while it was read. Raises SourceFailed if it was cut short."""
+    # st_size of a file in /proc is not the size of its content, but it does not change
+    if read_bytes < before.st_size != after.st_size:
+        raise SourceFailed(
+            f"{name}: ended after {read_bytes} bytes of {before.st_size}: it changed while it was read; nothing "
+            "was stored of it: put it again"
+        )
+    return any(getattr(before, field) != getattr(after, field) for field in ("st_size", "st_mtime_ns", "st_ctime_ns"))
 
 
 def write_pieces(pieces: Iterable[memoryview], file: BinaryIO, progress: Progress | None) -> int:

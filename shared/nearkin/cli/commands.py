@@ -80,7 +80,9 @@ def nearkin() -> None:
 
 @nearkin.command(options_metavar="[OPTIONS]")
 @click.argument("key", metavar="KEY")
-@click.argument("source", metavar="FILE|-", required=False, shell_complete=complete_file)
+@click.argument("sources", metavar="FILE|-", nargs=-1, shell_complete=complete_file)
+@click.option("--from-command", is_flag=True, help="Store what the command after -- writes to stdout, if it succeeds.")
+@click.option("--allow-empty", is_flag=True, help="Store an empty version if stdin or the command gives nothing.")
 @click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
 @click.option(
     "--meta",
@@ -94,7 +96,9 @@ def nearkin() -> None:
 @shared_options
 def put(
     key: str,
-    source: str | None,
+    sources: tuple[str, ...],
+    from_command: bool,
+    allow_empty: bool,
     recursive: bool,
     meta: tuple[str, ...],
     sha256: str | None,
@@ -105,6 +109,7 @@ def put(
 
     nearkin put db/dump dump.rdb --meta host=db1
     pg_dump shop | nearkin put db/shop -
+    nearkin put db/shop --from-command -- pg_dump shop    # stores nothing if pg_dump fails
     nearkin put --if-none-match "*" lock mine    # only if the key has no version; else exit code 1
     nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
@@ -121,6 +126,17 @@ def put(
 
     metadata = parse_metadata(meta)
     digest = None if sha256 is None else parse_sha256(sha256)
+    source = sources[0] if sources else None
+    if from_command:
+        if recursive:
+            raise BadInput("--from-command and --recursive: give one of them")
+        if source is None:
+            raise BadInput("--from-command: give the command after --, as in: put KEY --from-command -- pg_dump shop")
+        session, conditions = current_session(), (if_match, if_none_match)
+        put_one(session, key, source, metadata, digest, *conditions, command=sources, allow_empty=allow_empty)
+        return 0
+    if len(sources) > 1:
+        raise click.UsageError(f"Got unexpected extra argument ({sources[1]})", click.get_current_context())
     if recursive:
         if digest is not None:
             raise BadInput("--sha256 names one content: not with --recursive")
@@ -130,7 +146,7 @@ def put(
         return put_tree(current_session(), prefix, folder, metadata)
     if source is None:
         raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
-    put_one(current_session(), key, source, metadata, digest, if_match, if_none_match)
+    put_one(current_session(), key, source, metadata, digest, if_match, if_none_match, allow_empty=allow_empty)
     return 0
 
 

@@ -6,9 +6,10 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from nearkin.errors import BadInput
 
@@ -37,34 +38,37 @@ def put_one(
     sha256: bytes | None,
     if_match: str | None = None,
     if_none_match: str | None = None,
+    *,
+    command: Sequence[str] = (),
+    allow_empty: bool = False,
 ) -> None:
-    """Put one file or stdin and print what it cost. Raises BadInput."""
+    """Put one file, stdin or the output of `command`, and print what it cost. Raises BadInput, SourceFailed."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.ledger import human_bytes
     from nearkin.cli.output import print_json, print_ledger
     from nearkin.cli.progress import bytes_bar
+    from nearkin.cli.sources import run_command
     from nearkin.formats.answers import put_json
     from nearkin.printing import printable
 
     check_key(key)
-    content, total_bytes = _open_source(source)
-    try:
-        with (
-            session.open(read_only=False) as store,
-            bytes_bar("put", total_bytes, shown=not session.as_json) as progress,
-        ):
-            result = store.put(
-                key,
-                content,
-                metadata=metadata,
-                sha256=sha256,
-                if_match=if_match,
-                if_none_match=if_none_match,
-                progress=progress,
-            )
-    finally:
-        if source != "-" and not isinstance(content, Path):
-            content.close()
+    with ExitStack() as opened:
+        content, total_bytes = (None, None) if command else _open_source(source, opened, allow_empty=allow_empty)
+        store = opened.enter_context(session.open(read_only=False))
+        if content is None:  # a command starts only if there is a store for its output
+            running = run_command(command, allow_empty=allow_empty, show_stderr=not session.as_json)
+            content = cast("BinaryIO", opened.enter_context(running))
+        progress = opened.enter_context(bytes_bar("put", total_bytes, shown=not session.as_json))
+        result = store.put(
+            key,
+            content,
+            metadata=metadata,
+            sha256=sha256,
+            if_match=if_match,
+            if_none_match=if_none_match,
+            progress=progress,
+        )
+    warn_if_changed(result, source, as_json=session.as_json)
     if session.as_json:
         print_json(put_json(result))
         return
@@ -75,21 +79,35 @@ def put_one(
     print_ledger(result.ledger, result.seconds, title)
 
 
-def _open_source(source: str) -> tuple[Path | BinaryIO, int | None]:
+def warn_if_changed(result: PutResult, source: str, *, as_json: bool) -> None:
+    """Warn on stderr if the source changed while it was read; JSON has it as `source_changed`."""
+    from nearkin.cli.output import warn
+    from nearkin.printing import printable
+
+    if result.source_changed and not as_json:
+        name = f"{printable(result.info.key)} version {result.info.version}"
+        warn(f"source {printable(source)}: changed while it was read, {name} may mix two states of it; put it again")
+
+
+def _open_source(source: str, opened: ExitStack, *, allow_empty: bool) -> tuple[Path | BinaryIO, int | None]:
     """Return what `Store.put` takes, and its size where that is known beforehand."""
     from nearkin.cli.arguments import check_source
+    from nearkin.cli.sources import PipeSource
 
     if source == "-":
         if sys.stdin is None:
             raise BadInput('source "-": stdin is closed')
-        return sys.stdin.buffer, None
+        return cast("BinaryIO", PipeSource(sys.stdin.buffer, "standard input", allow_empty=allow_empty)), None
     if not source:
         raise BadInput('source "": must not be empty; "-" is stdin')
     path = Path(source)
     status = check_source(path)
     if stat.S_ISREG(status.st_mode):
         return path, status.st_size
-    return path.open("rb", buffering=0), None  # a named pipe or device: read once, as it comes
+    file = cast("BinaryIO", opened.enter_context(path.open("rb", buffering=0)))  # read once, as it comes
+    if not stat.S_ISFIFO(status.st_mode):
+        return file, None
+    return cast("BinaryIO", PipeSource(file, f'source "{source}"', allow_empty=allow_empty)), None
 
 
 def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> int:
@@ -118,6 +136,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     ):
         for result in _put_files(store, root, under, store_path, metadata, left_out, progress):
             total, files = total + result.ledger, files + 1
+            warn_if_changed(result, result.info.key, as_json=session.as_json)
             if session.as_json:
                 blobs.append(put_json(result))
     seconds = time.perf_counter() - started

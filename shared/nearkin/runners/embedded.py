@@ -74,6 +74,8 @@ class _Blob:
     started: float
     created_us: int | None = None
     """Creation time to record; None: the moment of the commit."""
+    source_changed: bool = False
+    """Whether the source changed while it was read: the content may mix two states of it."""
     size_bytes: int = 0
     hasher: blake3 = field(default_factory=blake3)
     segments: list[Locations] = field(default_factory=list)
@@ -438,6 +440,7 @@ class EmbeddedWriter:
                 known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
                 metadata=dict(blob.metadata),
                 lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
+                source_changed=blob.source_changed,
                 previous=self._manifests.find_previous(tenant, blob.key, histories),
             )
             self._attempted.append((blob.key, version))

@@ -1,0 +1,124 @@
+"""Contents that `put` must not store as whole ones: failed commands, empty input, files that change."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearkin import create_store, open_store
+from nearkin.testing.commands import InProcess, assert_refused, new_store, run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return new_store(tmp_path / "store")
+
+
+def python(script: str) -> tuple[str, ...]:
+    return "--from-command", "--", sys.executable, "-c", script
+
+
+def keys(root: Path) -> list[str]:
+    with open_store(root) as store:
+        return [info.key for info in store.versions()]
+
+
+def test_put_from_command_stores_its_output(call: InProcess, root: Path) -> None:
+    """F.9: `put KEY --from-command -- CMD` stores what a successful command writes."""
+    call("--store", root, "put", "dump", *python("print('row ' * 100_000)"))
+    assert call("--store", root, "get", "dump").stdout == b"row " * 100_000 + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [("sys.exit(3)", "failed with exit code 3"), ("os.kill(os.getpid(), 9)", "was ended by SIGKILL")],
+)
+def test_put_from_failed_command_stores_nothing(call: InProcess, root: Path, end: str, says: str) -> None:
+    """F.9: a command that fails after it wrote data stores nothing; its exit code and stderr are reported."""
+    script = f"import os, sys; os.write(1, bytes(3_000_000)); os.write(2, b'connection lost'); {end}"
+    done = call("--store", root, "--json", "put", "dump", *python(script))
+    assert done.returncode != 0
+    message = json.loads(done.stderr)["error"]["message"]
+    assert says in message
+    assert "nothing was stored" in message
+    assert message.endswith("its stderr: connection lost")
+    assert keys(root) == []
+
+
+def test_put_from_unknown_command_is_refused(call: InProcess, root: Path) -> None:
+    """F.9: a command that cannot be started, or none, is a usage error."""
+    missing = call("--store", root, "put", "dump", "--from-command", "--", "no-such-program")
+    assert_refused(missing, 2, "command 'no-such-program': cannot be run: no such file")
+    assert_refused(call("--store", root, "put", "dump", "--from-command"), 2, "give the command after --")
+    assert keys(root) == []
+
+
+def test_put_from_command_without_store_runs_nothing(call: InProcess, tmp_path: Path) -> None:
+    """F.9: the command is not started if there is no store for its output."""
+    script = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    assert call("--store", tmp_path / "none", "put", "dump", *python(script)).returncode != 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_put_of_empty_stdin_needs_allow_empty(call: InProcess, root: Path) -> None:
+    """F.9: an empty standard input, as of a dump that failed in a shell pipe, is refused without --allow-empty."""
+    assert_refused(call("--store", root, "put", "dump", "-"), 2, "standard input is empty; nothing was stored")
+    assert_refused(call("--store", root, "put", "dump", *python("")), 2, "the command's output is empty")
+    assert keys(root) == []
+    assert call("--store", root, "put", "dump", "-", "--allow-empty").returncode == 0
+    assert call("--store", root, "put", "log", "--allow-empty", *python("")).returncode == 0
+    assert keys(root) == ["dump", "log"]
+
+
+def test_put_of_changing_file_sets_source_changed(tmp_path: Path) -> None:
+    """F.12: a file that another process writes while it is read is flagged in the result and in the version."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8_000_000))
+    changed = False
+
+    def change(_count: int) -> None:
+        nonlocal changed
+        if not changed:
+            changed = True
+            with path.open("r+b") as file:  # in place: the size stays the same
+                file.seek(7_000_000)
+                file.write(b"new")
+            os.utime(path, ns=(1, 1))
+
+    with create_store(tmp_path / "store") as store:
+        assert store.put("torn", path, progress=change).source_changed
+        assert store.info("torn").source_changed
+        assert not store.put("whole", path).source_changed
+
+
+def test_put_of_growing_file_warns(root: Path, tmp_path: Path) -> None:
+    """F.12: `put` warns on stderr of a file that changed while it was read, and JSON has the flag."""
+    script = (
+        "import os, sys; from nearkin import sources; from nearkin.cli import main; read = sources._read_into\n"
+        "def growing(file, window, name):\n"
+        "    count = read(file, window, name)\n"
+        "    if count: open(name, 'ab').write(b'!')\n"
+        "    return count if count > 1 else 0\n"
+        "sources._read_into = growing; sys.exit(main(sys.argv[1:]))"
+    )
+    (tmp_path / "log").write_bytes(b"line\n" * 1000)
+    import subprocess
+
+    for flags in ((), ("--json",)):
+        words = [sys.executable, "-c", script, "--store", str(root), *flags, "put", "log", str(tmp_path / "log")]
+        done = subprocess.run(words, capture_output=True, check=True)
+        if flags:
+            assert json.loads(done.stdout)["source_changed"] is True
+        else:
+            assert b"changed while it was read, log version 1 may mix two states" in done.stderr
+
+
+def test_put_of_unchanged_file_is_not_flagged(root: Path, tmp_path: Path) -> None:
+    """F.12: a file that stays the same is stored without a warning."""
+    (tmp_path / "file").write_bytes(b"same")
+    done = run("--store", root, "--json", "put", "file", tmp_path / "file")
+    assert (json.loads(done.stdout)["source_changed"], done.stderr) == (False, b"")
