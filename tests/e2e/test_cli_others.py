@@ -49,7 +49,7 @@ def test_ls_lists_the_newest_versions_or_all_or_those_of_a_prefix(store: Path, c
 def test_a_key_never_steers_the_terminal(tmp_path: Path, call: InProcess) -> None:
     new_store(tmp_path)
     key = "red \x1b[31m\n[bold]"
-    call.answer("put", key, "-", env={"NEARKIN_STORE": str(tmp_path)})
+    call.answer("put", key, "-", "--allow-empty", env={"NEARKIN_STORE": str(tmp_path)})
     assert call.answer("ls", env={"NEARKIN_STORE": str(tmp_path)})[0]["key"] == key
     for arguments in (["ls"], ["info", key], ["explain", key]):
         shown = call(*arguments, env={"NEARKIN_STORE": str(tmp_path)}).stdout.decode()

@@ -235,6 +235,7 @@ def test_put_with_a_condition_that_fails_exits_1(tmp_path: Path, call: InProcess
     """F.16: `put --if-none-match` and `--if-match` refuse with exit code 1 and store nothing."""
     file, store = tmp_path / "file", ("--store", tmp_path / "s")
     file.write_bytes(b"one")
+    new_store(tmp_path / "s")
     digest = call.answer(*store, "put", "k", file, "--if-none-match", "*")["digest"]
     assert_refused(call(*store, "put", "k", file, "--if-none-match", "*"), 1, "precondition failed")
     assert call(*store, "put", "k", file, "--if-match", digest).returncode == 0
