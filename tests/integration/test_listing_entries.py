@@ -28,7 +28,7 @@ KEYS = ["a", "ab", "b", "b/1", "b/2", "é", "x" * 400, "x" * 400 + "1", "x" * 40
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         yield store
 
 
