@@ -205,6 +205,8 @@ class GatewaySettings:
     """Resumable uploads that are open at a time, of all tenants."""
     partial_uploads_max: Annotated[int, Between(1, 1000)] = 256
     """Partial uploads that one final upload may concatenate (tus `Upload-Concat`)."""
+    access_log: bool = True
+    """Log a line for each request, probes that succeed left out (logger `nearkin.access`)."""
     cors_origins: Annotated[tuple[str, ...], Origins()] = ()
     """Web origins (`https://app.example`, `*` for all) whose pages may use the API with a token. Empty: none."""
     checked_patch_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 64 * MIB

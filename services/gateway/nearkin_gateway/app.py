@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Lifespan
 from nearkin.errors import NearkinError
 from nearkin.runners.tracing import current
 from nearkin_gateway import admin, blobs, deleting, looking, uploads
+from nearkin_gateway.access_log import AccessLog
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.cross_origin import allow_origins
 from nearkin_gateway.handing_over import sweep_for_ever
@@ -100,7 +101,7 @@ def served(app: FastAPI) -> ASGIApp:
     counted = Counted(allow_origins(app, app.state.gateway.bounds.cors_origins))
     gateway: Gateway = app.state.gateway
     answered = AnswerCutRequests(counted if tracing is None else Traced(counted, tracing), lambda: gateway.stopping)
-    return PathAsSent(answered)
+    return PathAsSent(AccessLog(answered, enabled=gateway.bounds.access_log))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

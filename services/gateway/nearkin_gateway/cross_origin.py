@@ -19,6 +19,7 @@ EXPOSED_HEADERS = (
     "Repr-Digest", "Retry-After", "Tus-Checksum-Algorithm", "Tus-Extension", "Tus-Max-Size", "Tus-Resumable",
     "Tus-Version", "Upload-Concat", "Upload-Expires", "Upload-Length", "Upload-Metadata", "Upload-Offset",
     "X-Nearkin-Meta-Omitted", "X-Nearkin-Version", "X-Nearkin-Versions",
+    "X-Request-ID",
 )  # fmt: skip
 
 
