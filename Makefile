@@ -34,6 +34,7 @@ test: setup ## run every test
 
 soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 kills, 90 of services, 20,000 flipped bits (two hours; prints seeds)
 	@$(BIN)/python -m nearkin.testing.planted
+	@$(BIN)/python tests/support/mutation.py
 	@$(BIN)/python -m nearkin.testing.soak --disk
 	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_races.py tests/fault/test_rounds_beside_puts.py
 	@$(BIN)/python -m nearkin.testing.soak --kills 2000

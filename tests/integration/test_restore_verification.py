@@ -1,0 +1,44 @@
+"""What a restore compares: containers whose checksums agree and whose chunks are not what their directory names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nearkin.fingerprints as fingerprints
+from nearkin import Corrupt, open_store
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, settings
+
+CONTENT = random_bytes(300_000, 7)
+
+
+def put_with(root: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, change: Any) -> None:
+    """Store CONTENT with one kernel changed, so that all checksums agree with wrong chunk names."""
+    real = getattr(fingerprints, kernel)
+    with monkeypatch.context() as patched, open_store(root, settings=settings(SMALL), create=True) as store:
+        patched.setattr(fingerprints, kernel, lambda *arguments: change(real(*arguments)))
+        store.put("k", CONTENT)
+
+
+def test_restore_wrong_check_tag_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: A chunk whose SHA-1 and length agree, but whose check tag differs, is not given to the reader (I8)."""
+    put_with(tmp_path / "s", monkeypatch, "check_tags", lambda tags: tags ^ np.uint64(1))
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        with pytest.raises(Corrupt, match="not what their names say"):
+            store.get("k").read()
+        with pytest.raises(Corrupt, match="not what their names say"):
+            store.get("k", start=10, stop=20).read()
+        assert store.verify().damage
+
+
+def test_restore_wrong_fingerprint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: A chunk whose check tag and length agree, but whose SHA-1 differs, is not given to the reader (I8)."""
+    put_with(tmp_path / "s", monkeypatch, "sha1_many", lambda found: found ^ np.uint8(1))
+    with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
+        with pytest.raises(Corrupt, match="not what their names say"):
+            store.get("k").read()
+        assert store.verify().damage
