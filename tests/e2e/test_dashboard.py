@@ -23,6 +23,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from nearkin.testing.generated import mutated, records_like
 from nearkin.testing.serve import fill
 from nearkin.testing.servers import MissingTool
+from nearkin_gateway.dashboard import charts, rendering
+from nearkin_gateway.dashboard.rendering import Visitor
 
 ARTEFACTS = Path(__file__).parents[2] / "test-artefacts/dashboard"
 PAGES = {
@@ -310,3 +312,130 @@ def test_without_javascript_all_can_be_read(opened: Callable[..., Page]) -> None
     expect(page.get_by_role("heading", name="How it is kept")).to_be_visible()
     page.get_by_role("button", name="Log out").click()
     expect(page.get_by_label("Token")).to_be_visible()
+
+
+# --- layout at the widths of a phone, a tablet and a desk ------------------------------------------------------------
+
+WIDTHS = (375, 768, 1440)
+LONG_KEY = "layout/" + "a-folder/" * 9 + "and-a-file.tar.zst"
+INVISIBLE_KEY = "layout/zero\u200bwidth \u202egnp.exe "
+OUTSIDE = """() => [...document.querySelectorAll('table > * > tr > *, time, .actions > *')].filter(cell => {
+  const box = cell.getBoundingClientRect();
+  const hidden = cell.closest('.hidden') || box.width <= 1 || cell.closest('thead')?.getBoundingClientRect().width <= 1;
+  return !hidden && (box.left < 0 || box.right > innerWidth + 1);
+}).map(cell => `${cell.closest('table')?.id}: ${cell.textContent.trim().slice(0, 40)}`)"""
+CHARTS = """() => [...document.querySelectorAll('.chart, .strip')].map(chart => {
+  const card = chart.closest('.card'), style = getComputedStyle(card);
+  const room = card.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return Math.abs(room - chart.getBoundingClientRect().width) <= 1;
+})"""
+
+
+def upload(page: Page, key: str) -> None:
+    status = page.evaluate(
+        "key => fetch(`/v1/blobs/${encodeURIComponent(key)}?wait=20`, {method: 'PUT', body: 'a',"
+        " headers: {'X-Nearkin-CSRF': document.querySelector('meta[name=nearkin-csrf]').content}}).then(r => r.status)",
+        key,
+    )
+    assert status == 201
+
+
+def pipeline_page() -> str:
+    """The pipeline's page as a gateway in front of Kafka has it, with a failure, a paused worker and a dead letter."""
+    minute = {"committed": 3, "logical_bytes": 9_000_000, "stored_bytes": 700_000, "failed": 1}
+    told = {
+        "embedded": False,
+        "minutes": [minute],
+        "stages": [{"group": "nearkin-chunker", "records_per_second": 12.5, "behind_records": 40, "old_records": 2}],
+        "failures": [
+            {"time": "2026-11-20T10:00:00Z", "tenant": "shop", "key": LONG_KEY, "failure": "too large: " + "x" * 200}
+        ],
+    }
+    worker = {
+        "worker": "chunker-0", "state": "paused", "revision": "0123456789ab", "started": "2026-11-20T10:00:00Z",
+        "silent_seconds": 3,
+    }  # fmt: skip
+    letter = {
+        "letter": "3-1042", "time": "2026-11-20T10:00:00Z", "topic": "nearkin.segments", "partition": 3,
+        "offset": 1042,
+        "stage": "dedup", "error": "nearkin.errors.Corrupt", "message": "containers/1a2b: checksum " * 6,
+        "replayed": False,
+    }  # fmt: skip
+    drawn, grid = charts.bars([("10:00", 5_000_000), ("10:01", 9_000_000)])
+    visitor = Visitor("default", "tester", frozenset(("read", "write", "delete", "admin")), "csrf")
+    shown = {"told": told, "letters": [letter], "bars": drawn, "grid": grid, "workers": [worker]}
+    return rendering.page("pipeline.html", visitor, title="Pipeline", **shown).body.decode()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_lies_beside_the_screen(opened: Callable[..., Page], width: int) -> None:
+    """F.21: every cell and button is on the screen, charts fill their card, dates stay on one line."""
+    page = opened()
+    upload(page, LONG_KEY)
+    upload(page, "layout/gone")
+    page.evaluate(
+        "fetch('/v1/blobs/layout%2Fgone?reason=' + 'typed+too+fast+'.repeat(9), {method: 'DELETE',"
+        " headers: {'X-Nearkin-CSRF': document.querySelector('meta[name=nearkin-csrf]').content}})"
+    )
+    page.route("**/ui/pipeline?kafka", lambda route: route.fulfill(body=pipeline_page(), content_type="text/html"))
+    page.set_viewport_size({"width": width, "height": 900})
+    drawn = 0
+    for name, path in {**PAGES, "gone": "/ui/blob?key=layout%2Fgone", "kafka": "/ui/pipeline?kafka"}.items():
+        page.goto(path)
+        shot(page, f"layout-{name}-{width}")
+        assert page.evaluate("document.documentElement.scrollWidth") == width, name
+        assert page.evaluate(OUTSIDE) == [], name
+        scrolled = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+        assert page.evaluate(scrolled) == 0, name
+        filled = page.evaluate(CHARTS)
+        assert all(filled), f"{name}: a chart does not fill its card"
+        drawn += len(filled)
+        broken = "[...document.querySelectorAll('time')].filter(e => e.getClientRects().length > 1).length"
+        assert page.evaluate(broken) == 0, f"{name}: a date is broken over two lines"
+    assert drawn >= 3
+    for label in ("Reduction", "Error"):  # the columns that were out of sight on a phone
+        page.goto("/" if label == "Reduction" else "/ui/pipeline?kafka")
+        assert page.locator(f"td[data-label={label}]").first.bounding_box()["x"] < width  # type: ignore[index]
+    replay = page.get_by_role("button", name="Replay letter 3-1042")
+    replay.scroll_into_view_if_needed()
+    expect(replay).to_be_in_viewport(ratio=1)
+    page.unroute_all()
+
+
+def test_keys_are_short_and_their_invisible_characters_shown(opened: Callable[..., Page]) -> None:
+    """F.21: a long key loses its middle and has a tooltip; what cannot be seen is an escape, in dialogs too."""
+    page = opened()
+    upload(page, LONG_KEY)
+    upload(page, INVISIBLE_KEY)
+    page.goto("/ui/blobs?prefix=layout%2F")
+    long = page.locator("#blobs a span[title]").first
+    assert long.get_attribute("title") == LONG_KEY
+    assert len(long.inner_text()) <= 56
+    assert long.inner_text().endswith("and-a-file.tar.zst")
+    shown = r"layout/zero\u200bwidth \u202egnp.exe\x20"
+    page.get_by_role("link", name=shown, exact=True).click()
+    expect(page.get_by_role("heading", name=shown)).to_be_visible()
+    page.get_by_role("button", name="Delete the key").click()
+    expect(page.locator("#sure-title")).to_have_text(f"Delete {shown} with all its versions?")
+    page.keyboard.press("Escape")
+
+
+def test_settings_show_units_and_pause_apart(opened: Callable[..., Page]) -> None:
+    """F.21: numbers of bytes have their unit beside them; `paused` has a card of its own that shows its state."""
+    page = opened()
+    page.goto("/ui/settings")
+    field = page.get_by_label("raw bytes")
+    unit = page.locator(f'[id="{field.get_attribute("aria-describedby")}"]')
+    expect(unit).to_contain_text("bytes = 4.19 MB")
+    assert abs(unit.bounding_box()["y"] - field.bounding_box()["y"]) < 40  # type: ignore[index]
+    switch = page.locator(".switch")
+    expect(switch.get_by_role("heading")).to_have_text("Pause the services")
+    assert page.locator(".flow").get_by_label("paused").count() == 0
+    switch.get_by_label("paused").select_option("on")
+    switch.get_by_role("button", name="Set").click()
+    expect(page.locator("#said")).to_have_text("service.paused is true now.")
+    expect(page.locator(".switch.on").get_by_role("heading")).to_have_text("The services are paused")
+    shot(page, "settings-paused")
+    page.locator(".switch").get_by_label("paused").select_option("off")
+    page.locator(".switch").get_by_role("button", name="Set").click()
+    expect(page.locator("#said")).to_have_text("service.paused is false now.")

@@ -16,7 +16,7 @@ from nearkin.config import HOT_FIELDS, Settings
 from nearkin.index.catalog import CatalogEntry
 from nearkin.reports import ChunkExplained, Explanation, Ledger, SegmentExplained, Stats, VersionInfo
 from nearkin_gateway import insight
-from nearkin_gateway.dashboard import charts, forms, text
+from nearkin_gateway.dashboard import charts, forms, names, text
 from nearkin_gateway.insight import POINTS_MAX, count_versions, points_of
 from nearkin_gateway.minutes import FAILURES_MAX, MINUTES_MAX, Minutes
 from nearkin_gateway.problems import Problem
@@ -257,3 +257,50 @@ def test_an_origin_is_ours_when_it_names_the_host_that_was_asked(headers: dict[s
     else:
         with pytest.raises(Problem):
             check_same_origin(connection(**headers), must_say=True)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (12.44, "12.4×"),
+        (1.0, "1.0×"),
+        (0.96, "1.0×"),
+        (0.5, "2.0× larger"),
+        (0.0001, "10,000× larger"),
+        (0, "nothing yet"),
+    ],
+)
+def test_ratio_below_one_is_said_in_words(value: float, said: str) -> None:
+    """F.21: a ratio below 1 says how much larger the store is, never `0.0×`."""
+    assert text.ratio(value) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("db/dump", "db/dump"),
+        ("shop ümläut 日本", "shop ümläut 日本"),
+        ("a\u200bb\u202ec\u00a0d", r"a\u200bb\u202ec\xa0d"),
+        ("\ttab\n", r"\ttab\n"),
+        ("  ends ", r"\x20\x20ends\x20"),
+        (" ", r"\x20"),
+        ("\u3164\ufe0f\U000e0101", r"\u3164\ufe0f\U000e0101"),
+        ("", ""),
+    ],
+)
+def test_visible_writes_invisible_characters_as_escapes(given: str, shown: str) -> None:
+    """F.21: two keys that differ in invisible characters never look the same."""
+    assert names.visible(given) == shown
+
+
+def test_short_key_keeps_both_ends_and_escapes_html() -> None:
+    """F.21: the middle of a long key is left out; the tooltip has all of it, as text."""
+    key = '<b title="x">/' + "y" * 100 + "/end.tar"
+    short = str(names.short(key))
+    assert short.startswith('<span title="&lt;b title=&#34;x&#34;&gt;/yyy')
+    assert short.endswith("/end.tar</span>")
+    assert "<b" not in short
+    assert str(names.short("a&b")) == "a&amp;b"

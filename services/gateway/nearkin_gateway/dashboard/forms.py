@@ -9,6 +9,8 @@ from nearkin.config_rules import Between, OneOf
 from nearkin.frozen import frozen
 from nearkin.hot_rules import rule_of
 
+UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_hours": "hours", "_days": "days", "_bits": "bits"}
+
 
 @frozen
 class Field:
@@ -23,6 +25,16 @@ class Field:
     choices: tuple[str, ...] = ()
     least: int | None = None
     most: int | None = None
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of a number, by the end of its name; empty for counts and names."""
+        return next((unit for end, unit in UNITS.items() if self.field.endswith(end)), "")
+
+    @property
+    def stops_service(self) -> bool:
+        """Return whether this is the switch that stops all work."""
+        return self.name == "service.paused"
 
 
 def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[tuple[str, list[Field]]]:

@@ -316,7 +316,7 @@ async def settings(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
         "settings.html",
         visitor,
         title="Settings",
-        fields=forms.hot_fields(gateway.settings, gateway.hot.changes),
+        sections=forms.hot_fields(gateway.settings, gateway.hot.changes),
         revision=gateway.hot.revision,
         audit=changes,
     )

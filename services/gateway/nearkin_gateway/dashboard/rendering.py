@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse
 
 from nearkin.frozen import frozen
-from nearkin_gateway.dashboard import text
+from nearkin_gateway.dashboard import names, text
 from nearkin_gateway.keys import blob_url
 
 POLICY = (
@@ -87,7 +87,8 @@ def _templates() -> Environment:
         auto_reload=False,
     )
     made.filters |= {
-        "bytes": text.human_bytes, "count": text.count, "ratio": text.ratio, "moment": text.moment,
+        "bytes": text.human_bytes, "count": text.count, "ratio": text.ratio, "moment": text.time_tag,
+        "key": names.short, "visible": names.visible,
         "span": text.seconds, "rate": text.per_second,
     }  # fmt: skip
     made.globals |= {"page_url": text.page_url, "blob_url": blob_url, "version": _version()}

@@ -5,13 +5,23 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from urllib.parse import urlencode
 
+from markupsafe import Markup
+
 from nearkin.cli.ledger import human_bytes
 
-__all__ = ["count", "human_bytes", "moment", "page_url", "per_second", "ratio", "seconds"]
+__all__ = ["count", "human_bytes", "moment", "page_url", "per_second", "ratio", "seconds", "time_tag"]
+
+RATIO_SHOWN_MIN = 0.95
+"""Below this a ratio would be shown as 0.9 or less: words say that the store is larger than its content."""
 
 
 def ratio(value: float) -> str:
-    """Return a reduction, such as `12.4×`."""
+    """Return a reduction, such as `12.4×`; in words where nothing is stored, or more than was sent."""
+    if value <= 0:
+        return "nothing yet"
+    if value < RATIO_SHOWN_MIN:
+        larger = 1 / value
+        return f"{larger:,.1f}× larger" if larger < 1000 else f"{larger:,.0f}× larger"
     return f"{value:,.1f}×" if value < 1000 else f"{value:,.0f}×"
 
 
@@ -24,6 +34,12 @@ def moment(value: datetime | str) -> str:
     """Return a time in UTC to the second."""
     found = datetime.fromisoformat(value) if isinstance(value, str) else value
     return f"{found.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def time_tag(value: datetime | str) -> Markup:
+    """Return a time in UTC as an HTML element, which no line break divides."""
+    found = datetime.fromisoformat(value) if isinstance(value, str) else value
+    return Markup('<time datetime="{}">{}</time>').format(found.astimezone(UTC).isoformat(), moment(found))
 
 
 def seconds(value: float | None) -> str:

@@ -1,6 +1,6 @@
 // What changes something: deletions, settings, replays. Invariant: what takes data away asks first.
 
-import { call, keyPath, say } from "./api.js";
+import { call, keyPath, say, visible } from "./api.js";
 import { refresh } from "./live.js";
 
 async function act(button, told, work) {
@@ -38,7 +38,8 @@ function sure(title, text) {
 
 async function remove(button) {
   const { delete: key, version } = button.dataset;
-  const what = version ? `${key}, version ${version}` : `${key} with all its versions`;
+  const name = visible(key);
+  const what = version ? `${name}, version ${version}` : `${name} with all its versions`;
   const reason = await sure(`Delete ${what}?`, "It can be brought back for a while; then its bytes are freed.");
   if (reason === null) return;
   const query = new URLSearchParams({ ...(version && { version }), ...(reason && { reason }) });
@@ -51,7 +52,7 @@ async function bringBack(button) {
   const { undelete: key, version } = button.dataset;
   const path = `/v1/undelete/${keyPath(key)}?${new URLSearchParams({ version })}`;
   if (await act(button, null, () => call("POST", path))) {
-    saidThere(`${key}, version ${version} is back.`, () => location.reload());
+    saidThere(`${visible(key)}, version ${version} is back.`, () => location.reload());
   }
 }
 

@@ -31,8 +31,19 @@ export async function call(method, path, { body, headers } = {}) {
   return response;
 }
 
+// Invisible characters as escapes, as the pages have them (dashboard/names.py).
+const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\uffa0\ufe00-\ufe0f\u{e0100}-\u{e01ef}]/gu;
+
+function escape(character) {
+  const code = character.codePointAt(0);
+  if (code < 0x100) return `\\x${code.toString(16).padStart(2, "0")}`;
+  return code < 0x10000 ? `\\u${code.toString(16).padStart(4, "0")}` : `\\U${code.toString(16).padStart(8, "0")}`;
+}
+
+export const visible = (text) => text.replace(INVISIBLE, escape).replace(/^ +| +$/g, (spaces) => "\\x20".repeat(spaces.length));
+
 export function say(text, failed = false) {
   const said = document.getElementById("said");
   said.classList.toggle("failed", failed);
-  said.textContent = text;
+  said.textContent = visible(text);
 }

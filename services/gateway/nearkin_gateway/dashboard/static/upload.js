@@ -1,6 +1,6 @@
 // Uploads by tus 1.0. Invariant: an upload goes on where the gateway says that it is durable, after a break and a reload.
 
-import { call, csrf, problemOf, Refused, say } from "./api.js";
+import { call, csrf, problemOf, Refused, say, visible } from "./api.js";
 import { refresh } from "./live.js";
 
 const TUS = { "Tus-Resumable": "1.0.0" };
@@ -67,14 +67,15 @@ class Upload {
     this.row = document.createElement("li");
     const name = document.createElement("span");
     name.className = "name";
-    name.textContent = key;
+    name.textContent = visible(key);
+    name.title = visible(key);
     this.size = document.createElement("span");
     this.size.className = "note";
     this.size.textContent = `waiting, ${human(file.size)}`;
     this.bar = document.createElement("progress");
     this.bar.max = Math.max(1, file.size);
     this.bar.value = 0;
-    this.bar.setAttribute("aria-label", `Upload of ${key}`);
+    this.bar.setAttribute("aria-label", `Upload of ${visible(key)}`);
     this.told = document.createElement("p");
     this.told.className = "told note";
     this.row.append(name, this.size, this.bar, this.told);
