@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from nearkin.index.catalog import CatalogEntry
     from nearkin.local_gc import LocalGc
     from nearkin.local_repair import LocalRepair
+    from nearkin.salvage import SalvagedBlob
     from nearkin_janitor import Choice, Scrubber, Unsound, Verifier
     from nearkin_janitor.scrub import Step
 
@@ -375,6 +376,15 @@ class Store:
         if not 0 <= start <= end:
             raise BadInput(f"range {start} to {stop}: {key!r} has {manifest.size_bytes} bytes")
         return Blob(manifest.info, manifest, self._containers.counting(), self._fingerprinter, start, end)
+
+    def salvage(self, key: str, version: int | None = None) -> SalvagedBlob:
+        """Return what is left of a damaged version: zeros and a list of holes where its chunks are lost.
+
+        Raises NotFound, Erased, StoreUnavailable, and Corrupt if the manifest itself cannot be read.
+        """
+        from nearkin.salvage import SalvagedBlob
+
+        return SalvagedBlob(self._manifest(key, version), self._containers.counting(), self._fingerprinter)
 
     def info(self, key: str, version: int | None = None) -> VersionInfo:
         """Return what is known of a version, the newest by default. Raises as `get` does."""

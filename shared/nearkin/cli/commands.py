@@ -17,6 +17,8 @@ from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_
 from nearkin.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
+    from nearkin.api import Store
+    from nearkin.client.remote import RemoteStore
     from nearkin.reports import Damage
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -162,8 +164,18 @@ def put(
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")
 @click.option("--explain", "explained", is_flag=True, help="Tell on stderr what had to be read (a local store's get).")
+@click.option("--at", metavar="TIME", help="The version of that time: 2026-11-20, 2026-11-20T18:00Z, 36h (ago).")
+@click.option("--salvage", is_flag=True, help="Write zeros where a damaged version is lost, and list these holes.")
 @shared_options
-def get(key: str, output: str | None, version: int | None, range_text: str | None, explained: bool) -> None:
+def get(
+    key: str,
+    output: str | None,
+    version: int | None,
+    range_text: str | None,
+    explained: bool,
+    at: str | None,
+    salvage: bool,
+) -> int | None:
     """Write a version's bytes to stdout or a file.
 
     nearkin get db/dump -o dump.rdb
@@ -171,9 +183,15 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
     nearkin get disk.img --range 0-511 -o boot.sector
     nearkin get app.log --range -4096              # the last 4096 bytes
     nearkin get disk.img --range 0-1048575 --explain -o start
+    nearkin get db/dump --at 2026-11-20T18:00Z -o before-the-mistake
+    nearkin get db/dump --at 36h | head -c 100
+    nearkin get disk.img --salvage -o what-is-left --json | jq .holes
 
     Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros become
     holes of FILE, which take no space.
+
+    --at names a version that was deleted since then, instead of writing another one. --salvage (a local store's) ends
+    with the exit code of damage if anything is lost; what it writes besides zeros is verified.
     """
     from nearkin.cli.arguments import check_key, parse_range
     from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
@@ -187,8 +205,25 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
     wanted = None if range_text is None else parse_range(range_text)
     if session.as_json and output in (None, "-"):
         raise BadInput("get --json describes what was written: name a file with -o")
+    if at is not None and version is not None:
+        raise BadInput("--at, --version: give one of them")
+
+    def choose_version(store: Store | RemoteStore) -> int | None:
+        if at is None:
+            return version
+        from nearkin.cli.version_at import find_version_at
+
+        return find_version_at(store, key, at)
+
+    if salvage:
+        from nearkin.cli.salvaging import salvage as salvage_version
+
+        if wanted is not None or explained:
+            raise BadInput("--salvage writes a whole version: not with --range or --explain")
+        return salvage_version(session, key, output, choose_version)
     started = time.perf_counter()
     with session.open() as store:
+        version = choose_version(store)
         if wanted is None:
             blob = store.get(key, version)
         else:
@@ -207,6 +242,7 @@ def get(key: str, output: str | None, version: int | None, range_text: str | Non
         print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds, **more})
     elif costs is not None:
         to_stderr(costs_line(costs))
+    return None
 
 
 @nearkin.command()

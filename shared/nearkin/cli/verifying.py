@@ -121,16 +121,21 @@ def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
 
 
 def parse_since(text: str, now: datetime) -> datetime:
-    """Read a `--since`: a time as ISO 8601 has it, UTC unless it says otherwise, or how long ago. Raises BadInput."""
+    """Read a `--since` as `parse_moment` does. Raises BadInput."""
+    return parse_moment("since", text, now)
+
+
+def parse_moment(name: str, text: str, now: datetime) -> datetime:
+    """Read the time of an option: ISO 8601, UTC unless it says otherwise, or how long ago. Raises BadInput."""
     from nearkin.cli.forgetting import parse_duration
 
     try:
         if "-" not in text:
-            return now - timedelta(seconds=parse_duration("since", text))
+            return now - timedelta(seconds=parse_duration(name, text))
         found = datetime.fromisoformat(text)
         return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
     except (BadInput, ValueError, OverflowError) as err:
-        raise BadInput(f"since {text!r}: want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d") from err
+        raise BadInput(f"{name} {text!r}: want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d") from err
 
 
 def verify_json(report: VerifyReport, sample: float | None, since: datetime | None) -> dict[str, object]:

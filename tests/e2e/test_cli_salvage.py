@@ -1,0 +1,186 @@
+"""`get --salvage` and `get --at`: what is left of a damaged version, and the version of a time."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearkin import open_store
+from nearkin.salvage import place
+from nearkin.testing.commands import InProcess
+from nearkin.testing.gateway import TOKEN, ScriptedGateway
+from nearkin.testing.generated import random_bytes, text_like
+from nearkin.testing.stores import SMALL, containers, flip, settings
+
+CHOSEN = settings(SMALL)
+CONTENT = random_bytes(900_000, 1) + bytes(100_000) + text_like(500_000, 2)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
+        for number in range(3):  # in containers of their own
+            store.put(f"part{number}", CONTENT[number * 500_000 : (number + 1) * 500_000])
+        store.put("disk.img", CONTENT)
+    return tmp_path / "store"
+
+
+def check_holes(written: bytes, holes: list[dict[str, object]]) -> int:
+    """Check that everything outside of holes is the content and everything in them zero; return the lost bytes."""
+    expected, lost = bytearray(CONTENT), 0
+    for hole in holes:
+        offset, length = int(str(hole["offset"])), int(str(hole["length_bytes"]))
+        expected[offset : offset + length] = bytes(length)
+        lost += length
+        assert str(hole["object_name"]).startswith("containers/")
+        assert hole["reason"]
+    assert written == bytes(expected)
+    return lost
+
+
+@pytest.mark.parametrize("damage", ["bit", "truncated", "missing"])
+def test_salvage_writes_all_but_what_is_lost(root: Path, tmp_path: Path, call: InProcess, damage: str) -> None:
+    """F.13: readable bytes are written, lost ones are zeros and listed; without the option nothing is written (I8)."""
+    victim = containers(root)[1]
+    if damage == "bit":
+        flip(victim, 5000)
+    elif damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:1000])
+    else:
+        victim.unlink()
+    out = tmp_path / "out"
+    refused = call("--store", root, "get", "disk.img", "-o", out)
+    assert refused.returncode != 0
+    assert not out.exists()
+    done = call("--store", root, "--json", "get", "disk.img", "--salvage", "-o", out)
+    assert done.returncode == refused.returncode
+    report = json.loads(done.stdout)
+    assert report["lost_bytes"] == check_holes(out.read_bytes(), report["holes"])
+    assert 0 < report["lost_bytes"] < len(CONTENT) / 2
+    assert report["written_bytes"] == len(CONTENT)
+    to_stdout = call("--store", root, "get", "disk.img", "--salvage")
+    assert to_stdout.stdout == out.read_bytes()
+    assert f"{report['lost_bytes']:,} of {len(CONTENT):,} bytes are lost" in to_stdout.stderr.decode()
+    assert to_stdout.stderr.decode().count("hole: offset ") == len(report["holes"])
+
+
+def test_salvage_of_a_sound_version_is_a_get(root: Path, tmp_path: Path, call: InProcess) -> None:
+    """F.13: where nothing is lost the exit code is 0 and the list of holes empty."""
+    report = call.answer("--store", root, "get", "disk.img", "--salvage", "-o", tmp_path / "out")
+    assert (report["holes"], report["lost_bytes"]) == ([], 0)
+    assert (tmp_path / "out").read_bytes() == CONTENT
+
+
+def test_salvage_of_everything_lost_is_one_size_of_zeros(root: Path, tmp_path: Path, call: InProcess) -> None:
+    """F.13: with all containers gone the file has the version's size and no content."""
+    for path in containers(root):
+        path.unlink()
+    done = call("--store", root, "--json", "get", "disk.img", "--salvage", "-o", tmp_path / "out")
+    assert json.loads(done.stdout)["lost_bytes"] == len(CONTENT)
+    assert (tmp_path / "out").read_bytes() == bytes(len(CONTENT))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=12))
+def test_place_puts_known_parts_where_they_are(parts: list[tuple[int, bool]]) -> None:
+    """F.13: parts before the first and after the last unknown one are placed exactly; the rest is one gap."""
+    total = sum(length for length, _ in parts)
+    starts = [sum(length for length, _ in parts[:number]) for number in range(len(parts))]
+    placed = place([length if known else None for length, known in parts], total)
+    assert sum(part.length_bytes for part in placed) == total
+    assert sum(part.number is None for part in placed) <= 1
+    for part in placed:
+        if part.number is not None:
+            assert (part.offset, part.length_bytes) == (starts[part.number], parts[part.number][0])
+
+
+# --- get --at --------------------------------------------------------------------------------------------------------
+
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture
+def dated(tmp_path: Path) -> Path:
+    """A store with versions of 30, 20 and 10 hours ago."""
+    for number, hours in enumerate((30, 20, 10), 1):
+        moment = (NOW - timedelta(hours=hours)).timestamp()
+        with open_store(tmp_path / "dated", settings=CHOSEN, create=True, clock=lambda at=moment: at) as store:
+            store.put("db", f"version {number}".encode())
+            store.put("db2", b"another key")
+    return tmp_path / "dated"
+
+
+@pytest.mark.parametrize(
+    ("at", "content"), [("25h", b"version 1"), ("15h", b"version 2"), ("1h", b"version 3"), ("1d1h", b"version 1")]
+)
+def test_at_writes_the_version_of_that_time(dated: Path, call: InProcess, at: str, content: bytes) -> None:
+    """F.13: `--at` takes how long ago, or a time, and writes what was the newest version then."""
+    assert call("--store", dated, "get", "db", "--at", at).stdout == content
+    hours = int(at.removesuffix("h")) if "d" not in at else 25
+    moment = f"{NOW - timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}"
+    assert call("--store", dated, "get", "db", "--at", moment).stdout == content
+
+
+def test_at_names_a_deleted_version(dated: Path, call: InProcess) -> None:
+    """F.13: a version that was deleted since is named; an older one is never written in its place."""
+    with open_store(dated, settings=CHOSEN) as store:
+        store.delete("db", 2)
+    refused = call("--store", dated, "get", "db", "--at", "15h")
+    assert refused.returncode != 0
+    assert refused.stdout == b""
+    assert b"version 2 (deleted " in refused.stderr
+    assert b"nearkin undelete" in refused.stderr
+    assert call("--store", dated, "get", "db", "--at", "1h").stdout == b"version 3"
+    with open_store(dated, settings=CHOSEN) as store:
+        store.delete("db")
+    assert b"version 3 (deleted " in call("--store", dated, "get", "db", "--at", "1h").stderr
+
+
+def test_at_ignores_what_was_deleted_before_that_time(tmp_path: Path, call: InProcess) -> None:
+    """F.13: a version that was gone already at that time does not count."""
+    root = tmp_path / "store"
+    for hours, action in ((30, "put"), (20, "put"), (15, "delete")):
+        moment = (NOW - timedelta(hours=hours)).timestamp()
+        with open_store(root, settings=CHOSEN, create=True, clock=lambda at=moment: at) as store:
+            if action == "put":
+                store.put("db", f"{hours} hours ago".encode())
+            else:
+                store.delete("db", 2)
+    assert call("--store", root, "get", "db", "--at", "10h").stdout == b"30 hours ago"
+    assert call("--store", root, "get", "db", "--at", "17h").returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--at", "40h"], b"had no version at"),
+        (["--at", "2999-01-01"], b"in the future"),
+        (["--at", "yesterday"], b"yesterday"),
+        (["--at", "1h", "--version", "1"], b"one of them"),
+        (["--salvage", "--range", "0-9"], b"--salvage"),
+    ],
+)
+def test_at_and_salvage_refuse_what_has_no_answer(
+    dated: Path, call: InProcess, arguments: list[str], said: bytes
+) -> None:
+    """F.13: times without a version and options that exclude each other are refused by name."""
+    done = call("--store", dated, "get", "db", *arguments)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_at_works_through_a_server(tmp_path: Path, call: InProcess) -> None:
+    """F.13: `--at` works with --server; --salvage says that it needs the store's files."""
+    with ScriptedGateway(tmp_path / "served") as gateway:
+        gateway.read().put("db", b"served")
+        served = ["--server", gateway.url, "get", "db"]
+        env = {"NEARKIN_TOKEN": TOKEN}
+        after = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+        assert call(*served, "--at", after, env=env).stdout == b"served"
+        assert b"had no version" in call(*served, "--at", "2d", env=env).stderr
+        assert b"name it with --store" in call(*served, "--salvage", env=env).stderr
