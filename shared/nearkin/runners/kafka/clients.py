@@ -11,7 +11,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka import Message as KafkaMessage
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from nearkin.certificates import check_certificates
@@ -35,6 +35,9 @@ ADMIN_SECONDS_MAX = 30.0
 TOPIC_BYTES_MAX = 1_048_588
 """Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
 
+REPLICAS_FOR_TWO = 3
+"""From so many replicas on two have to acknowledge: one may then be away."""
+_NOT_ALLOWED = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED})
 NOT_NOW = frozenset(
     {
         *(KafkaError._TIMED_OUT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN),
@@ -113,9 +116,54 @@ def retention_ms(settings: Settings) -> str:
     return str(settings.kafka.retention_hours * 3_600_000)
 
 
+def durability(settings: Settings) -> dict[str, str]:
+    """Return what topics need so that what Kafka acknowledged outlives the loss of one broker.
+
+    With fewer than three replicas no second one is waited for: a single restart would stop all writes.
+    """
+    in_sync = 2 if settings.kafka.replication >= REPLICAS_FOR_TWO else 1
+    return {"min.insync.replicas": str(in_sync), "unclean.leader.election.enable": "false"}
+
+
+def durability_problem(found: Mapping[str, str | None], wanted: Mapping[str, str]) -> str | None:
+    """Return what of a topic's configuration may lose acknowledged messages, None where nothing may."""
+    if found.get("unclean.leader.election.enable") != wanted["unclean.leader.election.enable"]:
+        return "unclean.leader.election.enable is not false: a replica that lacks acknowledged messages may lead"
+    in_sync = found.get("min.insync.replicas") or "1"
+    if int(in_sync) < int(wanted["min.insync.replicas"]):
+        return (
+            f"min.insync.replicas is {in_sync}, want {wanted['min.insync.replicas']}: one broker may hold the only copy"
+        )
+    return None
+
+
+def check_durability(settings: Settings) -> None:
+    """Refuse topics that may lose what was acknowledged (I3). Raises ConfigError, StoreUnavailable.
+
+    Without the right to describe configurations nothing is known; a warning says so.
+    """
+    wanted = durability(settings)
+    admin = AdminClient(connection(settings, "nearkin-topics"))
+    names = [topic(settings, name) for name in TOPICS]
+    try:
+        asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, name) for name in names])
+        answers = {resource.name: answer.result(ADMIN_SECONDS_MAX) for resource, answer in asked.items()}
+    except KafkaException as err:
+        if err.args[0].code() in _NOT_ALLOWED:
+            _log.warning("topics: not checked for durability, the user may not describe configurations: %s", err)
+            return
+        raise unavailable(settings, err) from err
+    except TimeoutError as err:
+        raise StoreUnavailable(f"kafka: topics not described in {ADMIN_SECONDS_MAX:.0f} s") from err
+    for name, entries in answers.items():
+        problem = durability_problem({one: entry.value for one, entry in entries.items()}, wanted)
+        if problem is not None:
+            raise ConfigError(f"kafka topic {name}: {problem}; run `python -m nearkin.runners.kafka.topics`")
+
+
 def create_topics(settings: Settings) -> list[str]:
     """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
-    config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete"}
+    config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete", **durability(settings)}
     compacted = config | {"cleanup.policy": "compact", **COMPACT_SOON}
     config["retention.ms"] = retention_ms(settings)
     partitions, replication = settings.kafka.partitions, settings.kafka.replication

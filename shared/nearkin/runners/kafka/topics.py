@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -29,6 +30,7 @@ from nearkin.runners.kafka.clients import (
     TOPICS,
     connection,
     create_topics,
+    durability,
     retention_ms,
     topic,
     unavailable,
@@ -37,7 +39,7 @@ from nearkin.runners.kafka.loop import patiently
 
 
 def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
-    """Make missing topics and give the others the settings' retention; return (made, changed).
+    """Make missing topics and set retention and durability of the others; return (made, changed).
 
     Raises ConfigError where a topic has another number of partitions, StoreUnavailable, Permanent.
     """
@@ -53,7 +55,10 @@ def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
                     f'kafka.partitions "{settings.kafka.partitions}": topic {name} has {found}; want that number, or '
                     "let all that is under way end, then change every topic of Nearkin alike"
                 )
-        return made, _with_retention(admin, [name for name in ours if name not in made], retention_ms(settings))
+        wanted = {topic(settings, name): durability(settings) for name in TOPICS}
+        for name in ours:
+            wanted[name] = {**wanted[name], "retention.ms": retention_ms(settings)}
+        return made, _with_settings(admin, {name: of for name, of in wanted.items() if name in there})
     except KafkaException as err:
         raise unavailable(settings, err) from err
     except TimeoutError as err:
@@ -62,25 +67,35 @@ def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
         ) from err
 
 
-def _with_retention(admin: AdminClient, names: list[str], wanted_ms: str) -> list[str]:
-    if not names:
+def _with_settings(admin: AdminClient, wanted: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Set what a topic has otherwise than wanted; return the topics that were changed."""
+    if not wanted:
         return []
-    asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, name) for name in names])
-    changed = []
+    asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, name) for name in wanted])
+    resources = []
     for resource, answer in asked.items():
-        if answer.result(ADMIN_SECONDS_MAX)["retention.ms"].value != wanted_ms:
-            changed.append(resource.name)
-    entry = ConfigEntry("retention.ms", wanted_ms, incremental_operation=AlterConfigOpType.SET)
-    resources = [ConfigResource(ResourceType.TOPIC, name, incremental_configs=[entry]) for name in changed]
+        held = answer.result(ADMIN_SECONDS_MAX)
+        changes = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in wanted[resource.name].items()
+            if held[name].value != value and not _is_stricter(name, held[name].value, value)
+        ]
+        if changes:
+            resources.append(ConfigResource(ResourceType.TOPIC, resource.name, incremental_configs=changes))
     for done in admin.incremental_alter_configs(resources).values() if resources else ():
         done.result(ADMIN_SECONDS_MAX)
-    return sorted(changed)
+    return sorted(resource.name for resource in resources)
+
+
+def _is_stricter(name: str, held: str, wanted: str) -> bool:
+    """Return whether an operator has asked for more acknowledgements than Nearkin does."""
+    return name == "min.insync.replicas" and int(held) > int(wanted)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings.")
 def main(config_file: Path | None) -> None:
-    """Make the topics that are missing, and set the retention of the others."""
+    """Make the topics that are missing, and set retention and durability of the others."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:
         settings = load(config_file)[0]
@@ -88,7 +103,7 @@ def main(config_file: Path | None) -> None:
     except NearkinError as err:
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)
-    click.echo(f"made {', '.join(made) or 'none'}; retention changed of {', '.join(changed) or 'none'}")
+    click.echo(f"made {', '.join(made) or 'none'}; settings changed of {', '.join(changed) or 'none'}")
 
 
 if __name__ == "__main__":

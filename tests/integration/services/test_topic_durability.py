@@ -1,0 +1,73 @@
+"""Topics keep what Kafka acknowledged: how they are made, and what workers refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+
+from nearkin.config import Settings
+from nearkin.config_layers import load
+from nearkin.errors import ConfigError
+from nearkin.runners.kafka.clients import (
+    check_durability,
+    connection,
+    create_topics,
+    durability,
+    durability_problem,
+    topic,
+)
+from nearkin.runners.kafka.loop import patiently
+from nearkin.runners.kafka.topics import prepare_topics
+
+
+@pytest.fixture
+def made(kafka: Any, topic_prefix: str) -> Settings:
+    settings = load(None, {"kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix}})[0]
+    create_topics(settings)
+    patiently(lambda: check_durability(settings))  # a broker may not know yet what was just made
+    return settings
+
+
+def alter(settings: Settings, name: str, **values: str) -> None:
+    entries = [
+        ConfigEntry(one.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
+        for one, value in values.items()
+    ]
+    resource = ConfigResource(ResourceType.TOPIC, topic(settings, name), incremental_configs=entries)
+    admin = AdminClient(connection(settings, "test"))
+    for done in admin.incremental_alter_configs([resource]).values():
+        done.result(30)
+
+
+def test_unclean_election_is_refused_and_put_right(made: Settings) -> None:
+    """F.31: a worker does not start over a topic that may lose acknowledged messages; the topics' Job corrects it."""
+    check_durability(made)
+    alter(made, "placed", unclean_leader_election_enable="true")
+    with pytest.raises(ConfigError, match=r"placed: unclean\.leader"):
+        check_durability(made)
+    assert prepare_topics(made)[1] == [topic(made, "placed")]
+    check_durability(made)
+
+
+def test_stricter_topics_are_kept(made: Settings) -> None:
+    """F.31: what an operator asks for beyond Nearkin's own stays."""
+    alter(made, "frames", min_insync_replicas="2")
+    assert prepare_topics(made)[1] == []
+    check_durability(made)
+
+
+@pytest.mark.parametrize(("replication", "in_sync"), [(1, "1"), (2, "1"), (3, "2"), (5, "2")])
+def test_durability_needs_two_of_three_replicas(replication: int, in_sync: str) -> None:
+    """F.31: with three replicas two acknowledge; with fewer one broker may still restart."""
+    wanted = durability(load(None, {"kafka": {"replication": replication}})[0])
+    assert wanted == {"min.insync.replicas": in_sync, "unclean.leader.election.enable": "false"}
+    problem = durability_problem({**wanted, "min.insync.replicas": "1"}, wanted)
+    assert (problem is None) == (in_sync == "1")
