@@ -1,6 +1,6 @@
 """Pytest plugin that plants one mutant: a source-level change of one product module in this process.
 
-The environment variable NEARKIN_MUTANT holds the mutant as JSON: `module`, `old`, `new`. The module is compiled from
+The environment variable PLANTED_MUTANT holds the mutant as JSON: `module`, `old`, `new`. The module is compiled from
 its source with `old` replaced by `new`; the file on disk is not changed. The run ends with `NOT_PLANTED_EXIT_CODE` if
 no test imported the module or if `old` is not exactly once in its source, so a stale mutant is never counted as caught.
 """
@@ -62,7 +62,7 @@ class MutantFinder(MetaPathFinder):
         return spec
 
 
-FINDER = MutantFinder(**json.loads(os.environ["NEARKIN_MUTANT"]))
+FINDER = MutantFinder(**json.loads(os.environ["PLANTED_MUTANT"]))
 if FINDER.module in sys.modules:
     raise RuntimeError(f"{FINDER.module} was imported before its mutant was planted")
 sys.meta_path.insert(0, FINDER)

@@ -82,7 +82,7 @@ def run_mutant(mutant: Mutant) -> Run:
     """Run the tests of one mutant in a process of its own that has the mutant planted."""
     planted = json.dumps({"module": mutant.module, "old": mutant.old, "new": mutant.new})
     search_path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "NEARKIN_MUTANT": planted, "PYTHONPATH": search_path}
+    environment = {**os.environ, "PLANTED_MUTANT": planted, "PYTHONPATH": search_path}
     environment.pop("PYTEST_XDIST_WORKER", None)  # else the run would look for the servers of this run's workers
     command = [
         sys.executable,
