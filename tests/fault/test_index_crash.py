@@ -50,7 +50,7 @@ with lmdb.open(sys.argv[1], max_dbs=16, map_size=1 << 26) as env:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with open_store(tmp_path / "s", settings=CHOSEN) as store:
+    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(1000, 1))
         store.put("k", random_bytes(1000, 2))
     return tmp_path / "s"

@@ -32,7 +32,7 @@ WRITING = "writing"
 ROUND = "a step of garbage collection"
 ROUNDS = "garbage collection"
 _BEING = {ROUNDS: "is being collected by", ROUND: "is being written, in a step of garbage collection, by"}
-NAMES = frozenset({"lock", "lock.holder", "lock.round", "lock.round.holder", "lock.wanted"})
+NAMES = frozenset({"lock", "lock.holder", "lock.round", "lock.round.holder", "lock.wanted", "lock.rename"})
 
 _LOCKS: WeakSet[WriterLock] = WeakSet()
 """All of this process."""

@@ -22,6 +22,7 @@ from nearkin.errors import Corrupt, NoRoom, NotFound, Permanent, StoreUnavailabl
 from nearkin.failpoints import failpoint
 from nearkin.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
 from nearkin.store.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
+from nearkin.store.publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
 
 if TYPE_CHECKING:
     from nearkin.store.clients import ObstoreObjects
@@ -194,7 +195,7 @@ class LocalObjects:
             self._make_folder(final.parent)
             check_no_link(self._scratch)
             _make(self._scratch)
-            self._named(name, parts, lambda temporary: _link(temporary, final))
+            self._named(name, parts, lambda temporary: _link(temporary, final, self._root / "lock.rename"))
             failpoint("object.scratch-removed")
             sync_folder(final.parent)  # 3 the name itself is durable
             failpoint("object.durable")
@@ -376,8 +377,17 @@ def _write_all(descriptor: int, parts: Sequence[Payload]) -> None:
             left[0] = left[0][count:]
 
 
-def _link(temporary: Path, final: Path) -> None:
-    os.link(temporary, final)  # only if the name is free
+def _link(temporary: Path, final: Path, lock: Path) -> None:
+    """Give a file its final name, only if that is free. `lock`: taken where the filesystem has no other way."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        if not is_same_file(temporary, final):
+            raise
+    except OSError as err:
+        if err.errno not in NO_LINKS:
+            raise
+        rename_new(temporary, final, lock)
     failpoint("object.linked")
 
 
@@ -426,6 +436,9 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as err:
+        if err.errno not in NO_FOLDER_SYNC:  # then the filesystem has no call for it
+            raise
     finally:
         os.close(descriptor)
 
