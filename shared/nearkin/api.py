@@ -62,6 +62,7 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions, user_and_host
 from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.heads import VersionHeads
 from nearkin.store.keyring import Keyring
 from nearkin.store.lock import NAMES as LOCKS
 from nearkin.store.manifests import ManifestStore
@@ -139,7 +140,7 @@ def open_store(
             return _create(root, chosen, fingerprint_bits, clock)
     objects = local_objects(root, chosen)
     covered = as_set(objects, chosen)
-    return Store(root, objects, covered, descriptor.read(covered), chosen, clock)
+    return Store(root, objects, covered, descriptor.read(covered, fingerprint_bits), chosen, clock)
 
 
 def create_store(
@@ -254,6 +255,7 @@ class Store:
             root, objects, covered, settings, self._fingerprinters, self._containers, self._manifests
         )
         self._condemned = CondemnedStore(covered)
+        self._heads = VersionHeads(covered)
         self._quarantine = Quarantine(covered, clock)
         self.reserve = SpaceReserve(root, lambda: int(self.settings.storage.reserve_bytes))
         self.pauses = Pauses(covered, clock, self.reserve)
@@ -508,6 +510,7 @@ class Store:
         if version is None:
             newest = self._manifests.newest(tenant, key)
             check_newest(self._manifests, tenant, key, newest, lambda: self._index.numbers(tenant, key))
+            self._heads.check(self._manifests, tenant, key, 0 if newest is None else newest.version)
             if newest is None:
                 raise NotFound(f"key {key!r}: the store has none; `nearkin ls` lists the keys")
             return newest
@@ -526,6 +529,7 @@ class Store:
         from nearkin.sums import stats
 
         quarantine_bytes = sum(self._quarantine.listed().values()) + sum(ScrubStates(self._covered).listed().values())
+        quarantine_bytes += sum(self._heads.listed().values())
         condemned_bytes = sum(self._condemned.listed().values())
         covered = self._covered
         return self._index.read(
@@ -832,7 +836,9 @@ class Store:
         """
         self._puts.check_none()
         with self._index.crossing.alone(BESIDE_SECONDS, "a rebuild of the index"):
-            return self._index.rebuild(progress)
+            report = self._index.rebuild(progress)
+            self._heads.accept(self._manifests)  # versions that were lost are given up
+            return report
 
 
 def _warn(damage: Damage) -> None:

@@ -23,7 +23,7 @@ from nearkin.limits import GIB, KIB, MIB
 INDEXES = ("lmdb",)
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
-    *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys"),
+    *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads"),
     *("index", "tmp", "uploads", "reserve", "nearkin.json"),
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
@@ -260,5 +260,8 @@ class GcSettings:
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400
     """How often a round is done by an embedded gateway, or by the janitors of a fleet together; 0: never. One more
     frees what it condemned, where the grace is at most three quarters of this."""
+    sign_old_records: bool = False
+    """A run gives deletion marks of an older release, which have no MAC, one; without, their versions are never freed.
+    Set it for one run after an upgrade, if no one else could write to the store."""
     services_ended: bool = False
     """The services behind Kafka, which have written this store, never will again: else their janitor alone collects."""

@@ -32,6 +32,7 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.deletion import Deletions
 from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.heads import VersionHeads
 from nearkin.store.lock import ROUNDS, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
@@ -42,7 +43,9 @@ from nearkin_janitor.collect import BLOCKS_BYTES, counted_in
 from nearkin_janitor.endings import Endings
 from nearkin_janitor.erased import count_erasures, sweep_erased
 from nearkin_janitor.reach import Reach
+from nearkin_janitor.rollback import record_heads
 from nearkin_janitor.roots import find_roots
+from nearkin_janitor.signing import sign_old_marks
 from nearkin_janitor.turns import OneTurn
 
 TURN_SECONDS_MAX = 60.0
@@ -82,6 +85,8 @@ class LocalGc:
         try:
             with self.index.turn(wait_seconds) as index:
                 failpoint("gc.begun")
+                if self.settings.gc.sign_old_records:
+                    sign_old_marks(self.condemned.objects, index)
                 erased_bytes = sweep_erased(self.condemned.objects, index)
             self._check_no_manifest_is_lost()
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
@@ -93,9 +98,11 @@ class LocalGc:
             finally:
                 apart.forget_read()  # else 100 MB wait for the garbage collector
             waiting, refused = count_erasures(self.condemned.objects)
+            rolled_back, record_bytes = record_heads(self.condemned.objects)
             report = replace(
                 report,
-                freed_bytes=report.freed_bytes + erased_bytes,
+                freed_bytes=report.freed_bytes + erased_bytes - record_bytes,
+                rolled_back_keys=rolled_back,
                 pending_erasures=waiting,
                 refused_records=report.refused_records + refused,
             )
@@ -184,7 +191,8 @@ class LocalGc:
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjects):
             report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased(due=True)))
-        return self._with_retention(report, dry_run=True)
+        growth_bytes = VersionHeads(objects).growth_bytes(self.manifests)
+        return self._with_retention(replace(report, freed_bytes=report.freed_bytes - growth_bytes), dry_run=True)
 
     def _previewed(self, steps: Steps | None, deleted_too: bool) -> GcReport:
         for _ in range(PREVIEW_TRIES_MAX):

@@ -84,7 +84,7 @@ CONFIG = Info("nearkin_config", "The revision of the hot settings in force.")
 CONFIG_REFUSED = Counter("nearkin_config_refused", "Changes of settings that were refused.")
 
 for _counter, _label in (
-    *((CORRUPT, where) for where in ("scrub", "restore")),
+    *((CORRUPT, where) for where in ("scrub", "restore", "record", "rollback")),
     *((counter, outcome) for counter in (GC_ROUNDS, REBUILDS) for outcome in ("done", "failed")),
     (DEAD_LETTERS, "ingest"),
 ):

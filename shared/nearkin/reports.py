@@ -348,6 +348,8 @@ class GcReport:
     seconds: float
     pending_erasures: int = 0
     """Tenants whose erasure waits for its grace to end: it can be cancelled."""
+    rolled_back_keys: int = 0
+    """Keys whose newest version an earlier run has listed, and whose manifest and marks are gone since."""
     refused_records: int = 0
     """Records that are not authenticated by the store's key: nothing was removed because of them."""
     forgotten: int = 0

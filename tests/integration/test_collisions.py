@@ -93,7 +93,7 @@ def test_every_version_restores_where_fingerprint_collisions_abound(bits, tmp_pa
     with open_store(tmp_path / "s", settings=chosen, fingerprint_bits=bits, create=True) as store:
         for content in contents:
             store.put("k", content)
-    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+    with open_store(tmp_path / "s", settings=chosen, fingerprint_bits=bits) as store:
         by_fingerprint: dict[str, set[bytes]] = defaultdict(set)
         chunks = 0
         for version, content in enumerate(contents, 1):

@@ -59,7 +59,7 @@ def test_every_flipped_bit_and_every_truncation_is_told():
                 decode_record(bytes(broken), "r")
 
 
-@pytest.mark.parametrize(("at", "value", "error"), [(4, 2, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt)])
+@pytest.mark.parametrize(("at", "value", "error"), [(4, 3, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt)])
 def test_another_format_is_told_from_damage(at, value, error):
     body = bytearray(encode_record(3, example())[:-8])
     body[at : at + 2] = value.to_bytes(2, "little")

@@ -59,7 +59,7 @@ def test_any_missing_or_added_byte_is_seen() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "error"),
     [
-        (4, b"\2\0", FormatTooNew),
+        (4, b"\3\0", FormatTooNew),
         (4, b"\0\0", Corrupt),
         (6, b"\4\0", FormatTooNew),
         (6, b"\0\0", Corrupt),

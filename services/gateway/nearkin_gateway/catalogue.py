@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from typing import Protocol
 
 from nearkin.config import Settings
@@ -31,11 +31,12 @@ from nearkin.sources import check_key
 from nearkin.store import descriptor
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions
+from nearkin.store.heads import VersionHeads
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.quarantine import Quarantine
 from nearkin.store.scrubbed import ScrubState, ScrubStates
-from nearkin.store.shown import infos_of, shown
+from nearkin.store.shown import check_newest, infos_of, shown
 
 TENANTS_OPEN_MAX = 8
 """Tenants whose containers are cached; each has 48 MiB of directories and its share of restore.cache_bytes."""
@@ -126,6 +127,7 @@ class Catalogue:
         self._settings = settings
         self._listing = listing
         self._manifests = ManifestStore(objects)
+        self._heads = VersionHeads(objects)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._stats: OrderedDict[str, tuple[float, Stats]] = OrderedDict()
         self._lock = threading.Lock()
@@ -143,6 +145,9 @@ class Catalogue:
         check_key(key)
         if version is None:
             newest = self._manifests.newest(tenant, key)
+            seen = 0 if newest is None else newest.version
+            check_newest(self._manifests, tenant, key, newest, lambda: self._later_versions(tenant, key, seen))
+            self._heads.check(self._manifests, tenant, key, seen)
             if newest is None:
                 raise NotFound(f"key {key!r}: there is none")
             return newest
@@ -150,6 +155,13 @@ class Catalogue:
             return self._manifests.seen(tenant, key, version)
         except NotFound as err:
             raise NotFound(f"key {key!r} version {version}: there is none") from err
+
+    def _later_versions(self, tenant: str, key: str, version: int) -> list[int]:
+        """Return the versions of a key above `version` that the index lists; none while it is not whole."""
+        if not self._listing.whole:
+            return []
+        listed = self._listing.catalog_after(tenant, key, key, version, 1)
+        return [entry.version for entry in takewhile(lambda entry: entry.key == key, listed)]
 
     def blob(self, tenant: str, manifest: Manifest, start: int, stop: int) -> Blob:
         """Return the bytes [start, stop) of a version, verified piece by piece."""

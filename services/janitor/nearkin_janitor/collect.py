@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from nearkin import metrics
 from nearkin.config_keeping import MARK_SWEEP, GcSettings
 from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, NotFound, Permanent, Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
@@ -66,6 +67,8 @@ Steps = Callable[[int, int, str], None]
 
 LATER_ROUNDS_MAX = 8
 """A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
+REFUSED_NAMED_MAX = 20
+"""Marks that were refused are named in the log, so many a run."""
 _UNBOUNDED = 1 << 62
 BLOCKS_BYTES = 96 * MIB
 """Of decoded blocks that a round keeps at hand. To gather 16 dumps took 19, 13 and 12 s with 64, 128 and 256 MiB; a
@@ -165,7 +168,7 @@ class Collector:
         started, sums, state = time.perf_counter(), Sums(counted), turns.state()
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
-        roots = self._roots(generations, deleted_too=deleted_too)
+        roots = self._roots(generations, sums, deleted_too=deleted_too)
         if not self._to_mark(generations, roots):
             return self._report(sums, self._unmarked(generations, roots, turns, sums), started)
         young = self._young(generations)
@@ -255,6 +258,7 @@ class Collector:
         return GcReport(
             dry_run=dry_run,
             versions=sums.versions,
+            refused_records=sums.refused,
             containers_deleted=sums.deleted,
             containers_rewritten=sums.rewritten,
             freed_bytes=sums.freed_bytes,
@@ -265,7 +269,7 @@ class Collector:
             seconds=time.perf_counter() - started,
         )
 
-    def _roots(self, generations: Collection[int], *, deleted_too: bool) -> Roots:
+    def _roots(self, generations: Collection[int], sums: Sums, *, deleted_too: bool) -> Roots:
         """Return all versions. Raises StoreUnavailable where manifests cannot be where they were, Corrupt.
 
         Of each key a manifest or its last mark stays, whatever is freed: none of either means a disk that is not there,
@@ -273,6 +277,14 @@ class Collector:
         """
         now_us = self._now_us()
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else now_us)
+        sums.refused = len(roots.refused)
+        metrics.CORRUPT.labels("record").inc(len(roots.refused))
+        for name in roots.refused[:REFUSED_NAMED_MAX]:
+            _log.warning(
+                "gc: %s: damaged or not authenticated by the store's key, its version is kept; if it is of an older "
+                "release gc.sign_old_records signs it",
+                name,
+            )
         since_ms = (now_us - self._grace_us) // 1000
         if not roots.highest and (old := sum(container >> 20 < since_ms for container in generations)):
             raise StoreUnavailable(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from nearkin.errors import Permanent
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
-from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.formats.mark import Kind, Mark
 from nearkin.frozen import frozen
 from nearkin.index.protocols import Collected
 from nearkin.store.manifests import ManifestStore, mark_name
@@ -83,7 +83,7 @@ class Endings:
             return 0
         if version.ended.kind is Kind.COLLECTED:
             return version.marks[-1][2]
-        return len(encode_mark(self._sentence(version.ended)))
+        return len(self._manifests.encode_mark(self._sentence(version.ended)))
 
     def _manifest(self, version: Version) -> Manifest | None:
         """Return the manifest of a version that goes, None where it cannot be read."""

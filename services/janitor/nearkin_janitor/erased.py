@@ -17,6 +17,7 @@ from nearkin.index.catalog import CatalogEntry
 from nearkin.index.protocols import SupportsCollection
 from nearkin.store.containers import id_of
 from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.heads import VersionHeads
 from nearkin.store.objects import ObjectStore
 
 _log = logging.getLogger("nearkin")
@@ -46,6 +47,7 @@ def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callabl
         return 0
     forget_erased(objects, index)
     check()
+    VersionHeads(objects).forget(name for name, _ in objects.erased(due=True))
     return sum(size_bytes for _, size_bytes in objects.sweep_erased(check))
 
 

@@ -38,6 +38,8 @@ class Roots:
     """Gone for good: what is left of them goes."""
     highest: frozenset[str]
     """Manifests' names of each key's highest version: its last mark stays, so that its number is not given again."""
+    refused: tuple[str, ...] = ()
+    """Names of marks that are damaged or not authenticated: their versions are among `kept`."""
 
 
 def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], bool] = lambda mark: False) -> Roots:
@@ -54,9 +56,10 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
         versions.setdefault(of, Version(of)).marks.append((sequence, name, size_bytes))
     highest = {name.rpartition("/")[0]: name for name in sorted(versions)}
     kept, undeletable, ended = [], set(), []
+    refused: list[str] = []
     for name, version in versions.items():
         version.marks.sort()
-        mark = _highest(manifests, version)
+        mark = _highest(manifests, version, refused)
         if mark is not None and (_is_over(mark, now_us) or (mark.kind is Kind.DELETED and ends(mark))):
             version.ended = mark
         if version.ended is not None:
@@ -65,17 +68,26 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
             kept.append(version)
             if version.marks and version.marks[-1][0] % 2:
                 undeletable.add(name)
-    return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(highest.values()))
+    return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(highest.values()), tuple(refused))
 
 
-def _highest(manifests: ManifestStore, version: Version) -> Mark | None:
-    """Return the mark that holds; None where there is none, or it is broken: such a version is kept."""
+def _highest(manifests: ManifestStore, version: Version, refused: list[str]) -> Mark | None:
+    """Return the mark that holds, None where there is none; a version whose mark does not verify is kept.
+
+    `refused` is told the name of a mark that is not authenticated.
+    """
     if not version.marks:
         return None
+    name = version.marks[-1][1]
     try:
-        return manifests.read_mark(version.marks[-1][1])
+        mark = manifests.read_mark(name)
     except Corrupt:
+        refused.append(name)
         return None
+    if manifests.authenticates_marks and not mark.authenticated:
+        refused.append(name)
+        return None
+    return mark
 
 
 def _is_over(mark: Mark, now_us: int) -> bool:

@@ -65,7 +65,7 @@ class Scrubber:
         self._objects = objects
         # What lies there is looked at, not what parity makes of it.
         self._containers = containers.of(None).apart(objects.bare, CACHE_BYTES)
-        self._manifests = ManifestStore(objects.bare)
+        self._manifests = ManifestStore(objects.bare, record_key=objects.record_key)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._settings = settings
@@ -200,7 +200,7 @@ class Scrubber:
 
     def _read(self, name: str) -> None:
         if name == descriptor.NAME:
-            descriptor.read(self._objects.bare)
+            descriptor.read(self._objects.bare, fingerprint_bits=None)
         elif isinstance(self._objects, EncryptedObjects) and name.startswith(f"{KEYS}/"):
             self._objects.keyring.check(name)
         elif name.endswith(MARK_SUFFIX):

@@ -39,6 +39,8 @@ from nearkin.store.pauses import Pauses
 from nearkin_janitor.collect import Collector
 from nearkin_janitor.erased import count_erasures, sweep_erased
 from nearkin_janitor.rewrite import Rewriter
+from nearkin_janitor.rollback import record_heads
+from nearkin_janitor.signing import sign_old_marks
 
 POLL_SECONDS = 5.0
 RETRY_SECONDS = 60.0
@@ -194,6 +196,8 @@ class Rounds:
             go_on=self._pauses.check,
         )
         index = FencedIndex(self._index, self._lease.check)
+        if settings.sign_old_records:
+            sign_old_marks(self._objects, self._index, self._lease.check)
         freed_bytes = sweep_erased(self._objects, index, self._lease.check)
         report = collector.run(index)
         forgotten = 0
@@ -201,10 +205,12 @@ class Rounds:
             forgotten, marks_bytes = self._forgetting(objects, self._lease.check)
             freed_bytes -= marks_bytes
         waiting, refused = count_erasures(self._objects)
+        rolled_back, record_bytes = record_heads(self._objects)
         return replace(
             report,
             forgotten=forgotten,
-            freed_bytes=report.freed_bytes + freed_bytes,
+            freed_bytes=report.freed_bytes + freed_bytes - record_bytes,
+            rolled_back_keys=rolled_back,
             pending_erasures=waiting,
             refused_records=report.refused_records + refused,
         )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nearkin.errors import IndexDamaged, NotFound, Permanent
 from nearkin.fingerprints import Fingerprinter, domain_of
+from nearkin.formats.authentic import not_authentic
 from nearkin.formats.manifest import Manifest
 from nearkin.index.listed import pack_listed
 from nearkin.parallel import ALONE, Helpers
@@ -25,9 +26,12 @@ from nearkin.store import descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names
+from nearkin.store.heads import VersionHeads, head_name, listed_heads, lowered
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin.store.parity import ParityObjects
+from nearkin.store.pauses import Pauses
 from nearkin.store.quarantine import Quarantine
+from nearkin.store.scrubbed import ScrubStates
 from nearkin_janitor.choosing import EVERYTHING, Choice
 from nearkin_janitor.index_check import IndexCheck, ReadableIndex
 from nearkin_janitor.order import leaning_last
@@ -40,6 +44,9 @@ MISSING_MAX = 1 << 16
 """Of a manifest that names more containers that are not there, itself is called broken, and not each of them."""
 VersionName = tuple[str, str, int]
 """(tenant, key, version)."""
+
+
+_Records = CondemnedStore | Quarantine | Pauses | ScrubStates | VersionHeads
 
 
 @dataclass(slots=True)
@@ -91,7 +98,8 @@ class Verifier:
         self._manifests = manifests
         self._containers, self._stored = containers, manifests
         if objects is not None and objects.has_some:  # what lies there is looked at, not what parity makes of it
-            self._containers, self._stored = containers.apart(objects.bare), ManifestStore(objects.bare)
+            self._containers = containers.apart(objects.bare)
+            self._stored = ManifestStore(objects.bare, record_key=objects.record_key)
         self._tenant = tenant
         self._remembered = remembered
         self._condemned = condemned
@@ -277,7 +285,9 @@ class Verifier:
         try:
             of, _ = marked_version(name)
             self._marked.add(of)
-            self._stored.read_mark(name)
+            mark = self._stored.read_mark(name)
+            if self._stored.authenticates_marks and not mark.authenticated:
+                raise not_authentic(name)
         except Permanent as err:
             if isinstance(err, NotFound) and self._has_ended(of):
                 return
@@ -301,7 +311,11 @@ class Verifier:
         if isinstance(self._objects, EncryptedObjects):
             for name, problem in self._objects.keyring.problems().items():
                 self._findings.found(name, problem)
-        kept: list[CondemnedStore | Quarantine | None] = [self._condemned, self._quarantine]
+        kept: list[_Records | None] = [self._condemned, self._quarantine]
+        if self._objects is not None:
+            heads = VersionHeads(self._objects)
+            kept += [Pauses(self._objects), ScrubStates(self._objects), heads]
+            self._rolled_back(heads)
         for store in kept:
             if store is None:
                 continue
@@ -313,12 +327,23 @@ class Verifier:
                 except Permanent as err:
                     self._findings.found(store.name(sequence), str(err))
 
+    def _rolled_back(self, heads: VersionHeads) -> None:
+        """Name the keys whose newest version, known from an earlier GC run, was removed with its marks."""
+        folders = {name.rpartition("/")[0]: of for name, of in {**self._remembered, **self._seen}.items()}
+        for digest, version in lowered(heads.read(), listed_heads(self._manifests)).items():
+            name = head_name(digest, version)
+            whose = folders.get(name.rpartition("/")[0])
+            if whose is None and isinstance(self._objects, EncryptedObjects) and self._objects.keyring.unswept():
+                continue  # perhaps of an erased tenant, whose objects are hidden
+            of = [] if whose is None else [(whose[0], whose[1], version)]
+            self._findings.found(name, f"{name}: removed with its marks; a GC run has listed it as the newest", *of)
+
     def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
         """Read the descriptor, and compare parity with what it is of; return what is sound and should have some."""
         if self._objects is None:
             return ()
         try:
-            descriptor.read(self._objects.bare)
+            descriptor.read(self._objects.bare, fingerprint_bits=None)
         except Permanent as err:
             self._findings.found(descriptor.NAME, str(err))
         if not (self._objects.adds or self._objects.has_some):

@@ -50,6 +50,8 @@ class Sums:
     rewritten: int = 0
     later_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
+    refused: int = 0
+    """Marks that are damaged or not authenticated: their versions stay."""
     no_room: NoRoom | None = None
     """Why some container was not written anew: the next round does it, with the room that this one makes."""
     freed_before_bytes: int = field(init=False)

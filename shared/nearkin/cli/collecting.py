@@ -159,6 +159,9 @@ def gc_lines(report: GcReport) -> Iterator[str]:
         )
     if report.pending_erasures:
         yield f"erasures     {counted(report.pending_erasures, 'tenant')} in the grace of an erasure"
+    if report.rolled_back_keys:
+        keys = counted(report.rolled_back_keys, "key")
+        yield f"rolled back  {keys} whose newest version was removed: `nearkin verify` names them"
     if report.refused_records:
         records = counted(report.refused_records, "record")
         yield f"refused      {records} not authenticated by the store's key: `nearkin verify` names them"

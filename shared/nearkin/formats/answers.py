@@ -224,6 +224,7 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "forgotten": report.forgotten,
         "pending_erasures": report.pending_erasures,
         "refused_records": report.refused_records,
+        "rolled_back_keys": report.rolled_back_keys,
         "held": dict(report.held) if report.dry_run else None,
         "seconds": report.seconds,
     }

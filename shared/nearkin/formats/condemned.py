@@ -3,6 +3,7 @@
     0      4     6       8          16        20
     | NKG1 | ver | flags | sequence | entries | condemned at ... | entries' table | runs' table | check 8 |
 
+A record of a store in clear has a MAC of 16 bytes before the check.
 Times are kept as they are, so that a record's size does not depend on the clock. docs/formats/condemned.md.
 """
 
@@ -16,12 +17,14 @@ import numpy as np
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
+from nearkin.formats.authentic import mac_of, not_authentic, split_mac
 from nearkin.formats.layout import ROWS_MAX
 from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.frozen import frozen
 from nearkin.records import CONTAINER_ID_MIN, U32
 
-VERSION = 1
+VERSION = 2
+"""2 has a MAC before the check; 1, which is sealed or from an older release, has none."""
 MAGIC, QUARANTINED = b"NKG1", b"NKQ1"
 _OF = {MAGIC: "condemned", QUARANTINED: "quarantined"}
 FIXED = Struct("<4sHHQI")
@@ -52,7 +55,7 @@ Record = Mapping[int, Condemned]
 """By container id."""
 
 
-def encode_record(sequence: int, record: Record, magic: bytes = MAGIC) -> bytes:
+def encode_record(sequence: int, record: Record, magic: bytes = MAGIC, key: bytes | None = None) -> bytes:
     """Return a record's bytes. Raises BadInput for more than ENTRIES_MAX containers, RUNS_MAX runs or ORDINALS_MAX."""
     ids = sorted(record)
     parts = [_runs(rows) for container in ids for rows in (record[container].chunks, record[container].segments)]
@@ -63,7 +66,7 @@ def encode_record(sequence: int, record: Record, magic: bytes = MAGIC) -> bytes:
     if (ordinals := _total(counts)) > ORDINALS_MAX:
         raise BadInput(f"{ordinals} condemned chunks and segments: want at most {ORDINALS_MAX}")
     of_each = np.array([len(start) for start, _ in parts], "<u4").reshape(-1, 2)
-    body = FIXED.pack(magic, VERSION, 0, sequence, len(ids))
+    body = FIXED.pack(magic, 1 if key is None else VERSION, 0, sequence, len(ids))
     body += np.array([record[container].at_us for container in ids], "<i8").tobytes()
     body += columns.pack(
         [
@@ -74,6 +77,7 @@ def encode_record(sequence: int, record: Record, magic: bytes = MAGIC) -> bytes:
         ]
     )
     body += columns.pack([starts.astype("<u4"), counts.astype("<u4")])
+    body += b"" if key is None else mac_of(body, key)
     return body + columns.check_bytes(body)
 
 
@@ -94,8 +98,14 @@ def fitting(record: Record) -> dict[int, Condemned]:
     return found
 
 
-def decode_record(data: bytes, what: str, magic: bytes = MAGIC) -> tuple[int, dict[int, Condemned]]:
-    """Return (sequence, record). Raises Corrupt, or FormatTooNew naming both versions."""
+def decode_record(
+    data: bytes, what: str, magic: bytes = MAGIC, key: bytes | None = None
+) -> tuple[int, dict[int, Condemned]]:
+    """Return (sequence, record), its MAC compared where `key` is given.
+
+    What is pending deletion is believed only with a MAC then; what is quarantined without one too, for it removes
+    nothing. Raises Corrupt, or FormatTooNew naming both versions.
+    """
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES:
         raise Corrupt(f"{what}: {len(whole)} bytes are too few for a record of what is {_OF[magic]}")
@@ -107,8 +117,12 @@ def decode_record(data: bytes, what: str, magic: bytes = MAGIC) -> tuple[int, di
     _, version, flags, sequence, entries = FIXED.unpack_from(view)
     if version > VERSION or flags:
         raise FormatTooNew(f"{what}: format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade")
-    if version < VERSION or entries > ENTRIES_MAX:
+    if version < 1 or entries > ENTRIES_MAX:
         raise Corrupt(f"{what}: format {version} with {entries} entries, which no release of Nearkin wrote")
+    if version == VERSION:
+        view = split_mac(view, key, what)
+    elif key is not None and magic == MAGIC:
+        raise not_authentic(what)
     try:
         return sequence, _decode(view, entries, what)
     except (struct.error, ValueError, IndexError) as err:

@@ -14,12 +14,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from hmac import compare_digest
 from typing import Any
 
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.formats.authentic import check_json_mac, mac_of_json
 from nearkin.formats.manifest import moment_of
 from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES
 from nearkin.frozen import frozen
@@ -183,17 +183,12 @@ def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
         erased_us = _when(said["erased_us"])
         if said["format_version"] < ERASED_VERSION:
             return ErasedRecord(erased_us, erased_us, authenticated=False)
-        mac = bytes.fromhex(said.pop("mac"))
-        if not compare_digest(mac, bytes.fromhex(mac_of_json(said, mac_key))) or said["swept"] is not name[1]:
-            raise Corrupt(f"{what}: not authenticated by this store's key")
+        check_json_mac(said, mac_key, what)
+        if said["swept"] is not name[1]:
+            raise Corrupt(f"{what}: is of another kind: was it renamed?")
         return ErasedRecord(erased_us, _when(said["due_us"]), authenticated=True)
     except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise Corrupt(f"{what}: not the record of an erasure: {err}") from err
-
-
-def mac_of_json(said: Mapping[str, object], mac_key: bytes) -> str:
-    """Return 32 hex digits: a keyed BLAKE3 MAC over all fields, whatever their order and spacing."""
-    return blake3(json.dumps(said, sort_keys=True, separators=(",", ":")).encode(), key=mac_key).hexdigest(length=16)
 
 
 def encode_envelope(sealed: bytes | memoryview) -> bytes:

@@ -1,23 +1,28 @@
 """Mark. Invariant: the highest mark of a version says whether it is there; marks are written once and never changed.
 
     0      4     6      8         16         20        28   36      44        60
-    | NKT1 | ver | kind | version | sequence | lengths | at | until | request | tenant | key | who | reason | check 8 |
+    | NKT1 | ver | kind | version | sequence | lengths | at | until | request | tenant, key, who, reason | check 8 |
+
+A mark of a store in clear has a MAC of 16 bytes before the check.
 
 Sequence 1 deletes, 2 undeletes, 3 deletes again: an odd one is a deletion, an even one ends it. docs/formats/mark.md.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from enum import IntEnum
 from struct import Struct
 
 from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
+from nearkin.formats.authentic import mac_of, split_mac
 from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, TENANT_BYTES_MAX
 
-VERSION = 1
+VERSION = 2
+"""2 has a MAC before the check; 1, which is sealed or from an older release, has none."""
 FIXED = Struct("<4sHHQIHHHHqq16s")
 assert FIXED.size == 60  # docs/formats/mark.md
 SEQUENCE_MAX = 1000
@@ -53,6 +58,8 @@ class Mark:
     """16 bytes that all marks of one call share, and that its repetitions share too."""
     who: str = ""
     reason: str = ""
+    authenticated: bool = field(default=False, compare=False)
+    """Whether it had a MAC that verified when it was read. A sealed one has none, it was authenticated before."""
 
 
 def tenant_of_mark(data: bytes | memoryview) -> str:
@@ -61,36 +68,39 @@ def tenant_of_mark(data: bytes | memoryview) -> str:
     return bytes(memoryview(data)[FIXED.size : FIXED.size + tenant_bytes]).decode()
 
 
-def encode_mark(mark: Mark) -> bytes:
-    """Return the mark's bytes. Raises BadInput for what `decode_mark` would not read again."""
+def encode_mark(mark: Mark, key: bytes | None = None) -> bytes:
+    """Return the mark's bytes, authenticated by `key` if there is one.
+
+    Raises BadInput for what `decode_mark` would not read again.
+    """
     try:
         texts = [text.encode() for text in (mark.tenant, mark.key, mark.who, mark.reason)]
     except UnicodeEncodeError as err:
         raise BadInput(f"key, who or reason {err.object!r:.100}: not valid UTF-8 (position {err.start})") from err
-    tenant, key, who, reason = texts
     problem = _problem(mark.sequence, mark.kind, mark.at_us, mark.until_us, [len(text) for text in texts])
     if problem is not None:
         raise BadInput(f"{mark.key!r} version {mark.version}: {problem}")
     fixed = FIXED.pack(
         b"NKT1",
-        VERSION,
+        1 if key is None else VERSION,
         mark.kind,
         mark.version,
         mark.sequence,
-        len(tenant),
-        len(key),
-        len(who),
-        len(reason),
+        *map(len, texts),
         mark.at_us,
         mark.until_us,
         mark.request,
     )
-    body = fixed + tenant + key + who + reason
+    body = fixed + b"".join(texts)
+    body += b"" if key is None else mac_of(body, key)
     return body + columns.check_bytes(body)
 
 
-def decode_mark(data: bytes | memoryview, what: str) -> Mark:
-    """Return the mark. Raises Corrupt, or FormatTooNew naming both versions."""
+def decode_mark(data: bytes | memoryview, what: str, key: bytes | None = None) -> Mark:
+    """Return the mark, its MAC compared if it has one and `key` is given.
+
+    Raises Corrupt (also for a MAC that does not verify), or FormatTooNew naming both versions.
+    """
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES:
         raise Corrupt(f"{what}: {len(whole)} bytes are too few for a mark")
@@ -103,10 +113,13 @@ def decode_mark(data: bytes | memoryview, what: str) -> Mark:
     fields = FIXED.unpack_from(view)
     _, layout, kind, version, sequence, *lengths = fields[:9]
     at_us, until_us, request = fields[9:]
-    if layout > VERSION or (layout == VERSION and kind > max(Kind)):
+    if layout > VERSION or (layout >= 1 and kind > max(Kind)):
         raise FormatTooNew(f"{what}: mark format {layout}, kind {kind}; this Nearkin reads up to {VERSION}: upgrade")
-    if layout < VERSION:
+    if layout < 1:
         raise Corrupt(f"{what}: mark format {layout}, which no release of Nearkin wrote")
+    has_mac = layout == VERSION
+    if has_mac:
+        view = split_mac(view, key, what)
     problem = _problem(sequence, kind, at_us, until_us, lengths)
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
@@ -119,8 +132,9 @@ def decode_mark(data: bytes | memoryview, what: str) -> Mark:
         except UnicodeDecodeError as err:
             raise Corrupt(f"{what}: does not parse: {err}") from err
         position += length
-    tenant, key, who, reason = texts
-    return Mark(tenant, key, version, sequence, Kind(kind), at_us, until_us, request, who, reason)
+    tenant, name, who, reason = texts
+    authenticated = has_mac and key is not None
+    return Mark(tenant, name, version, sequence, Kind(kind), at_us, until_us, request, who, reason, authenticated)
 
 
 def _problem(sequence: int, kind: int, at_us: int, until_us: int, lengths: list[int]) -> str | None:

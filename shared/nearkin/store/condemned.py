@@ -69,7 +69,7 @@ class CondemnedStore:
     def at(self, sequence: int) -> dict[int, Condemned]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
         name = self.name(sequence)
-        found, record = decode_record(self._records.get(sequence), name)
+        found, record = decode_record(self._records.get(sequence), name, key=self._records.key)
         if found != sequence:
             raise Corrupt(f"{name}: is record {found}")
         return record
@@ -82,8 +82,8 @@ class CondemnedStore:
         """
         before = sorted(self.listed())
         if record or before:
-            sequence = max(max(before, default=0) + 1, sequence_min)
-            self._records.add(sequence, encode_record(sequence, record))
+            sequence = max(self._records.following(before), sequence_min)
+            self._records.add(sequence, encode_record(sequence, record, key=self._records.key))
         failpoint("gc.recorded")
         self._records.remove(before)
         failpoint("gc.done")

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import moment_of
-from nearkin.formats.mark import Kind, Mark, encode_mark
+from nearkin.formats.mark import Kind, Mark
 from nearkin.index.protocols import Marked
 from nearkin.interrupts import interrupts_wait
 from nearkin.reports import Damage, Deletion, VersionInfo
@@ -320,7 +320,9 @@ class Deletions:
         """Write the marks of a key's versions, by version; return how many were not taken by another call."""
         tenant, key, versions = marks[0].tenant, marks[0].key, [mark.version for mark in marks]
         noted = [
-            Marked(tenant, key, mark.version, mark.sequence, history.marks_bytes + len(encode_mark(mark)))
+            Marked(
+                tenant, key, mark.version, mark.sequence, history.marks_bytes + len(self._manifests.encode_mark(mark))
+            )
             for history, mark in zip(before, marks, strict=True)
         ]
         times_restated = self._notes.times_restated()

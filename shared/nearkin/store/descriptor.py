@@ -15,7 +15,7 @@ from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew
 from nearkin.formats.key import ALGORITHM, ENCRYPTED_VERSION, decode_envelope
 from nearkin.frozen import frozen
 from nearkin.store.objects import ObjectStore
-from nearkin.store.parity import read_decoded
+from nearkin.store.parity import ParityObjects, read_decoded
 
 NAME = "nearkin.json"
 FORMAT = "nearkin-store"
@@ -42,12 +42,29 @@ def create(objects: ObjectStore, fingerprint_bits: int = FINGERPRINT_BITS) -> De
         raise BadInput(f"fingerprint_bits {fingerprint_bits}: want 8 to {FINGERPRINT_BITS}")
     made = Descriptor(secrets.token_hex(16), secrets.token_hex(32), fingerprint_bits)
     objects.put_new(NAME, json.dumps(asdict(made) | {"check": _check(made)}, indent=1).encode())
+    _authenticate(objects, made)
     return made
 
 
-def read(objects: ObjectStore) -> Descriptor:
-    """Return the store's descriptor. Raises NotFound, Corrupt, or FormatTooNew naming both versions."""
-    return read_decoded(objects, NAME, _decoded)
+def read(objects: ObjectStore, fingerprint_bits: int | None = FINGERPRINT_BITS) -> Descriptor:
+    """Return the store's descriptor, by whose secret `objects` authenticates records from now on.
+
+    `fingerprint_bits`: what a descriptor may say; only a test names fewer, None takes any. Raises NotFound, Corrupt, or
+    FormatTooNew naming both versions.
+    """
+    found = read_decoded(objects, NAME, _decoded)
+    if fingerprint_bits is not None and found.fingerprint_bits not in (fingerprint_bits, FINGERPRINT_BITS):
+        raise Corrupt(
+            f"{NAME}: fingerprint_bits {found.fingerprint_bits}: want {FINGERPRINT_BITS}, fewer are for tests alone; "
+            "restore it from a copy"
+        )
+    _authenticate(objects, found)
+    return found
+
+
+def _authenticate(objects: ObjectStore, found: Descriptor) -> None:
+    if isinstance(objects, ParityObjects):
+        objects.authenticate_records(bytes.fromhex(found.secret))
 
 
 def _decoded(data: bytes, _name: str) -> Descriptor:

@@ -30,6 +30,7 @@ from nearkin.formats.sealed import KEY_BYTES, OWNER_BYTES, STORE_OWNER
 from nearkin.frozen import frozen
 from nearkin.store import descriptor
 from nearkin.store.erasures import Erasure, ErasureRecords
+from nearkin.store.key_heads import KeyHeads
 from nearkin.store.objects import AlreadyExists
 from nearkin.store.parity import FOLDER as PARITY
 from nearkin.store.parity import ParityObjects, parity_name, read_decoded
@@ -95,6 +96,9 @@ class Keyring:
         self._tenants: OrderedDict[bytes, str] = OrderedDict()
         self._erasures: dict[bytes, Erasure] = {}
         self._erasures_read = -1e9
+        self._highest: dict[bytes, int] = {}
+        self._heads_read = -1e9
+        self._heads = KeyHeads(objects, self._record_key)
         self._records = ErasureRecords(objects, self._record_key, lambda owner: any(True for _ in self._names(owner)))
         self._naming: bytes | None = None
         self._authenticating: bytes | None = None
@@ -109,14 +113,22 @@ class Keyring:
         owner = self.owner_of(domain)
         with self._lock:
             found = self._looked_at(owner)
+            head = self._heads_of(owner)
+            if found.keys and head > max(found.keys):
+                found = self._looked_at(owner, now=True)
+            if found.keys and head > max(found.keys):
+                raise Corrupt(
+                    f"{fmt.FOLDER}/{owner.hex()}: key {head} of {self._named(owner)} was made, and its record is gone: "
+                    "restore it from a copy; where there is none, `nearkin keys rotate` makes a new key"
+                )
             if not found.keys:
                 if domain is None:
                     raise Corrupt(
                         f"{fmt.FOLDER}/{owner.hex()}: the store's own keys are gone: restore them from a copy"
                     )
-                if found.lost:
+                if found.lost or head:
                     found = self._looked_at(owner, now=True)
-                    if found.lost:
+                    if not found.keys:
                         raise self._lost(owner)
                 else:
                     self._make(owner, _number_after(found), domain)
@@ -237,6 +249,16 @@ class Keyring:
         unwrapped = self._wrapper.unwrap(wrapped_by, wrapped, fmt.context_of(name.owner, name.number))
         return fmt.data_key(name.owner, name.number, unwrapped, str(name))
 
+    def _heads_of(self, owner: bytes) -> int:
+        """Return the highest key number that an owner was given, as known FRESH_SECONDS ago at most."""
+        at = self._clock()
+        if at - self._heads_read > FRESH_SECONDS:
+            found = self._heads.read()
+            for one, number in self._highest.items():
+                found[one] = max(number, found.get(one, 0))
+            self._highest, self._heads_read = found, at
+        return self._highest.get(owner, 0)
+
     def _is_erased(self, owner: bytes) -> bool:
         """Return whether an erasure record that verifies exists."""
         found = None if owner == STORE_OWNER else self._records.find(owner)
@@ -297,7 +319,7 @@ class Keyring:
         if tenant is not None:
             self.check_tenant(tenant)
         with self._lock:
-            number = _number_after(self._looked_at(owner, now=True))
+            number = _number_after(self._looked_at(owner, now=True), self._heads_of(owner))
             if number > fmt.NUMBER_MAX:
                 raise BadInput(f"{self._named(owner)}: its keys have all numbers that there are")
             self._make(owner, number, domain or b"")
@@ -313,6 +335,9 @@ class Keyring:
             self._objects.put_new(str(name), fmt.encode_key(name, wrapped_by, wrapped))
         except AlreadyExists:
             return  # another process's: it is read, and used by both
+        if number > 1:  # the store's first key is the one that authenticates
+            self._heads.note(owner, number)
+            self._highest[owner] = max(number, self._highest.get(owner, 0))
         if self._is_erased(owner):  # since we looked
             self._remove(str(name))
 
@@ -429,7 +454,15 @@ class Keyring:
                 continue
             except Permanent as err:
                 found[name] = str(err)
+        try:
+            self._heads.read()
+        except Permanent as err:
+            found[str(err).partition(":")[0]] = str(err)
         return found
+
+    def head_names(self) -> list[tuple[str, int]]:
+        """Return (object name, bytes) of the records of highest key numbers."""
+        return self._heads.names()
 
     def check(self, name: str) -> None:
         """Read a record as it is stored. Raises NotFound, Corrupt, FormatTooNew, ConfigError."""
@@ -478,8 +511,8 @@ class Keyring:
         self._erasures_read = -1e9
 
 
-def _number_after(owner: _Owner) -> int:
-    return max(owner.keys, default=0) + 1 + secrets.randbelow(NUMBERS_SKIPPED_MAX)
+def _number_after(owner: _Owner, head: int = 0) -> int:
+    return max(head, *owner.keys, 0) + 1 + secrets.randbelow(NUMBERS_SKIPPED_MAX)
 
 
 def open_keyring(objects: ParityObjects, wrapper: KeyWrapper) -> Keyring:

@@ -31,7 +31,7 @@ from nearkin.preconditions import Precondition
 from nearkin.store.key_locks import KeyLocks, ProcessKeyLocks
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
-from nearkin.store.passing import takes_bytes
+from nearkin.store.passing import record_key_of, takes_bytes
 
 MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.nkt)")
@@ -88,10 +88,23 @@ def _digest_of_manifest(data: bytes, what: str) -> bytes:
 class ManifestStore:
     """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises Erased."""
 
-    def __init__(self, objects: ObjectStore, locks: KeyLocks | None = None) -> None:
-        """`locks`: shared by all who put conditionally and delete; by default one process's own."""
+    def __init__(self, objects: ObjectStore, locks: KeyLocks | None = None, record_key: bytes | None = None) -> None:
+        """`locks`: shared by all who put conditionally and delete; by default one process's own.
+
+        `record_key` authenticates marks where `objects` does not know its own.
+        """
         self._objects = objects
         self.locks = locks or ProcessKeyLocks()
+        self._given_key = record_key
+
+    @property
+    def authenticates_marks(self) -> bool:
+        """Return whether marks have a MAC: not those of an encrypted store, which are sealed."""
+        return self._record_key is not None
+
+    @property
+    def _record_key(self) -> bytes | None:
+        return self._given_key or record_key_of(self._objects)
 
     # --- what was committed, whatever became of it -------------------------------------------------------------------
 
@@ -258,14 +271,18 @@ class ManifestStore:
 
     def put_mark(self, mark: Mark) -> int:
         """Write the next mark of a version; return its bytes. Raises AlreadyExists (another change came first)."""
-        data = encode_mark(mark)
+        data = self.encode_mark(mark)
         self._objects.put_new(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), data)
         return len(data)
 
     def takes_bytes(self, mark: Mark) -> int:
         """Return what a mark takes, with all that the store adds."""
         name = mark_name(mark.tenant, mark.key, mark.version, mark.sequence)
-        return takes_bytes(self._objects, name, len(encode_mark(mark)))
+        return takes_bytes(self._objects, name, len(self.encode_mark(mark)))
+
+    def encode_mark(self, mark: Mark) -> bytes:
+        """Return the bytes of a mark as this store writes it. Raises BadInput."""
+        return encode_mark(mark, self._record_key)
 
     def mark(self, tenant: str, key: str, version: int, sequence: int) -> Mark:
         """Return a mark. Raises NotFound, Corrupt, StoreUnavailable."""
@@ -273,7 +290,8 @@ class ManifestStore:
 
     def read_mark(self, name: str) -> Mark:
         """Return the mark that lies under an object name. Raises NotFound, Corrupt, StoreUnavailable."""
-        mark = read_decoded(self._objects, name, decode_mark)
+        key = self._record_key
+        mark = read_decoded(self._objects, name, lambda data, what: decode_mark(data, what, key))
         if mark_name(mark.tenant, mark.key, mark.version, mark.sequence) != name:
             raise Corrupt(f"{name}: is mark {mark.sequence} of {mark.key!r} version {mark.version}")
         return mark

@@ -14,9 +14,11 @@ from typing import TypeVar
 
 from nearkin.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin.store.objects import AlreadyExists, ObjectStore
+from nearkin.store.passing import record_key_of
 
 Found = TypeVar("Found")
 
+SEQUENCE_MAX = (1 << 64) - 1
 READ_TRIES_MAX = 8
 """Each but the first means that a writer put a record, and removed one, since the listing: some 20 ms of S3."""
 
@@ -29,6 +31,11 @@ class NumberedRecords:
         self.objects = objects
         self._folder, self._suffix, self._what = folder, suffix, what
         self._name = re.compile(rf"{folder}/([0-9a-f]{{16}})\.{suffix}")
+
+    @property
+    def key(self) -> bytes | None:
+        """Return the key that authenticates the records, None where they have no MAC."""
+        return record_key_of(self.objects)
 
     def name(self, sequence: int) -> str:
         """Return the object name of a record."""
@@ -67,6 +74,13 @@ class NumberedRecords:
         raise StoreUnavailable(
             f"{self._folder}: {READ_TRIES_MAX} times the newest record was gone when it was read; try again"
         )
+
+    def following(self, sequences: Iterable[int]) -> int:
+        """Return the number above all of these, 1 for none. Raises Corrupt for a number that none can follow."""
+        highest = max(sequences, default=0)
+        if highest >= SEQUENCE_MAX:
+            raise Corrupt(f"{self.name(highest)}: no record can follow it, so no release wrote it: remove the file")
+        return highest + 1
 
     def add(self, sequence: int, data: bytes) -> None:
         """Put a record. Raises AlreadyExists where another writer's holds, StoreUnavailable."""

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from nearkin import tally
 from nearkin.errors import Corrupt, FormatTooNew, NearkinError, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
+from nearkin.formats import authentic
 from nearkin.formats import parity as fmt
 from nearkin.formats.parity import Scheme
 from nearkin.store.objects import AlreadyExists, ObjectStore, Payload, SupportsReplace
@@ -53,6 +54,16 @@ class ParityObjects(PassingObjects):
         super().__init__(inner)
         self._scheme = scheme
         self._some: bool | None = True if scheme is not None else None
+        self._record_key: bytes | None = None
+
+    @property
+    def record_key(self) -> bytes | None:
+        """Return the key that authenticates records: known once the descriptor was read."""
+        return self._record_key
+
+    def authenticate_records(self, secret: bytes) -> None:
+        """Authenticate records from now on under a key derived from the store's secret."""
+        self._record_key = authentic.record_key(secret)
 
     @property
     def bare(self) -> ObjectStore:

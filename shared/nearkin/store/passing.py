@@ -26,6 +26,11 @@ class PassingObjects:
         return takes_bytes(self.inner, name, object_bytes)
 
     @property
+    def record_key(self) -> bytes | None:
+        """Return the key that authenticates records, None where they are sealed or the store has none."""
+        return record_key_of(self.inner)
+
+    @property
     def far(self) -> bool:
         """Return whether reads of the store below take long."""
         return self.inner.far
@@ -58,6 +63,11 @@ class PassingObjects:
 def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
     """Return what an object of so many bytes takes that is written now, with all that wrappers add."""
     return objects.takes_bytes(name, object_bytes) if isinstance(objects, PassingObjects) else object_bytes
+
+
+def record_key_of(objects: ObjectStore) -> bytes | None:
+    """Return the key that authenticates the records in an object store, None where they have no MAC."""
+    return objects.record_key if isinstance(objects, PassingObjects) else None
 
 
 def over_lowest(objects: ObjectStore, wrap: Callable[[ObjectStore], ObjectStore]) -> ObjectStore:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from nearkin.errors import Corrupt, Paused
+from nearkin.formats.authentic import check_json_mac, mac_of_json
 from nearkin.formats.manifest import moment_of
 from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
@@ -42,7 +43,7 @@ class Pauses:
 
     def read(self) -> Pause | None:
         """Return the pause, None where collection runs. Raises StoreUnavailable."""
-        held = self._records.holding(self._at, lambda _: Pause(0, ""))
+        held = self._records.holding(self.at, lambda _: Pause(0, ""))
         return None if held is None else held[1]
 
     def check(self) -> None:
@@ -64,7 +65,10 @@ class Pauses:
         if before is not None:
             return before
         made = Pause(int(self._clock() * 1e6), who[:WHO_CHARACTERS_MAX])
-        said = json.dumps({"version": VERSION, "at_us": made.at_us, "who": made.who}).encode()
+        fields: dict[str, object] = {"version": VERSION, "at_us": made.at_us, "who": made.who}
+        if (key := self._records.key) is not None:
+            fields["mac"] = mac_of_json(fields, key)
+        said = json.dumps(fields).encode()
         try:
             if self._reserve is None:
                 self._records.add(1, said)
@@ -84,11 +88,18 @@ class Pauses:
         """Return the bytes of each record that is there. Raises Corrupt for a name that is none's."""
         return self._records.listed()
 
-    def _at(self, sequence: int) -> Pause:
+    def name(self, sequence: int) -> str:
+        """Return the object name of a record."""
+        return self._records.name(sequence)
+
+    def at(self, sequence: int) -> Pause:
+        """Return one record. Raises NotFound, Corrupt (also where it is not authenticated), StoreUnavailable."""
         try:
             said = json.loads(self._records.get(sequence))
+            if (key := self._records.key) is not None:
+                check_json_mac(said, key, self.name(sequence))
             found = Pause(int(said["at_us"]), str(said["who"]))
             moment_of(found.at_us)  # who tells of it says when in words
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as err:
             raise Corrupt(f"{self._records.name(sequence)}: {err}") from err
         return found

@@ -49,7 +49,7 @@ class Quarantine:
     def at(self, sequence: int) -> dict[int, Condemned]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
         name = self.name(sequence)
-        found, record = decode_record(self._records.get(sequence), name, QUARANTINED)
+        found, record = decode_record(self._records.get(sequence), name, QUARANTINED, self._records.key)
         if found != sequence:
             raise Corrupt(f"{name}: is record {found}")
         return record
@@ -98,7 +98,8 @@ class Quarantine:
         if _same(before, record) and len(listed) == bool(record):
             return
         if record:
-            self._records.add(sequence + 1, encode_record(sequence + 1, record, QUARANTINED))
+            following = self._records.following([sequence])
+            self._records.add(following, encode_record(following, record, QUARANTINED, self._records.key))
             failpoint("quarantine.recorded")
         self._records.remove(listed)
         failpoint("quarantine.done")

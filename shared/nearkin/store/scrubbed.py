@@ -12,12 +12,14 @@ from dataclasses import asdict, fields
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.formats.authentic import check_json_mac, mac_of_json
 from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
 
 FOLDER = "scrub"
-VERSION = 1
+VERSION = 2
+"""2 has a MAC; 1, which is sealed or from an older release, has none."""
 BYTES_MAX = 64 * 1024
 _log = logging.getLogger("nearkin")
 
@@ -55,14 +57,14 @@ class ScrubStates:
 
     def read(self) -> ScrubState:
         """Return the state; one that is broken counts as none. Raises FormatTooNew, StoreUnavailable."""
-        held = self._records.holding(self._at, _nothing)
+        held = self._records.holding(self.at, _nothing)
         return ScrubState() if held is None else held[1]
 
     def write(self, state: ScrubState) -> None:
         """Make `state` the one that holds, before the one until now goes."""
         before = sorted(self.listed())
         try:
-            self._records.add(max(before, default=0) + 1, encode_state(state))
+            self._records.add(self._records.following(before), encode_state(state, self._records.key))
         except AlreadyExists:
             return  # another one's word: as good as this one
         self._records.remove(before)
@@ -71,8 +73,13 @@ class ScrubStates:
         """Return the bytes of each state that is there, by sequence. Raises Corrupt for a name that is none's."""
         return self._records.listed()
 
-    def _at(self, sequence: int) -> ScrubState:
-        return decode_state(self._records.get(sequence), self._records.name(sequence))
+    def name(self, sequence: int) -> str:
+        """Return the object name of a record."""
+        return self._records.name(sequence)
+
+    def at(self, sequence: int) -> ScrubState:
+        """Return one record. Raises NotFound, Corrupt (also where it is not authenticated), FormatTooNew."""
+        return decode_state(self._records.get(sequence), self.name(sequence), self._records.key)
 
 
 def _nothing(err: Corrupt) -> ScrubState:
@@ -80,13 +87,15 @@ def _nothing(err: Corrupt) -> ScrubState:
     return ScrubState()
 
 
-def encode_state(state: ScrubState) -> bytes:
-    """Return the state as JSON with a check over all of it."""
-    said = {"version": VERSION, **asdict(state)}
+def encode_state(state: ScrubState, key: bytes | None = None) -> bytes:
+    """Return the state as JSON with a check over all of it, and a MAC if there is a key."""
+    said: dict[str, object] = {"version": 1 if key is None else VERSION, **asdict(state)}
+    if key is not None:
+        said["mac"] = mac_of_json(said, key)
     return json.dumps({**said, "check": _check(said)}).encode()
 
 
-def decode_state(data: bytes, what: str) -> ScrubState:
+def decode_state(data: bytes, what: str, key: bytes | None = None) -> ScrubState:
     """Return the state. Raises Corrupt, FormatTooNew."""
     try:
         if len(data) > BYTES_MAX:
@@ -94,8 +103,12 @@ def decode_state(data: bytes, what: str) -> ScrubState:
         said = json.loads(data)
         if said.pop("check") != _check(said):
             raise ValueError("its check does not agree")  # noqa: TRY301
-        if said.pop("version") > VERSION:
+        if said["version"] > VERSION:
             raise FormatTooNew(f"{what}: written by a later Nearkin; this one reads format {VERSION}: upgrade")
+        if key is not None:
+            check_json_mac(said, key, what)
+        said.pop("mac", None)
+        said.pop("version")
         if said.keys() != {field.name for field in fields(ScrubState)}:
             raise ValueError("fields are missing")  # noqa: TRY301
         return ScrubState(**said)

@@ -1,0 +1,183 @@
+"""Records that GC acts on, forged by one who can create objects and knows no key: nothing is freed, all is reported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.formats.authentic import record_key
+from nearkin.formats.columns import check_bytes
+from nearkin.formats.condemned import MAGIC, QUARANTINED, Condemned, decode_record, encode_record
+from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
+from nearkin.store import descriptor
+from nearkin.store.clients import memory_objects
+from nearkin.store.condemned import CondemnedStore
+from nearkin.store.manifests import mark_name, object_name
+from nearkin.store.parity import ParityObjects
+from nearkin.store.pauses import Pauses
+from nearkin.store.quarantine import Quarantine
+from nearkin.store.scrubbed import ScrubState, ScrubStates
+from nearkin.testing import samples
+
+CONTENT = bytes(range(256)) * 2000
+NONE = np.zeros(0, np.uint32)
+WRONG_KEY = bytes(32)
+
+
+def opened(root: Path, **more: object) -> Store:
+    chosen = with_changes(Settings(), {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}, **more})
+    return open_store(root, settings=chosen, create=True)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with opened(tmp_path / "s") as store:
+        store.put("k", CONTENT)
+    return tmp_path / "s"
+
+
+def covered() -> ParityObjects:
+    """Return a store in memory whose records are authenticated."""
+    objects = ParityObjects(memory_objects(), None)
+    descriptor.create(objects)
+    return objects
+
+
+MARK = Mark("default", "k", 1, 1, Kind.DELETED, 1, 2)
+
+
+@pytest.mark.parametrize("data", [b"", encode_mark(MARK), encode_mark(MARK, WRONG_KEY)], ids=["empty", "v1", "mac"])
+def test_gc_with_forged_mark_keeps_the_version(root: Path, data: bytes) -> None:
+    """F.22: a mark that the store's key does not authenticate frees nothing; verify names it, gc counts it."""
+    name = mark_name("default", "k", 1, 1)
+    (root / name).write_bytes(data)
+    with opened(root) as store:
+        for _ in range(3):
+            report = store.gc()
+        assert (report.refused_records, report.versions, report.containers_deleted) == (1, 0, 0)
+        assert name in [found.object_name for found in store.verify().damage]
+    (root / name).unlink()
+    with opened(root) as store:
+        assert store.get("k").read() == CONTENT
+
+
+def test_gc_with_forged_pending_deletes_frees_nothing(root: Path) -> None:
+    """F.22: a forged record of pending deletes counts as none: what it names waits for a grace of its own."""
+    with opened(root, gc={"grace_seconds": 3600}) as store:
+        store.delete("k")
+        container = next(iter(store._containers.ids()))[0]
+        record = {int(container): Condemned(1, NONE, NONE, True)}
+        store._condemned.objects.put_new(f"gc/{7:016x}.nkg", encode_record(7, record))
+        found = store.verify()
+        assert [one.object_name for one in found.damage] == [f"gc/{7:016x}.nkg"]
+        report = store.gc()
+        assert (report.containers_deleted, report.condemned_containers) == (0, 1)
+        assert store.verify().damage == ()
+
+
+def test_gc_with_forged_highest_record_names_it(root: Path) -> None:
+    """F.22: a forged record of the highest number stops gc by an error that names the file and the remedy."""
+    (root / "gc").mkdir(exist_ok=True)
+    (root / "gc" / f"{(1 << 64) - 1:016x}.nkg").write_bytes(b"")
+    with opened(root) as store:
+        store.delete("k")
+        with pytest.raises(Corrupt, match=r"gc/f{16}.nkg: no record can follow it.*remove the file"):
+            store.gc()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("pause/0000000000000001.json", b'{"version": 1, "at_us": 1, "who": "x"}'),
+        ("scrub/0000000000000001.json", b"{}"),
+        ("quarantine/0000000000000001.nkq", encode_record(1, {}, QUARANTINED, WRONG_KEY)),
+        ("gc/0000000000000001.nkg", encode_record(1, {}, MAGIC, WRONG_KEY)),
+    ],
+)
+def test_verify_names_record_that_is_not_authenticated(root: Path, name: str, data: bytes) -> None:
+    """F.22: verify names every record of maintenance that does not verify."""
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_bytes(data)
+    with opened(root) as store:
+        assert [found.object_name for found in store.verify().damage] == [name]
+
+
+def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
+    """F.22: every record that a store in clear writes has a MAC under the key derived from its secret."""
+    objects = covered()
+    key = record_key(bytes.fromhex(descriptor.read(objects).secret))
+    CondemnedStore(objects).replace({9: Condemned(1, NONE, NONE, True)})
+    Quarantine(objects, lambda: 1.0).note({9: None}, {}, everything=False)
+    Pauses(objects).pause("kim")
+    ScrubStates(objects).write(ScrubState(begun_us=5))
+    for name, size in list(objects.names("")):
+        data = objects.get(name)
+        assert size == len(data)
+        if name.endswith((".nkg", ".nkq")):
+            magic = MAGIC if name.endswith(".nkg") else QUARANTINED
+            assert decode_record(data, name, magic, key)
+            with pytest.raises(Corrupt, match="not authenticated"):
+                decode_record(data, name, magic, WRONG_KEY)
+        elif name != descriptor.NAME:
+            assert len(json.loads(data)["mac"]) == 32
+    assert Pauses(objects).read().who == "kim"  # type: ignore[union-attr]
+    assert ScrubStates(objects).read().begun_us == 5
+
+
+def test_mark_with_mac_round_trips_and_tells_changes() -> None:
+    """F.22: any changed byte of a mark with a MAC is refused even where the check was made to agree."""
+    key, mark = bytes(range(32)), samples.small_mark()
+    data = encode_mark(mark, key)
+    assert decode_mark(data, "m", key) == mark
+    assert decode_mark(data, "m", key).authenticated
+    assert not decode_mark(data, "m").authenticated
+    assert not decode_mark(encode_mark(mark), "m", key).authenticated
+    for at in range(4, len(data) - 8):
+        body = bytearray(data[:-8])
+        body[at] ^= 1
+        wrong = bytes(body) + check_bytes(bytes(body))
+        with pytest.raises((Corrupt, FormatTooNew)):
+            decode_mark(wrong, "m", key)
+
+
+def test_gc_signs_marks_of_older_release_when_told(root: Path) -> None:
+    """F.22: marks without a MAC are signed by gc.sign_old_records alone; from then on gc frees their versions."""
+    with opened(root) as store:
+        store.put("other", b"x" * 1000)
+        store.delete("k")
+        name = mark_name("default", "k", 1, 1)
+        mark = store._manifests.read_mark(name)
+    (root / name).unlink()
+    (root / name).write_bytes(encode_mark(mark))
+    with opened(root) as store:
+        assert store.gc().refused_records == 1
+        assert (root / object_name("default", "k", 1)).exists()
+    with opened(root, gc={"grace_seconds": 0, "sign_old_records": True}) as store:
+        report = store.gc()
+        assert (report.refused_records, report.versions) == (0, 1)
+        assert not (root / object_name("default", "k", 1)).exists()
+        assert store.verify().damage == ()
+
+
+def test_descriptor_with_few_fingerprint_bits_is_refused(root: Path) -> None:
+    """F.22: a descriptor that lets fingerprints collide, as tests make it, opens no store unless the test says so."""
+    objects = covered()
+    found = descriptor.read(objects)
+    short = descriptor.Descriptor(found.store_id, found.secret, 16)
+    data = json.dumps(asdict(short) | {"check": descriptor._check(short)}).encode()
+    path = root / descriptor.NAME
+    path.chmod(0o600)
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match=r"nearkin.json: fingerprint_bits 16: want 160"):
+        open_store(root)
+    with open_store(root, fingerprint_bits=16, read_only=True):
+        pass

@@ -1,0 +1,173 @@
+"""Roll-back: a removed newest manifest and a removed record of a rotated key are noticed, with and without an index."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import Corrupt, KeysLost
+from nearkin.fingerprints import domain_of
+from nearkin.formats.heads import decode_heads, encode_heads
+from nearkin.store.clients import memory_objects
+from nearkin.store.heads import VersionHeads
+from nearkin.store.manifests import ManifestStore, object_name
+from nearkin.testing.gateways import running
+from nearkin.testing.keys import MemoryKeys
+from nearkin.wrapping import generate
+
+GC = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
+
+
+@pytest.fixture(params=["none", "aes-256-gcm"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a store, in clear or encrypted, with two versions of a key after a GC run."""
+    generate(tmp_path / "kek")
+    with opened(tmp_path / "s", request.param) as store:
+        store.put("db", b"version one" * 1000)
+        store.put("db", b"version two" * 1000)
+        store.gc()
+    (tmp_path / "encryption").write_text(request.param)
+    return tmp_path / "s"
+
+
+def chosen(root: Path, encryption: str | None = None) -> Settings:
+    encryption = encryption or (root.parent / "encryption").read_text()
+    storage = {} if encryption == "none" else {"encryption": encryption, "key_file": str(root.parent / "kek")}
+    return with_changes(Settings(), {"store": str(root), "storage": storage, **GC})
+
+
+def opened(root: Path, encryption: str | None = None) -> Store:
+    return open_store(root, settings=chosen(root, encryption), create=True)
+
+
+def without_newest(root: Path) -> str:
+    name = object_name("default", "db", 2)
+    (root / name).unlink()
+    return name
+
+
+def test_removed_newest_manifest_is_noticed_without_index(root: Path) -> None:
+    """F.25: with the index lost too, get, verify and gc report the key, until the version is given up."""
+    name = without_newest(root)
+    shutil.rmtree(root / "index")
+    with opened(root) as store:
+        with pytest.raises(Corrupt, match=f"{name}: removed"):
+            store.get("db")
+        assert store.get("db", 1).read() == b"version one" * 1000
+        assert [found.object_name for found in store.verify().damage] == [name]
+        for _ in range(2):
+            assert store.gc().rolled_back_keys == 1
+        store.rebuild_index()
+        assert store.get("db").read() == b"version one" * 1000
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
+    """F.25: a gateway answers 500 for a key whose newest manifest was removed, never 200 with an older version."""
+    name = without_newest(root)
+    if index == "lost":
+        shutil.rmtree(root / "index")
+    settings = with_changes(chosen(root), {"gateway": {"ingest": "embedded", "port": 0}})
+    with running(settings) as gateway, gateway.client() as client:
+        answer = client.get("/v1/blobs/db")
+        assert answer.status_code == 500
+        assert name in answer.text
+        assert client.get("/v1/blobs/db", params={"version": 1}).status_code == 200
+
+
+def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:
+    """F.25: deletion and the removal of old versions by GC leave a mark, or a later version: neither is reported."""
+    with opened(root) as store:
+        store.put("gone", os.urandom(1000))
+        store.delete("db", 1)
+        store.gc()
+        store.delete("gone")
+        store.delete("db")
+        for _ in range(3):
+            assert store.gc().rolled_back_keys == 0
+        assert store.verify().damage == ()
+        store.put("db", b"version three")
+        assert store.get("db").read() == b"version three"
+
+
+def test_forged_heads_are_reported_and_hide_nothing(tmp_path: Path) -> None:
+    """F.25: a record of heads that is not authenticated counts as none and is named by verify."""
+    with open_store(tmp_path / "s", create=True) as store:
+        store.put("db", b"content")
+    path = tmp_path / "s" / "heads" / "versions" / f"{9:016x}.nkh"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(encode_heads(9, {bytes(16): 5}, bytes(32)))
+    with open_store(tmp_path / "s") as store:
+        assert store.get("db").read() == b"content"
+        assert [found.object_name for found in store.verify().damage] == [f"heads/versions/{9:016x}.nkh"]
+        store.gc()
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("key", [None, bytes(range(32))])
+def test_heads_round_trip_and_tell_damage(key: bytes | None) -> None:
+    """F.25: heads are read as written, and any changed byte is told."""
+    heads = {bytes([n]) * 16: n + 1 for n in (7, 3, 200)}
+    data = encode_heads(4, heads, key)
+    assert decode_heads(data, "h", key) == (4, heads)
+    for at in range(len(data)):
+        wrong = bytearray(data)
+        wrong[at] ^= 1
+        with pytest.raises(Corrupt):
+            decode_heads(bytes(wrong), "h", key)
+    for end in range(len(data)):
+        with pytest.raises(Corrupt):
+            decode_heads(data[:end], "h", key)
+
+
+def test_heads_are_never_lowered_by_a_run() -> None:
+    """F.25: a later run keeps the higher head of a key that it does not list any more."""
+    objects = memory_objects()
+    heads = VersionHeads(objects)
+    objects.put_new(heads.name(1), encode_heads(1, {bytes(16): 5}))
+    assert heads.update(ManifestStore(objects)) == {bytes(16): 5}
+    assert heads.read() == {bytes(16): 5}
+
+
+def test_removed_record_of_rotated_key_seals_nothing_new() -> None:
+    """F.25: with the newest key's record gone no process seals under the old key; rotation makes a new one."""
+    keys, domain = MemoryKeys(), domain_of("db")
+    first = keys.keyring.newest(domain)
+    number = keys.keyring.rotate("db")
+    record = f"keys/{first.owner.hex()}/{number:08x}.0000.nkk"
+    keys.below.delete(record)
+    fresh = keys.another()
+    with pytest.raises(Corrupt, match=f"key {number} of .* was made, and its record is gone"):
+        fresh.newest(domain)
+    assert fresh.key(first.owner, first.number, "an object").secret == first.secret
+    assert fresh.rotate("db") > number
+    assert keys.another().newest(domain).number > number
+
+
+def test_removed_records_of_all_keys_make_no_new_one() -> None:
+    """F.25: with all keys of a tenant gone no first key is made anew, whatever became of the index."""
+    keys, domain = MemoryKeys(), domain_of("db")
+    owner = keys.keyring.newest(domain).owner
+    for name, _ in list(keys.below.names(f"keys/{owner.hex()}")):
+        keys.below.delete(name)
+    with pytest.raises(KeysLost):
+        keys.another().newest(domain)
+
+
+def test_forged_key_heads_are_reported() -> None:
+    """F.25: highest key numbers that the store's key does not authenticate stop new seals and are named."""
+    keys, domain = MemoryKeys(), domain_of("db")
+    keys.keyring.newest(domain)
+    forged = f"heads/keys/{99:016x}.nkh"
+    keys.below.put_new(forged, b"{}")
+    with pytest.raises(Corrupt, match=forged):
+        keys.another().newest(domain)
+    assert list(keys.another().problems()) == [forged]
