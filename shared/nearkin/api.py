@@ -315,6 +315,10 @@ class Store:
         self._puts.forked()
         self._index.forked()
 
+    def wait_for_lock(self, seconds: float) -> None:
+        """Let writes of this Store wait up to `seconds` for the lock of another process; by default they do not."""
+        self._index.lock_wait_seconds = seconds
+
     # --- put ---------------------------------------------------------------------------------------------------------
 
     def put(

@@ -52,6 +52,10 @@ class NotFound(Permanent):
     """The store has no such key or version."""
 
 
+class NoStore(NotFound):
+    """There is no store at the path or in the bucket."""
+
+
 class StoreUnavailable(Retryable):
     """The object store or the index could not be reached or has no room."""
 

@@ -80,7 +80,7 @@ class LocalGc:
         """
         self.pauses.check()
         rounds = WriterLock(self.root, "lock.round")
-        rounds.acquire(what=ROUNDS)
+        rounds.acquire(self.index.lock_wait_seconds, ROUNDS)
         alone, ended = self.index.writes_alone, False
         try:
             with self.index.turn(wait_seconds) as index:

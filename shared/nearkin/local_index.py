@@ -92,6 +92,8 @@ class LocalIndex(Notes):
         self._manifests = manifests
         self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
         self._lock = WriterLock(root)
+        self.lock_wait_seconds = 0.0
+        """At least this long the store's lock is waited for."""
         self._held = ""
         """What the lock is held for: WRITING, until `close`; ROUND, for a turn alone; FORGETTING, until that is done.
         One word, read without a lock."""
@@ -485,7 +487,7 @@ class LocalIndex(Notes):
 
     def _take_lock(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
         if not self._held:
-            self._lock.acquire(wait_seconds, what)
+            self._lock.acquire(max(wait_seconds, self.lock_wait_seconds), what)
             self._held = what
             if what != ROUND:
                 self._prepare_folders()

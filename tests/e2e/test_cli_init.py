@@ -34,14 +34,14 @@ def test_command_without_store_is_refused(call: InProcess, tmp_path: Path, words
     mount_point.mkdir()
     for place in (mount_point, mount_point / "nearkin"):
         done = call(*words, env={"NEARKIN_STORE": str(place)})
-        assert_refused(done, 1, f"no store at {place}; {REMEDY}")
+        assert_refused(done, 10, f"no store at {place}; {REMEDY}")
     assert list(mount_point.iterdir()) == []
 
 
 def test_serve_without_store_is_refused(tmp_path: Path) -> None:
     """F.2: `nearkin serve PATH` refuses a path without a store."""
     done = run("serve", tmp_path / "store", "--no-token", "--port", "0")
-    assert (done.returncode, done.stdout) == (1, b"")
+    assert (done.returncode, done.stdout) == (10, b"")
     assert REMEDY.encode() in done.stderr
     assert os.listdir(tmp_path) == []
 
@@ -49,7 +49,7 @@ def test_serve_without_store_is_refused(tmp_path: Path) -> None:
 def test_command_on_other_folder_is_refused(call: InProcess, tmp_path: Path) -> None:
     """F.2: a folder with other files is no store, and init does not turn it into one."""
     (tmp_path / "photo.jpg").write_bytes(b"mine")
-    assert_refused(call("--store", tmp_path, "ls"), 1, f"no store at {tmp_path}; {REMEDY}")
+    assert_refused(call("--store", tmp_path, "ls"), 10, f"no store at {tmp_path}; {REMEDY}")
     assert_refused(call("init", tmp_path), 2, "the folder is not empty")
     assert os.listdir(tmp_path) == ["photo.jpg"]
 

@@ -107,4 +107,4 @@ def test_a_store_in_clear_has_no_keys(run, tmp_path: Path, monkeypatch: pytest.M
     run("init")
     run("put", "a", tmp_path / "content")
     assert "not encrypted" in run("keys", "list", code=2)["error"]["message"]
-    assert run("keys", "list", "--store", tmp_path / "none", code=1)["error"]["kind"] == "NotFound"
+    assert run("keys", "list", "--store", tmp_path / "none", code=10)["error"]["kind"] == "NoStore"

@@ -158,7 +158,7 @@ def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tre
     finally:
         (tree / "sub/closed").chmod(0o700)
     put = json.loads(done.stdout)
-    assert done.returncode == told.returncode == 1
+    assert done.returncode == told.returncode == 3
     assert [blob["key"] for blob in put["blobs"]] == ["a.txt", "sub/naïve [b].bin"]
     assert put["unread"] == [
         {"path": str(tree / "secret"), "why": "permission denied"},

@@ -185,7 +185,7 @@ def test_a_command_under_nohup_goes_on_when_its_terminal_goes(tmp_path: Path) ->
 
 def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Popen[bytes], tmp_path: Path) -> None:
     done = run("--json", "--store", tmp_path / "store", "put", "other", "-", stdin=b"other")
-    assert done.returncode == 1
+    assert done.returncode == 11
     assert json.loads(done.stderr)["error"]["kind"] == "StoreLocked"
     assert reading.poll() is None
 

@@ -116,7 +116,7 @@ def test_without_a_token_and_for_programs(tmp_path: Path) -> None:
 def test_a_store_that_is_served_already_is_refused_in_one_line(tmp_path: Path) -> None:
     with serving(tmp_path, str(tmp_path / "store"), "--port", "0"):
         done = run(tmp_path, str(tmp_path / "store"), "--port", "0")
-    assert done.returncode == 1
+    assert done.returncode == 11
     assert "Traceback" not in done.stderr
     assert re.search("^nearkin: store .* is being written by process", done.stderr, re.MULTILINE)
 

@@ -1,10 +1,4 @@
-"""The `nearkin` command. Invariant: every run ends in one of these exit codes, and a failure says why in one line.
-
-    0    done
-    1    the store says no: not found, damaged, locked, unreachable, denied, out of room
-    2    the command says no: wrong usage, a setting, key, range or file that is refused
-    130  interrupted (Ctrl-C); 143 terminated; 129 its terminal went away (SIGHUP)
-    141  the reader of a pipe went away (silent)
+"""The `nearkin` command. Invariant: every run ends in a code of `exit_codes.py`, and a failure says why in one line.
 
 Only click and the standard library are imported before a command is known: `nearkin --help` answers in under 0.2 s.
 """
@@ -23,17 +17,11 @@ from typing import NoReturn
 
 import click
 
-from nearkin.errors import BadInput, NearkinError
+from nearkin.cli.exit_codes import ExitCode, exit_code_of
+from nearkin.errors import NearkinError
 
 _OUTPUT_OPTION = "nearkin_output"
 """An -X option that tells a restarted interpreter the encoding of stdout and stderr."""
-EXIT_OK = 0
-EXIT_STORE = 1
-EXIT_USAGE = 2
-EXIT_HUNG_UP = 129
-EXIT_INTERRUPTED = 130
-EXIT_PIPE = 141
-EXIT_TERMINATED = 143
 
 __all__ = ["main", "run"]
 
@@ -63,16 +51,16 @@ def main(arguments: list[str] | None = None) -> int:
 
         if err.errno is not None and err.filename is None:
             err.filename = STDOUT
-        code = _fail("OSError", str(err), EXIT_STORE, as_json)
+        code = _fail("OSError", str(err), ExitCode.FAILED, as_json)
         return _drop_stdout(code)
     except KeyboardInterrupt:
-        return _fail("Interrupted", "interrupted", EXIT_INTERRUPTED, as_json)
+        return _fail("Interrupted", "interrupted", ExitCode.INTERRUPTED, as_json)
     except _Terminated as err:
         if err.args[0] == signal.SIGHUP:
             with suppress(OSError):  # of a terminal that is gone nothing can be told
-                _fail("HungUp", "hung up", EXIT_HUNG_UP, as_json)
-            return EXIT_HUNG_UP
-        return _fail("Terminated", "terminated", EXIT_TERMINATED, as_json)
+                _fail("HungUp", "hung up", ExitCode.HUNG_UP, as_json)
+            return ExitCode.HUNG_UP
+        return _fail("Terminated", "terminated", ExitCode.TERMINATED, as_json)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -124,27 +112,25 @@ def _run(given: list[str], as_json: bool) -> int:  # noqa: PLR0911 - one exit co
     try:
         with nearkin.make_context("nearkin", list(given)) as context:
             code = nearkin.invoke(context)
-            return code if isinstance(code, int) else EXIT_OK
+            return code if isinstance(code, int) else ExitCode.DONE
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.exceptions.NoArgsIsHelpError as err:
         click.echo(err.ctx.get_help() if err.ctx else err.format_message(), err=True)
-        return EXIT_USAGE
+        return ExitCode.USAGE
     except click.UsageError as err:
         command = err.ctx.command_path if err.ctx else "nearkin"
         message = " ".join(err.format_message().split()).rstrip(".")
-        return _fail("Usage", f"{message}; see {command} --help", EXIT_USAGE, as_json)
+        return _fail("Usage", f"{message}; see {command} --help", ExitCode.USAGE, as_json)
     except (BrokenPipeError, KeyboardInterrupt):
         raise
-    except BadInput as err:
-        return _fail(type(err).__name__, str(err), EXIT_USAGE, as_json)
     except (NearkinError, OSError) as err:
-        return _fail(type(err).__name__, str(err), EXIT_STORE, as_json)
+        return _fail(type(err).__name__, str(err), exit_code_of(err), as_json)
     except Exception as err:
         if os.environ.get("NEARKIN_DEBUG"):
             raise
         message = f"internal error, please report it: {type(err).__name__}: {err} (NEARKIN_DEBUG=1 shows where)"
-        return _fail("Internal", message, EXIT_STORE, as_json)
+        return _fail("Internal", message, ExitCode.FAILED, as_json)
 
 
 def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
@@ -165,7 +151,7 @@ def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
 
 
 def _pipe_gone() -> int:
-    return _drop_stdout(EXIT_PIPE)
+    return _drop_stdout(ExitCode.PIPE_CLOSED)
 
 
 def _drop_stdout(code: int) -> int:

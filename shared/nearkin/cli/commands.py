@@ -75,8 +75,8 @@ def nearkin() -> None:
     The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
-    Exit codes: 0 done, 1 the store says no (not found, damaged, locked), 2 wrong usage, 130 interrupted,
-    143 terminated, 129 hung up.
+    Exit codes: 0 done, 1 failed (not found, damaged, out of room), 2 wrong usage, 3 incomplete (put -r could not read
+    some files), 10 no store, 11 locked, 129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
     """
 
 
@@ -120,7 +120,7 @@ def put(
     they did of all that is stored.
 
     With -r, symbolic links and special files are skipped with a notice. What cannot be read is named, all else is
-    stored, and the exit code is 1. A name that cannot be a key, since it is no UTF-8 or longer than 1024 bytes, stops
+    stored, and the exit code is 3. A name that cannot be a key, since it is no UTF-8 or longer than 1024 bytes, stops
     all of it before anything is stored.
     """
     from nearkin.cli.arguments import parse_metadata, parse_sha256

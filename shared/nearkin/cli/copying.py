@@ -73,8 +73,8 @@ def copy(
 
     NEARKIN_FROM_TOKEN is the token of SRC if that is a server (default: NEARKIN_TOKEN).
     """
-    from nearkin.cli import EXIT_OK, EXIT_STORE
     from nearkin.cli.arguments import check_prefix
+    from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.key_patterns import KeyPattern, parse_key_or_glob
     from nearkin.cli.progress import bytes_bar
     from nearkin.copying import Copier
@@ -90,12 +90,12 @@ def copy(
         if dry_run:
             failures = [plan.failure for plan in plans if plan.failure is not None]
             _print_plan(session, plans, failures)
-            return EXIT_STORE if failures else EXIT_OK
+            return ExitCode.FAILED if failures else ExitCode.DONE
         with bytes_bar("copy", total_bytes, shown=not session.as_json) as progress:
             copier = Copier(origin, target, skip_damaged=skip_damaged, progress=progress)
             copied = list(copier.run(plans))
     _print_copied(session, copied, plans, copier.failures, time.perf_counter() - started)
-    return EXIT_STORE if copier.failures else EXIT_OK
+    return ExitCode.FAILED if copier.failures else ExitCode.DONE
 
 
 @contextmanager

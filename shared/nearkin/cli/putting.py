@@ -113,9 +113,9 @@ def _open_source(source: str, opened: ExitStack, *, allow_empty: bool) -> tuple[
 def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> int:
     """Put every file below `folder` under `prefix/` and print what they cost together; return the exit code.
 
-    That is 1 where something could not be read: all else is stored then. Raises BadInput.
+    That is 3 where something could not be read: all else is stored then. Raises BadInput.
     """
-    from nearkin.cli import EXIT_OK, EXIT_STORE
+    from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.ledger import counted
     from nearkin.cli.output import notice, print_json, print_ledger, warn
     from nearkin.cli.progress import bytes_bar
@@ -140,7 +140,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
             if session.as_json:
                 blobs.append(put_json(result))
     seconds = time.perf_counter() - started
-    code = EXIT_STORE if left_out.unread else EXIT_OK
+    code = ExitCode.INCOMPLETE if left_out.unread else ExitCode.DONE
     if session.as_json:
         told = {"skipped": left_out.skipped, "unread": left_out.unread}
         print_json({"blobs": blobs, "files": files, **told, **ledger_json(total, seconds)})

@@ -50,6 +50,7 @@ class Session:
     config: Path | None = None
     as_json: bool = False
     quiet: bool = False
+    wait: float = 0.0
 
     def load(self, more: Mapping[str, object] | None = None) -> tuple[Settings, dict[str, Origin]]:
         """Return the settings and where each came from; `more` is what else the command line says."""
@@ -132,6 +133,7 @@ class Session:
                 import nearkin.runners.embedded  # noqa: F401 - or the first put imports it
 
         with open_store(folder, settings=settings, read_only=read_only) as store:
+            store.wait_for_lock(self.wait)
             yield store
 
     def _log_to_stderr(self) -> None:
@@ -210,6 +212,13 @@ def shared_options(command: _Command) -> _Command:
             metavar="FILE",
             type=click.Path(path_type=Path),
             help="TOML file with settings; NEARKIN_* variables win over it.",
+            **_SETTLE,
+        ),
+        click.option(
+            "--wait",
+            metavar="SECONDS",
+            type=click.FloatRange(0, 86_400),
+            help="Wait so long for another process that writes to the store.",
             **_SETTLE,
         ),
         click.option(

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from nearkin import erasure
 from nearkin.config import Settings
-from nearkin.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
+from nearkin.errors import ConfigError, Corrupt, NoStore, NotFound, StoreUnavailable
 from nearkin.formats.parity import scheme_of
 from nearkin.store import containers, descriptor, parity
 from nearkin.store.encrypted import EncryptedObjects
@@ -96,7 +96,7 @@ def open_store_of(
     exists = _has_store(inner)
     if not exists and indexed_store_id is not None:
         place = settings.object_store.url or settings.store
-        raise NotFound(
+        raise NoStore(
             f"no store at {place}, but redis.prefix has the index of store {indexed_store_id}; is the disk mounted, "
             "the bucket the right one? For a new store set another redis.prefix"
         )
@@ -130,10 +130,10 @@ def _has_store(objects: ObjectStore) -> bool:
     return True
 
 
-def no_store(place: str, *, services: bool = False) -> NotFound:
+def no_store(place: str, *, services: bool = False) -> NoStore:
     """Return the error for a place without a store."""
     remedy = "`storage.create = true` makes one at the first start" if services else "`nearkin init` makes one"
-    return NotFound(f"no store at {place}; is the disk mounted? {remedy}")
+    return NoStore(f"no store at {place}; is the disk mounted? {remedy}")
 
 
 def _check_refuses(objects: ObjectStore) -> None:
