@@ -26,7 +26,7 @@ def salvage(session: Session, key: str, output: str | None, choose: Callable[[St
 
     `choose` returns the version's number, None for the newest. Raises BadInput for a store behind a server.
     """
-    from nearkin.cli import EXIT_OK, EXIT_STORE
+    from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.restored import Restored
@@ -49,7 +49,7 @@ def salvage(session: Session, key: str, output: str | None, choose: Callable[[St
         )
     elif blob.holes:
         _warn_holes(key, blob.info.version, blob.size_bytes, blob.holes)
-    return EXIT_STORE if blob.holes else EXIT_OK
+    return ExitCode.FAILED if blob.holes else ExitCode.DONE
 
 
 def _hole_json(hole: Hole) -> dict[str, object]:
