@@ -437,5 +437,5 @@ def test_settings_show_units_and_pause_apart(opened: Callable[..., Page]) -> Non
     expect(page.locator(".switch.on").get_by_role("heading")).to_have_text("The services are paused")
     shot(page, "settings-paused")
     page.locator(".switch").get_by_label("paused").select_option("off")
-    page.locator(".switch").get_by_role("button", name="Set").click()
+    page.locator(".switch").get_by_role("button", name="Set service.paused", exact=True).click()
     expect(page.locator("#said")).to_have_text("service.paused is false now.")
