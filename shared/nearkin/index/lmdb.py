@@ -12,6 +12,7 @@ meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 from __future__ import annotations
 
 import errno
+import json
 import os
 import struct
 import threading
@@ -451,7 +452,10 @@ class LmdbIndex:
             return self._runs[table].locate(txn, keys)
 
     def entries(self) -> dict[str, dict[bytes, bytes]]:
-        """Return every entry of every table: for comparing two indexes in tests."""
+        """Return every entry of every table: for comparing two indexes in tests.
+
+        Versions are opened: sealed values begin with a random nonce, those of equal fields differ. Raises IndexDamaged.
+        """
         tables: dict[str, dict[bytes, bytes]] = {name: {} for name in _SHAPES}
         for name, shape in _SHAPES.items():
             for keys, locations in self.rows(name):
@@ -462,6 +466,8 @@ class LmdbIndex:
         with self._reading() as txn:
             for name in ("counts", "containers", "versions"):
                 tables[name] = {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
+            for key, value in tables["versions"].items():
+                tables["versions"][key] = json.dumps(self._names.decode(key, value), sort_keys=True).encode()
             return {**tables, "marks": dict(marks_under(txn, self._meta, b""))}
 
     @property
