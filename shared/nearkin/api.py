@@ -33,6 +33,7 @@ from nearkin.local_puts import LocalPuts, PutItem
 from nearkin.memory import give_back_free
 from nearkin.parallel import all_cores
 from nearkin.preconditions import Precondition, precondition_of
+from nearkin.records import ContainerId
 from nearkin.reports import (
     Damage,
     Deletion,
@@ -499,6 +500,7 @@ class Store:
                 lambda key: max(min_age, min_age_seconds(retention, tenant, key)),
                 self._clock(),
                 broken or _warn,
+                0 if policy is not None else retention.superseded_seconds,
             )
         )
         return found if dry_run else forget(self, found, FORGET_REASON)
@@ -549,6 +551,33 @@ class Store:
                 encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjects) else None,
             )
         )
+
+    def tenant_stats(self) -> Stats:
+        """Return sums over the own tenant alone: for a caller who may not learn what other tenants store.
+
+        Where the store has other tenants, a container counts for the tenant in its header; what no tenant owns (index,
+        parity, quarantine, records of GC) is left out then.
+        """
+        from nearkin.sums import sum_up
+
+        tenant = self.settings.tenant
+        entries, found = self._index.read(lambda index: (list(index.catalogs()), list(index.containers())))
+        if all(owner == tenant for owner, _ in entries):
+            return self.stats()
+        own = [summary for summary in found if self._owns(summary.container)]
+        return sum_up(
+            ((owner, entry) for owner, entry in entries if owner == tenant),
+            own,
+            sum(summary.container_bytes for summary in own) + self._descriptor_bytes,
+            descriptor_bytes=self._descriptor_bytes,
+            index_bytes=0,
+        )
+
+    def _owns(self, container: ContainerId) -> bool:
+        try:
+            return self._containers.of(None).directory(container).domain == self._fingerprinter.domain
+        except (Corrupt, NotFound):  # whose it is is not known: it is nobody's
+            return False
 
     def verify(
         self,

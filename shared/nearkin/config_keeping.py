@@ -224,6 +224,8 @@ class RetentionSettings:
 
     min_age_seconds: Annotated[int, _SECONDS] = 0
     """Nobody deletes a younger version, of whatever key, by the server's clock."""
+    superseded_seconds: Annotated[int, _SECONDS] = 86_400
+    """The policies delete no version that was the newest less than so long ago: many new ones push none out."""
     policies: tuple[RetentionPolicy, ...] = ()
     """Of those that match a key, the one of the longest prefix says what stays; the longest minimum age holds."""
 

@@ -37,7 +37,11 @@ class Denied(Permanent):
 
 
 class Retained(Permanent):
-    """A version may not be deleted yet, by nobody: it is younger than retention.min_age_seconds."""
+    """A version may not be deleted yet, by nobody: its manifest or retention.min_age_seconds retains it."""
+
+
+class ClockSkew(Retryable):
+    """A version is dated in the future: which versions are old enough to be forgotten is not known."""
 
 
 class PreconditionFailed(Permanent):

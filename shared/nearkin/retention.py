@@ -12,13 +12,15 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Protocol
 
 from nearkin.config_keeping import RetentionPolicy, RetentionSettings
-from nearkin.errors import BadInput, NotFound, Retained
+from nearkin.errors import BadInput, ClockSkew, NotFound, Retained
+from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.formats.mark import NO_REQUEST, Kind, Mark
 from nearkin.frozen import frozen
+from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.reports import Damage, VersionInfo
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
@@ -67,6 +69,28 @@ def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
     return max(settings.min_age_seconds, *ages, 0)
 
 
+def retain_until_us(settings: RetentionSettings, tenant: str, key: str, now_us: int) -> int:
+    """Return up to when a version that is committed now is retained, microseconds since 1970; 0 for no retention.
+
+    It is written into the manifest: every process honours it, whatever its own settings, and none can shorten it.
+    """
+    seconds = min_age_seconds(settings, tenant, key)
+    return min(now_us + seconds * 1_000_000, CREATED_US_MAX) if seconds else 0
+
+
+def check_clock(infos: Iterable[VersionInfo], now: float) -> None:
+    """Raise ClockSkew where a version is dated in the future: which ones are old is not known then."""
+    for info in infos:
+        ahead_seconds = info.created.timestamp() - now
+        if ahead_seconds > CLOCK_SKEW_SECONDS_MAX:
+            raise ClockSkew(
+                f"key {info.key!r} version {info.version}: created {info.created:%Y-%m-%dT%H:%M:%SZ}, "
+                f"{ahead_seconds:.0f} s after this machine's clock (at most {CLOCK_SKEW_SECONDS_MAX} s are tolerated): "
+                "nothing was forgotten; correct the clock of this machine, or `nearkin rm` the version if the other "
+                "clock was wrong"
+            )
+
+
 def check_age(settings: RetentionSettings, tenant: str, info: VersionInfo, now: float) -> None:
     """Raise Retained where a version is too young to be deleted."""
     seconds = min_age_seconds(settings, tenant, info.key)
@@ -100,8 +124,17 @@ def keeps_some(policy: RetentionPolicy) -> bool:
     return any(counts) or policy.keep_within_seconds > 0
 
 
-def decide(versions: Sequence[VersionInfo], policy: RetentionPolicy, now: float, min_age: int = 0) -> list[Decision]:
+def decide(
+    versions: Sequence[VersionInfo],
+    policy: RetentionPolicy,
+    now: float,
+    min_age: int = 0,
+    superseded_seconds: int = 0,
+) -> list[Decision]:
     """Return what becomes of the versions of one key, newest first. `min_age` seconds: younger ones stay.
+
+    `superseded_seconds`: what was the newest version less than so long ago stays, so that a caller who may only put
+    cannot push a good version out by putting many.
 
     Newest by time; by number where a clock that was wrong may have dated it: what `get` answers is never forgotten, and
     `keep-within` counts from it.
@@ -115,6 +148,8 @@ def decide(versions: Sequence[VersionInfo], policy: RetentionPolicy, now: float,
         _Rule("monthly", policy.keep_monthly, lambda info: (_utc(info).year, _utc(info).month)),
         _Rule("yearly", policy.keep_yearly, lambda info: _utc(info).year),
     ]
+    by_number = sorted(versions, key=lambda info: info.version)
+    superseded = {info.version: following.created for info, following in pairwise(by_number)}
     keeps_any = keeps_some(policy)
     found = []
     for place, info in enumerate(newest_first):
@@ -128,6 +163,11 @@ def decide(versions: Sequence[VersionInfo], policy: RetentionPolicy, now: float,
             reasons.append("within")
         if min_age and now < info.created.timestamp() + min_age:
             reasons.append("min-age")
+        elif info.retain_until is not None and now < info.retain_until.timestamp():
+            reasons.append("retained")
+        ended = superseded.get(info.version)
+        if superseded_seconds and ended is not None and now < ended.timestamp() + superseded_seconds:
+            reasons.append("superseded")
         if info is current and not reasons:
             reasons.append("newest")
         found.append(Decision(info, tuple(reasons) if keeps_any else ("no policy",)))
@@ -160,10 +200,11 @@ def decisions(
     min_age_for: Callable[[str], int],
     now: float,
     broken: Callable[[Damage], None],
+    superseded_seconds: int = 0,
 ) -> Iterator[Decision]:
     """Yield what becomes of every version of the keys that start with `prefix`, by key, newest first.
 
-    Of a key of which a version cannot be read nothing goes: when that was made is not known.
+    Of a key of which a version cannot be read nothing goes: when that was made is not known. Raises ClockSkew.
     """
     damaged: set[str] = set()
 
@@ -172,13 +213,14 @@ def decisions(
         broken(damage)
 
     found = store.versions(prefix, all_versions=True, broken=note)
+    check_clock(found, now)
     for key, versions in groupby(found, key=lambda info: info.key):
         policy = policy_for(key)
         if key in damaged or policy is None:
             why = "a version is damaged" if key in damaged else "no policy"
             yield from (Decision(info, (why,)) for info in versions)
         else:
-            yield from decide(list(versions), policy, now, min_age_for(key))
+            yield from decide(list(versions), policy, now, min_age_for(key), superseded_seconds)
 
 
 def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[Decision]:
@@ -206,7 +248,7 @@ def outdated(
 ) -> Iterator[tuple[str, VersionInfo]]:
     """Yield (tenant, version) of those that the settings' policies do not keep, of `keys` as (tenant, key).
 
-    Of a key of which a version cannot be read nothing goes.
+    Of a key of which a version cannot be read nothing goes. Raises ClockSkew.
     """
     for tenant, key in keys:
         policy = policy_of(settings, tenant, key)
@@ -214,8 +256,10 @@ def outdated(
             continue
         entries = list(infos_of(manifests, tenant, key, sorted(manifests.histories(tenant, key))))
         infos = [entry for entry in entries if isinstance(entry, VersionInfo)]
+        check_clock(infos, now)
         if len(infos) == len(entries):
-            found = decide(infos, policy, now, min_age_seconds(settings, tenant, key))
+            min_age = min_age_seconds(settings, tenant, key)
+            found = decide(infos, policy, now, min_age, settings.superseded_seconds)
             yield from ((tenant, decision.info) for decision in reversed(found) if not decision.kept)
 
 

@@ -85,7 +85,7 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path, s3: S3) -> Iterator[Node]:
     (tmp_path / "tokens").mkdir()
-    text, _ = tokens.create(tmp_path / "tokens/tokens.json", "default", ["read", "write", "admin"])
+    text, _ = tokens.create(tmp_path / "tokens/tokens.json", "default", ["read", "write", "admin", "operator"])
     keys = {"access_key_id": s3.access_key_id, "secret_access_key": s3.secret_access_key}
     made = Node(tmp_path, {"s3": keys, "operator": {"token": text}})
     yield made

@@ -488,7 +488,7 @@ def test_a_put_during_a_deletion_stays_or_was_there_before(objects: ObjectStore)
 
 
 def test_a_version_with_all_marks_that_it_may_have_keeps_no_other_from_being_forgotten(tmp_path):
-    chosen = settings(SMALL, {"retention": {"policies": [{"keep_last": 1}]}})
+    chosen = settings(SMALL, {"retention": {"superseded_seconds": 0, "policies": [{"keep_last": 1}]}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for key in ("a", "b"):
             for content in (b"1", b"2"):

@@ -359,7 +359,9 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
 @pytest.mark.parametrize("sealed", [{}, ENCRYPTED], ids=["clear", "sealed"])
 def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock, parity, sealed):
     kept = {"prefix": "few", "keep_last": 2}
-    chosen = settings(COLLECTED, sealed, {"storage": {"parity": parity}, "retention": {"policies": [kept]}})
+    chosen = settings(
+        COLLECTED, sealed, {"storage": {"parity": parity}, "retention": {"superseded_seconds": 0, "policies": [kept]}}
+    )
     with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
         content = text_like(400_000, 1)
         for number in range(1, 9):

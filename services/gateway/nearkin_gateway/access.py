@@ -28,7 +28,7 @@ from nearkin_gateway.sessions import (
     cookie_of,
 )
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_gateway.tokens import Token
+from nearkin_gateway.tokens import OPERATOR, SCOPES, Token
 
 _bearer = HTTPBearer(
     auto_error=False,
@@ -42,20 +42,28 @@ class Caller:
     """Whom a request belongs to. `name` for logs and rates: a token's id, or the address."""
 
     tenant: str
+    """Empty for an operator without a tenant."""
     name: str
     address: str = ""
     """Where the request comes from."""
     token: str = ""
     """The token's id; "" where no tokens are configured."""
+    scopes: frozenset[str] = frozenset(SCOPES)
 
     @property
     def holders(self) -> Holders:
         """Return whose shares of the gateway's limits the request counts against."""
         return Holders(self.tenant, self.token, self.address)
 
+    @property
+    def is_operator(self) -> bool:
+        """Return whether the caller may see and set what is not of one tenant."""
+        return OPERATOR in self.scopes
 
-def needs(scope: str) -> Callable[..., Awaitable[Caller]]:
-    """Return the dependency that lets callers with `scope` pass. It answers 401, 403 or 429 to others."""
+
+def needs(*scopes: str) -> Callable[..., Awaitable[Caller]]:
+    """Return the dependency that lets callers with one of `scopes` pass. It answers 401, 403 or 429 to others."""
+    scope = scopes[0]
 
     async def caller(request: Request, given: _Given) -> Caller:
         gateway = gateway_of(request)
@@ -73,14 +81,14 @@ def needs(scope: str) -> Callable[..., Awaitable[Caller]]:
             token = session.token
         else:
             token = shown_token(request, gateway, given.credentials)
-        if scope not in token.scopes:
+        if not set(scopes) & set(token.scopes):
             raise Problem(
                 403,
                 "missing-scope",
                 f"the token {token.id} has not the scope {scope}",
                 headers={"WWW-Authenticate": f'Bearer realm="nearkin", error="insufficient_scope", scope="{scope}"'},
             )
-        return Caller(token.tenant, token.id, address_of(request), token.id)
+        return Caller(token.tenant, token.id, address_of(request), token.id, frozenset(token.scopes))
 
     return caller
 
@@ -129,4 +137,5 @@ def _unauthorized(code: str, detail: str, name: str) -> Problem:
 Reader = Annotated[Caller, Depends(needs("read"))]
 Writer = Annotated[Caller, Depends(needs("write"))]
 Deleter = Annotated[Caller, Depends(needs("delete"))]
-Admin = Annotated[Caller, Depends(needs("admin"))]
+Admin = Annotated[Caller, Depends(needs("admin", OPERATOR))]
+Operator = Annotated[Caller, Depends(needs(OPERATOR))]

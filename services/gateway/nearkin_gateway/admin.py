@@ -14,7 +14,7 @@ from nearkin.config import HOT_FIELDS, SECRET_URLS, SECRETS
 from nearkin.config_layers import shown
 from nearkin.formats.answers import explain_json, info_json, stats_json
 from nearkin_gateway import models
-from nearkin_gateway.access import Admin, Reader
+from nearkin_gateway.access import Operator, Reader
 from nearkin_gateway.blobs import VersionQuery, Wait, outcome_json
 from nearkin_gateway.bodies import whole
 from nearkin_gateway.keys import Key
@@ -116,14 +116,14 @@ async def stats(request: Request, caller: Reader) -> Response:
 
 
 @router.get("/v1/workers", responses=_PLAIN, response_model=models.Workers, operation_id="listWorkers", tags=["admin"])
-async def workers(request: Request, _caller: Admin) -> Response:
+async def workers(request: Request, _caller: Operator) -> Response:
     """Return what each worker last said: service, settings revision, state. Empty where it all runs in one process."""
     source = gateway_of(request).workers
     return JSONResponse({"workers": [] if source is None else source.workers()})
 
 
 @router.get("/v1/scrub", responses=_PLAIN, response_model=models.Scrub, operation_id="getScrub", tags=["admin"])
-async def scrub(request: Request, _caller: Admin) -> Response:
+async def scrub(request: Request, _caller: Operator) -> Response:
     """Return how far scrubbing has come, what the last pass found, and what is quarantined."""
     gateway = gateway_of(request)
     state, quarantined = await asyncio.to_thread(gateway.catalogue.scrub)
@@ -131,7 +131,7 @@ async def scrub(request: Request, _caller: Admin) -> Response:
 
 
 @router.get("/v1/config", responses=_PLAIN, response_model=models.Config, operation_id="getConfig", tags=["admin"])
-async def config(request: Request, _caller: Admin) -> Response:
+async def config(request: Request, _caller: Operator) -> Response:
     """Return the settings as they are now, secrets left out."""
     return JSONResponse(_config_json(gateway_of(request)))
 
@@ -144,7 +144,7 @@ async def config(request: Request, _caller: Admin) -> Response:
     operation_id="patchConfig",
     tags=["admin"],
 )
-async def patch_config(request: Request, caller: Admin) -> Response:
+async def patch_config(request: Request, caller: Operator) -> Response:
     """Change hot settings in every running service, by a JSON merge patch; a bad value changes nothing.
 
     Changes that are made at the same time are merged, in the order in which they came. 409: with another that came

@@ -402,11 +402,11 @@ class StoreListing:
         return self._store.catalog(tenant)
 
     def stats(self, tenant: str) -> Stats:
-        """Return the sums of the store; it keeps them for its own tenant alone."""
+        """Return the sums of the store's own tenant, nothing of other tenants in the same folder."""
         own = self._store.settings.tenant
         if tenant != own:
             raise NotFound(f"stats of tenant {tenant!r}: this gateway runs embedded and sums up {own!r} alone")
-        return self._store.stats()
+        return self._store.tenant_stats()
 
 
 def _now() -> str:

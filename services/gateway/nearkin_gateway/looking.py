@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from nearkin.errors import BadInput, NotFound
 from nearkin_gateway import models
-from nearkin_gateway.access import Admin, Reader
+from nearkin_gateway.access import Admin, Operator, Reader
 from nearkin_gateway.bodies import json_member
 from nearkin_gateway.insight import Growth, Reduction
 from nearkin_gateway.problems import Problem, responses
@@ -88,8 +88,8 @@ async def reduction(request: Request, caller: Reader) -> Response:
     "/v1/tenants", responses=_PLAIN, response_model=models.Reduction, operation_id="listTenants", tags=["admin"]
 )
 async def tenants(request: Request, caller: Admin) -> Response:
-    """Return what each tenant takes that tokens name, at most 50 of them, without their prefixes."""
-    found = await asyncio.to_thread(tenants_json, gateway_of(request), caller.tenant)
+    """Return what each tenant takes that tokens name, at most 50, to an operator; to others what their own takes."""
+    found = await asyncio.to_thread(tenants_json, gateway_of(request), caller.tenant, every=caller.is_operator)
     return JSONResponse({"tenants": found})
 
 
@@ -110,13 +110,13 @@ async def growth(request: Request, caller: Reader) -> Response:
 @router.get(
     "/v1/pipeline", responses=_PLAIN, response_model=models.Pipeline, operation_id="getPipeline", tags=["admin"]
 )
-async def pipeline(request: Request, _caller: Admin) -> Response:
+async def pipeline(request: Request, _caller: Operator) -> Response:
     """Return what goes through: lag and speed of each stage, the last hour by the minute, what failed."""
     return JSONResponse(await pipeline_json(gateway_of(request)))
 
 
 @router.get("/v1/dead", responses=_PLAIN, response_model=models.Letters, operation_id="listDead", tags=["admin"])
-async def dead(request: Request, _caller: Admin) -> Response:
+async def dead(request: Request, _caller: Operator) -> Response:
     """List the newest dead letters, those that were sent back too; their contents are shown by `nearkin dlq show`."""
     return JSONResponse(await dead_json(gateway_of(request)))
 
@@ -129,7 +129,7 @@ async def dead(request: Request, _caller: Admin) -> Response:
     operation_id="replayDead",
     tags=["admin"],
 )
-async def replay(request: Request, _caller: Admin) -> Response:
+async def replay(request: Request, _caller: Operator) -> Response:
     """Send dead letters back to the topics they came from, each once."""
     gateway = gateway_of(request)
     want = '{"letters": ["PARTITION:OFFSET", ...]}'
@@ -143,13 +143,13 @@ async def replay(request: Request, _caller: Admin) -> Response:
 
 
 @router.get("/v1/audit", responses=_PLAIN, response_model=models.Audit, operation_id="getAudit", tags=["admin"])
-async def audit(request: Request, _caller: Admin) -> Response:
+async def audit(request: Request, _caller: Operator) -> Response:
     """Return who changed hot settings when, newest first."""
     return JSONResponse({"changes": list(reversed(gateway_of(request).hot.audit))})
 
 
 @router.get("/v1/gc", responses=_PLAIN, response_model=models.Collection, operation_id="getGc", tags=["admin"])
-async def gc(request: Request, _caller: Admin) -> Response:
+async def gc(request: Request, _caller: Operator) -> Response:
     """Return what the last round of garbage collection did, and whether collection is paused."""
     return JSONResponse(await asyncio.to_thread(collection_json, gateway_of(request)))
 
@@ -163,7 +163,7 @@ async def gc(request: Request, _caller: Admin) -> Response:
     operation_id="changeGc",
     tags=["admin"],
 )
-async def change_gc(request: Request, caller: Admin) -> Response:
+async def change_gc(request: Request, caller: Operator) -> Response:
     """Ask for a round of garbage collection, pause collection, or resume it; answers as GET does.
 
     A round is done as soon as a writer or janitor is free: `last.ended` tells when it was.
@@ -223,9 +223,10 @@ def tenant_json(tenant: str, found: Reduction) -> dict[str, Any]:
     }
 
 
-def tenants_json(gateway: Gateway, own: str) -> list[dict[str, Any]]:
-    """Return the tenants that this gateway can sum up, the largest first; without their prefixes."""
-    names = dict.fromkeys([own, *(gateway.tokens.tenants() if gateway.tokens is not None else [])])
+def tenants_json(gateway: Gateway, own: str, *, every: bool) -> list[dict[str, Any]]:
+    """Return one's own tenant, or `every` one that this gateway can sum up, the largest first; without prefixes."""
+    others = gateway.tokens.tenants() if every and gateway.tokens is not None else []
+    names = dict.fromkeys([*([own] if own else []), *others])
     rows = []
     for name in list(names)[:TENANTS_SHOWN_MAX]:
         with suppress(NotFound):  # an embedded gateway sums up its own alone

@@ -28,7 +28,11 @@ from nearkin.frozen import frozen
 from nearkin.store.private_files import open_private
 from nearkin.tenants import tenant_problem
 
-SCOPES = ("read", "write", "delete", "admin")
+OPERATOR = "operator"
+SCOPES = ("read", "write", "delete", "admin", OPERATOR)
+"""The first four are of the token's tenant; `operator` is of all services: settings, GC, workers, scrub, dead letters,
+sums of every tenant. A token of an operator alone has no tenant."""
+NO_TENANT = ""
 SECRET_BYTES = 32
 TOKENS_MAX = 10_000
 FILE_BYTES_MAX = 8 * 1024 * 1024
@@ -67,8 +71,9 @@ def create(
             raise choose("scope", scope, SCOPES)
     if not scopes:
         raise BadInput(f"scopes: want at least one of {', '.join(SCOPES)}")
-    problem = tenant_problem(tenant)
-    if problem is not None:
+    if set(scopes) == {OPERATOR}:
+        tenant = NO_TENANT
+    elif (problem := tenant_problem(tenant)) is not None:
         raise BadInput(f"tenant {tenant!r:.200}: {problem}")
     if days is not None and not 1 <= days <= DAYS_MAX:
         raise BadInput(f"days {days}: want 1 to {DAYS_MAX}")
@@ -139,7 +144,7 @@ class TokenFile:
     def tenants(self) -> list[str]:
         """Return the tenants that tokens name."""
         self._look()
-        return sorted({token.tenant for token in self._tokens.values()})
+        return sorted({token.tenant for token in self._tokens.values() if token.tenant != NO_TENANT})
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -189,9 +194,10 @@ def _read(path: Path) -> dict[str, Token]:
             whole = re.fullmatch("[0-9a-f]{8}", token.id) and re.fullmatch("[0-9a-f]{64}", token.sha256)
             known = bool(token.scopes) and set(token.scopes) <= set(SCOPES)
             timed = isinstance(token.created, int) and isinstance(token.expires, int | None)
-            if not (
-                whole and known and timed and isinstance(token.tenant, str) and tenant_problem(token.tenant) is None
-            ):
+            owned = isinstance(token.tenant, str) and (
+                token.tenant == NO_TENANT if token.scopes == (OPERATOR,) else tenant_problem(token.tenant) is None
+            )
+            if not (whole and known and timed and owned):
                 raise ValueError(f"token {token.id!r:.40} is not one that `nearkin token` wrote")  # noqa: TRY301
     except FileNotFoundError as err:
         raise ConfigError(f'tokens file "{path}": no such file; `nearkin token create` makes one') from err

@@ -111,7 +111,11 @@ def token() -> None:
 @click.option("--file", "file", metavar="FILE", type=click.Path(path_type=Path), help="[auth.tokens_file]")
 @click.option("--tenant", metavar="NAME", help="Whose blobs it opens [tenant].")
 @click.option(
-    "--scope", "scopes", metavar="SCOPE", multiple=True, help="read, write, delete or admin; repeatable [read]."
+    "--scope",
+    "scopes",
+    metavar="SCOPE",
+    multiple=True,
+    help="read, write, delete, admin or operator; repeatable [read].",
 )
 @click.option("--days", metavar="N", type=int, default=90, show_default=True, help="Taken for so long; 0: for ever.")
 @click.option("--note", metavar="TEXT", default="", help="What it is for.")
@@ -120,6 +124,9 @@ def create(file: Path | None, tenant: str | None, scopes: tuple[str, ...], days:
     """Make a token and print it: this once.
 
     nearkin token create --file tokens.json --tenant shop --scope read --scope write --days 30
+    nearkin token create --file tokens.json --scope operator     # of no tenant: settings, gc, workers, scrub
+
+    What is not of one tenant needs the scope operator; admin shows the sums of its own tenant.
     """
     from nearkin.cli.output import print_json, say
     from nearkin_gateway import tokens

@@ -40,6 +40,7 @@ from nearkin.parallel import Helpers, cores
 from nearkin.preconditions import Precondition
 from nearkin.records import U32, Bools, ContainerId, FreshBatch, Locations, SegmentBatch
 from nearkin.reports import Ledger, PutResult
+from nearkin.retention import retain_until_us
 from nearkin.runners.counted import count_fresh, count_sealed
 from nearkin.runners.cutting import CARRY_BYTES_MAX, Arenas, Cutter, Filled
 from nearkin.runners.facts import EmbeddedFacts, InFlight, SameTurn
@@ -426,11 +427,13 @@ class EmbeddedWriter:
             except Permanent as err:  # of this blob alone: the others of its group are committed
                 return err
             version = max((version, *histories, *indexed)) + 1
+            now_us = int(self._clock() * 1e6)
             manifest = Manifest(
                 tenant=tenant,
                 key=blob.key,
                 version=version,
-                created_us=int(self._clock() * 1e6) if blob.created_us is None else blob.created_us,
+                created_us=now_us if blob.created_us is None else blob.created_us,
+                retain_until_us=retain_until_us(self._settings.retention, tenant, blob.key, now_us),
                 size_bytes=blob.size_bytes,
                 blake3=blob.hasher.digest(),
                 sha256=blob.sha256,

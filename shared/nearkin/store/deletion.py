@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from nearkin.errors import Corrupt, NotFound, Permanent, Retryable
+from nearkin.errors import Corrupt, NotFound, Permanent, Retained, Retryable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import moment_of
 from nearkin.formats.mark import Kind, Mark
@@ -143,10 +143,7 @@ class Deletions:
                     )
                 if condition is not None:
                     condition(self._manifests.get(tenant, key, wanted[-1].version).info)
-                check = None if self._guard is None else self._guard(tenant, key)
-                if check is not None:
-                    for history in wanted:
-                        check(self._manifests.get(tenant, key, history.version).info)
+                self._check_retained(tenant, key, [history.version for history in wanted])
                 now_us = int(self._clock() * 1e6)
                 until_us = now_us + int(undelete_seconds * 1e6)
                 marks = [
@@ -252,6 +249,27 @@ class Deletions:
                 else:
                     at, until = moment_of(mark.at_us), moment_of(mark.until_us)
                     yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
+
+    def _check_retained(self, tenant: str, key: str, versions: Iterable[int]) -> None:
+        """Refuse to delete a version that its manifest retains, or the settings. Raises Retained, Corrupt.
+
+        What a damaged manifest retains is not known; it may be deleted where the settings retain nothing.
+        """
+        check = None if self._guard is None else self._guard(tenant, key)
+        for version in versions:
+            try:
+                info = self._manifests.get(tenant, key, version).info
+            except Corrupt:
+                if check is not None:
+                    raise
+                continue
+            if check is not None:
+                check(info)
+            if info.retain_until is not None and self._clock() < info.retain_until.timestamp():
+                raise Retained(
+                    f"key {key!r} version {version}: is retained until {info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its "
+                    "manifest says so, whatever the settings are now); nothing was deleted"
+                )
 
     @contextmanager
     def _exclusive(self, tenant: str, key: str) -> Iterator[None]:

@@ -210,7 +210,7 @@ class Cluster:
         if "gateway" in self.names and not self.token:
             # By name: nothing below `shared` needs a gateway, save who starts one.
             create = importlib.import_module("nearkin_gateway.tokens").create
-            scopes = ("read", "write", "delete", "admin")
+            scopes = ("read", "write", "delete", "admin", "operator")
             text, _ = create(self.folder / "tokens.json", "default", scopes, days=None, note="make up")
             _write_privately(self.folder / "token", text)
         if self.services:

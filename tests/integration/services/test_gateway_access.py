@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import threading
@@ -77,17 +78,17 @@ ROUTES = [
     ("POST", "/v1/undelete/new", "delete"), ("GET", "/v1/deleted", "read"),
     ("POST", "/v1/uploads", "write"), ("HEAD", "/v1/uploads/x", "write"), ("GET", "/v1/uploads/x", "write"),
     ("PATCH", "/v1/uploads/x", "write"), ("DELETE", "/v1/uploads/x", "write"),
-    ("GET", "/v1/config", "admin"), ("PATCH", "/v1/config", "admin"), ("GET", "/v1/workers", "admin"),
+    ("GET", "/v1/config", "operator"), ("PATCH", "/v1/config", "operator"), ("GET", "/v1/workers", "operator"),
     ("GET", "/v1/reduction", "read"), ("GET", "/v1/growth", "read"), ("GET", "/v1/tenants", "admin"),
-    ("GET", "/v1/pipeline", "admin"), ("GET", "/v1/dead", "admin"), ("POST", "/v1/dead/replay", "admin"),
-    ("GET", "/v1/audit", "admin"), ("GET", "/v1/gc", "admin"), ("POST", "/v1/gc", "admin"),
-    ("GET", "/v1/scrub", "admin"),
+    ("GET", "/v1/pipeline", "operator"), ("GET", "/v1/dead", "operator"), ("POST", "/v1/dead/replay", "operator"),
+    ("GET", "/v1/audit", "operator"), ("GET", "/v1/gc", "operator"), ("POST", "/v1/gc", "operator"),
+    ("GET", "/v1/scrub", "operator"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path", "scope"), ROUTES)
 def test_every_route_wants_a_token_with_its_scope(client: Maker, method: str, path: str, scope: str) -> None:
-    others = [other for other in tokens.SCOPES if other != scope]
+    others = [other for other in tokens.SCOPES if other not in (scope, "operator" if scope == "admin" else scope)]
     with_it, without = client("default", scope), client("default", *others)
     body = b"{}" if path == "/v1/config" else b"x"
     assert with_it.request(method, path, content=body).status_code not in (401, 403)
@@ -319,3 +320,48 @@ def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: Run
     assert sum(count for (_, route, status), count in added().items() if (route, status) == ("other", "404")) == 1
     assert {method for method, _, _ in counted()} <= METHODS | {"other"}
     assert not any("shared" in route for _, route, _ in counted())
+
+
+def test_admin_of_a_tenant_sees_and_sets_nothing_of_others(client: Maker) -> None:
+    """F.29: `admin` of one tenant listed all tenants and set `service.read_only` for all of them."""
+    admin = client("default", "read", "write", "delete", "admin")
+    client("another", "read")
+    answer = admin.patch("/v1/config", json={"service": {"read_only": True}})
+    assert (answer.status_code, answer.json()["type"]) == (403, "urn:nearkin:problem:missing-scope")
+    assert admin.put("/v1/blobs/writable", content=b"x").status_code == 201
+    for path in ("/v1/config", "/v1/workers", "/v1/pipeline", "/v1/dead", "/v1/audit", "/v1/gc", "/v1/scrub"):
+        assert admin.get(path).status_code == 403, path
+    assert admin.post("/v1/gc", json={"action": "pause"}).status_code == 403
+    assert [found["tenant"] for found in admin.get("/v1/tenants").json()["tenants"]] == ["default"]
+
+
+def test_operator_has_no_tenant(client: Maker, tmp_path: Path) -> None:
+    """F.29: A token of the scope `operator` alone opens the settings and no tenant's blobs."""
+    _, made = tokens.create(tmp_path / "t.json", "default", ["operator"])
+    assert (made.tenant, tokens.TokenFile(tmp_path / "t.json").tenants()) == ("", [])
+    operator = client("ignored", "operator")
+    assert operator.get("/v1/config").status_code == 200
+    assert operator.get("/v1/tenants").status_code == 200
+    for path in ("/v1/blobs", "/v1/stats", "/v1/growth", "/v1/deleted"):
+        assert operator.get(path).status_code == 403, path
+    assert operator.put("/v1/blobs/x", content=b"x").status_code == 403
+
+
+def test_statistics_of_a_tenant_hold_nothing_of_others(client: Maker, tmp_path: Path) -> None:
+    """F.29: Sums of an embedded gateway counted every tenant of its folder."""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    with open_store(shared, settings=with_changes(Settings(), {"tenant": "other"}), create=True) as store:
+        store.put("k", os.urandom(300_000))
+    shown = []
+    for folder in (alone, shared):
+        with open_store(folder, create=True) as store:
+            store.put("k", bytes(range(256)) * 100)
+            found = store.tenant_stats()
+            shown.append((found.versions, found.keys, found.containers, found.ledger.logical_bytes))
+            if folder == shared:
+                assert store.stats().versions == 2
+                assert found.ledger.stored_bytes < 300_000
+    assert shown[0] == shown[1] == (1, 1, 1, 25_600)
+    other = client("other", "read")
+    for path in ("/v1/stats", "/v1/reduction", "/v1/growth"):
+        assert other.get(path).status_code == 404, path

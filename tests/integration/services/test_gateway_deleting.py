@@ -39,7 +39,7 @@ def gateway(folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def token(gateway: Running, folder: Path) -> str:
-    text = tokens.create(folder / "tokens.json", "default", ["read", "write", "delete", "admin"])[0]
+    text = tokens.create(folder / "tokens.json", "default", ["read", "write", "delete", "admin", "operator"])[0]
     _wait_for(gateway, text)
     return text
 

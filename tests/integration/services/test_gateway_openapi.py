@@ -50,7 +50,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def token(gateway: Running) -> str:
     folder = gateway.store.parent
-    text = tokens.create(folder / "tokens.json", "default", ["read", "write", "delete", "admin"])[0]
+    text = tokens.create(folder / "tokens.json", "default", ["read", "write", "delete", "admin", "operator"])[0]
     with gateway.client(text) as client:
         # A new token is taken within a second.
         until(lambda: client.put("/v1/blobs/there", content=b"x" * 1000).status_code == 201)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,11 @@ def clock() -> Clock:
 
 
 def opened(root: Path, clock: Clock, **retention: object) -> Store:
-    changes = {"retention": retention, "deletion": {"undelete_seconds": 2 * DAY}, "gc": {"grace_seconds": DAY}}
+    changes = {
+        "retention": {"superseded_seconds": 0, **retention},
+        "deletion": {"undelete_seconds": 2 * DAY},
+        "gc": {"grace_seconds": DAY},
+    }
     return open_store(root, settings=settings(SMALL, changes), clock=clock, create=True)
 
 
@@ -158,9 +163,9 @@ def test_the_client_forgets_what_the_server_lets_it(gateway: Running) -> None:
         with pytest.raises(Retained):
             remote.delete("worm/a", 1)
         policy = RetentionPolicy(keep_last=1)
-        found = list(decisions(remote, "", lambda _: policy, lambda _: 0, START, lambda _: None))
+        found = list(decisions(remote, "", lambda _: policy, lambda _: 0, time.time(), lambda _: None))
         done = forget(remote, found, "a test")
-        assert {d.info.key: d.reasons for d in done if d.info.version == 1} == {"worm/a": ("min-age",), "free/a": ()}
+        assert {d.info.key: d.reasons for d in done if d.info.version == 1} == {"worm/a": ("retained",), "free/a": ()}
         assert [(info.key, info.version) for info in remote.versions(all_versions=True)] == [
             ("free/a", 3),
             *(("worm/a", number) for number in (1, 2, 3)),

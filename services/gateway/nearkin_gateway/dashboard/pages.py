@@ -113,6 +113,8 @@ async def login(request: Request) -> Response:
         problem = from_error(err)
         failure = f"{problem.detail[:1].upper()}{problem.detail[1:]}."
         return page("login.html", None, problem.status, title="Log in", next=following, failure=failure)
+    if not token.tenant and following == "/":
+        following = "/ui/pipeline"  # the overview is of a tenant
     now = time.time()
     life_seconds = gateway.sessions.session_seconds
     if token.expires is not None:
@@ -183,8 +185,8 @@ async def overview(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
     reduction = await asyncio.to_thread(gateway.insight.reduction, tenant)
     growth = await asyncio.to_thread(gateway.insight.growth, tenant)
     tenants: list[dict[str, Any]] = []
-    if "admin" in visitor.scopes and gateway.tokens is not None:
-        tenants = await asyncio.to_thread(tenants_json, gateway, tenant)
+    if "operator" in visitor.scopes and gateway.tokens is not None:
+        tenants = await asyncio.to_thread(tenants_json, gateway, tenant, every=True)
     points = [(point.time_us / 1e6, point.logical_bytes, point.stored_bytes) for point in growth.points]
     if points:
         points.append((max(time.time(), points[-1][0]), stats.ledger.logical_bytes, stats.ledger.stored_bytes))
@@ -279,7 +281,7 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
     )
 
 
-@_page("/ui/pipeline", "admin")
+@_page("/ui/pipeline", "operator")
 async def pipeline(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show what goes through, what waits, what failed, and dead letters."""
     told = await pipeline_json(gateway)
@@ -292,7 +294,7 @@ async def pipeline(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
     )  # fmt: skip
 
 
-@_page("/ui/upkeep", "admin")
+@_page("/ui/upkeep", "operator")
 async def upkeep(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show what garbage collection and scrubbing did."""
     stats = await asyncio.to_thread(gateway.catalogue.stats, visitor.tenant)
@@ -308,7 +310,7 @@ async def upkeep(request: Request, gateway: Gateway, visitor: Visitor) -> Respon
     )
 
 
-@_page("/ui/settings", "admin")
+@_page("/ui/settings", "operator")
 async def settings(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show the hot settings, to be changed, and who changed them."""
     changes = [{**entry, "text": json.dumps(entry["changes"], sort_keys=True)} for entry in reversed(gateway.hot.audit)]

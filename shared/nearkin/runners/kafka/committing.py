@@ -30,6 +30,7 @@ from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.preconditions import PRECONDITION
 from nearkin.records import U32, Bools, Locations
 from nearkin.reports import LEDGER_FIELDS, Ledger
+from nearkin.retention import retain_until_us
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.conditions import Refusals, check_precondition
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
@@ -358,6 +359,7 @@ class CommitHandler:
                 key=key,
                 version=max(histories, default=0) + 1,
                 created_us=now_us,
+                retain_until_us=retain_until_us(self._settings.retention, tenant, key, now_us),
                 size_bytes=end.size_bytes,
                 blake3=end.blake3,
                 sha256=end.sha256,
