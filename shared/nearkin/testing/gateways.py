@@ -114,7 +114,13 @@ def process(
     log = (folder / "gateway.log").open("wb")
     child = subprocess.Popen(
         [sys.executable, "-m", "nearkin_gateway", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NEARKIN_GATEWAY__PORT": str(port), **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "NEARKIN_GATEWAY__PORT": str(port),
+            "NEARKIN_STORAGE__CREATE": "true",
+            **environment,
+        },
         stderr=log,
         stdout=log,
     )
