@@ -87,7 +87,11 @@ def fleet(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(committing, "Outbox", Kept)
     with redis_client.Redis.from_url(server.url) as client:
         client.flushall()
-    changes = {"object_store": {"url": str(tmp_path / "objects")}, "redis": {"url": server.url}}
+    changes = {
+        "object_store": {"url": str(tmp_path / "objects")},
+        "redis": {"url": server.url},
+        "storage": {"create": True},
+    }
     made = Fleet(with_changes(Settings(), changes))
     yield made
     made.index.close()
