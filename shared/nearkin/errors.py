@@ -68,6 +68,10 @@ class NoRoom(StoreUnavailable):
     """The store's device is full: what was to be written is not there."""
 
 
+class NotWritable(StoreUnavailable):
+    """The process may not write the store's lock or index: a read-only disk, or another user's files."""
+
+
 class IndexDamaged(StoreUnavailable):
     """The index in files cannot be read: it is to be made anew."""
 

@@ -26,6 +26,7 @@ from nearkin.errors import (
     IndexUnfinished,
     IndexUnsafe,
     NearkinError,
+    NotWritable,
     StoreLocked,
     StoreUnavailable,
 )
@@ -43,6 +44,7 @@ from nearkin.store.lock import ROUND, WRITING, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import LocalObjects, ObjectStore, sync_folder
 from nearkin.store.private_files import remove_tree, tighten_modes
+from nearkin.temporary_index import TemporaryIndex
 
 if TYPE_CHECKING:  # a get needs no index
     from nearkin.index.catalog import CatalogEntry
@@ -91,6 +93,7 @@ class LocalIndex(Notes):
         self._containers = containers
         self._manifests = manifests
         self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
+        self._temporary = TemporaryIndex(root, self._open_temporary, self._mending.fill_catalog)
         self._lock = WriterLock(root)
         self.lock_wait_seconds = 0.0
         """At least this long the store's lock is waited for."""
@@ -131,11 +134,13 @@ class LocalIndex(Notes):
         self._changing, self._swapping, self._restating = threading.RLock(), threading.Lock(), threading.Lock()
         self.crossing = Crossing(str(self._folder.parent))
         self._index = None
+        self._temporary.forked()
         self._held, self._forgetting = "", 0
         self._said = self._noted = self._in_vain = self.putting = self.behind = False
 
     def close(self) -> None:
         """Release the lock and the index."""
+        self._temporary.close()
         with self._changing:
             index = self._index
             if index is not None and self._held and self._said and not (self.behind or self._in_vain):
@@ -291,7 +296,17 @@ class LocalIndex(Notes):
                 index.restate_marks(self._mending.marks_of(tenant, key, versions, collected_alone=True))
 
     def readable(self) -> LmdbIndex:
-        """Return the index for reading; one that is not whole is mended first, unless a writer is at work."""
+        """Return the index for reading; one that is not whole is mended first, unless a writer is at work.
+
+        A process that may not write the index, or the lock that mending needs, gets a temporary one.
+        """
+        try:
+            return self._own_readable()
+        except NotWritable as err:
+            return self._temporary.get(err)
+
+    def _own_readable(self) -> LmdbIndex:
+        """Return the store's own index for reading. Raises NotWritable."""
         index = self._at_hand()
         if index is not None and self.behind and not self.putting:
             # A put failed, and may still have committed: its listing must not lag behind what a get answers.
@@ -310,6 +325,8 @@ class LocalIndex(Notes):
             index.close()
             try:
                 self._mend()
+            except NotWritable:
+                raise
             except (StoreLocked, StoreUnavailable):  # a writer is at work: what it has committed is there
                 index = self._open(read_only=True)
                 if not index.complete:
@@ -566,6 +583,12 @@ class LocalIndex(Notes):
         if len(report.skipped) > SKIPPED_NAMED:
             _log.warning("and %d more: `nearkin rebuild-index` names them all", len(report.skipped) - SKIPPED_NAMED)
         return self._open(read_only=False)
+
+    def _open_temporary(self, folder: Path) -> LmdbIndex:
+        with interrupts_wait():
+            from nearkin.index.lmdb import LmdbIndex
+
+        return LmdbIndex(folder, self._domain, self._map_bytes, durable=False, names=self._names())
 
     def _open(self, *, read_only: bool) -> LmdbIndex:
         with interrupts_wait():

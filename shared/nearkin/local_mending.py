@@ -70,6 +70,18 @@ class Mending:
         index.mark_complete()
         return report
 
+    def fill_catalog(self, index: LmdbIndex) -> list[str]:
+        """Fill an empty index with what listings and sums need; return the names of unreadable objects.
+
+        The store's lock is not needed: objects that a writer adds or deletes meanwhile are listed or not.
+        """
+        with interrupts_wait():
+            from nearkin_janitor import fill_catalog
+
+        skipped = fill_catalog(self._containers, self._manifests, index)
+        index.mark_complete()
+        return skipped
+
     def catch_up(self, index: LmdbIndex) -> None:
         """Add what a writer had stored, and not yet put into the index, when it died or failed."""
         with interrupts_wait():

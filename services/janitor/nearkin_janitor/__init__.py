@@ -5,7 +5,7 @@ from nearkin_janitor.collect import Collector, Steps
 from nearkin_janitor.heal import Healer
 from nearkin_janitor.ledger import Ledger
 from nearkin_janitor.purge import Purge
-from nearkin_janitor.rebuild import claims_of, rebuild_index
+from nearkin_janitor.rebuild import claims_of, fill_catalog, rebuild_index
 from nearkin_janitor.repair import Repairer
 from nearkin_janitor.rewrite import Rewriter
 from nearkin_janitor.scrub import Scrubber
@@ -28,5 +28,6 @@ __all__ = [
     "Unsound",
     "Verifier",
     "claims_of",
+    "fill_catalog",
     "rebuild_index",
 ]

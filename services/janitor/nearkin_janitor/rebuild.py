@@ -7,7 +7,7 @@ segments cannot be named and are not claimed; its chunks and bases are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import MappingProxyType
@@ -76,6 +76,7 @@ def rebuild_index(
     ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
     listed, marks = manifests.names_and_marks()
     names = [entry for entry in listed if entry[0] not in known_manifests]
+    total = len(ids) + len(names)
     skipped: list[str] = []
     sound = {int(container) for container in known_containers}
     chunks = segments = 0
@@ -97,8 +98,48 @@ def rebuild_index(
                 chunks += int(np.count_nonzero(claims.directory.chunks.there))  # collected ones leave their numbers
                 segments += int(np.count_nonzero(np.diff(claims.directory.segments.bounds)))
             if progress is not None:
-                progress(done + 1, len(ids) + len(names))
+                progress(done + 1, total)
         publisher.finish()
+
+    def committed(done: int) -> None:
+        if progress is not None:
+            progress(len(ids) + done, total)
+
+    versions = _commit_versions(manifests, index, names, marks, committed, skipped)
+    index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
+    failpoint("rebuild.marks")
+    return RebuildReport(len(ids), chunks, segments, versions, time.perf_counter() - started, tuple(skipped))
+
+
+def fill_catalog(containers: ContainerStore, manifests: ManifestStore, index: Index) -> list[str]:
+    """Fill an empty index with what listings and sums need; return the names of objects that cannot be read.
+
+    Reads directories and manifests alone: no chunk, segment or super-feature is found in such an index.
+    """
+    skipped: list[str] = []
+    everyones = containers.of(None)
+    with _Publisher(index) as publisher:
+        for container in sorted(container for container, _ in containers.ids()):
+            try:
+                publisher.add(_counted_alone(everyones.directory(ContainerId(container))))
+            except Permanent:
+                skipped.append(object_name(ContainerId(container)))
+        publisher.finish()
+    names, marks = manifests.names_and_marks()
+    _commit_versions(manifests, index, names, marks, lambda _: None, skipped)
+    index.mark_many(list(_marked(manifests, marks, NO_MARKS, skipped)))
+    return skipped
+
+
+def _commit_versions(
+    manifests: ManifestStore,
+    index: Index,
+    names: Iterable[tuple[str, int]],
+    marks: list[tuple[str, int]],
+    progress: Callable[[int], None],
+    skipped: list[str],
+) -> int:
+    """Add the versions of manifests to an index, by their time; return how many. `skipped` gains the unreadable."""
     found = []
     collected = _collected(manifests, marks)
     for name, size_bytes in names:
@@ -112,11 +153,8 @@ def rebuild_index(
     for start in range(0, len(found), COMMIT_VERSIONS):
         index.commit_many(found[start : start + COMMIT_VERSIONS])
         failpoint("rebuild.versions")
-        if progress is not None:
-            progress(len(ids) + min(start + COMMIT_VERSIONS, len(found)), len(ids) + len(names))
-    index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
-    failpoint("rebuild.marks")
-    return RebuildReport(len(ids), chunks, segments, len(found), time.perf_counter() - started, tuple(skipped))
+        progress(min(start + COMMIT_VERSIONS, len(found)))
+    return len(found)
 
 
 class _Publisher:

@@ -19,10 +19,17 @@ from typing import Any
 import lmdb
 
 from nearkin import tally
-from nearkin.errors import IndexDamaged, IndexUnfinished, IndexUnsafe, NoRoom, StoreUnavailable
+from nearkin.errors import IndexDamaged, IndexUnfinished, IndexUnsafe, NoRoom, NotWritable, StoreUnavailable
 from nearkin.index.page_check import find_page_damage
 from nearkin.index.session_notes import CRASHES_MAX, dead_notes, remove_note, write_note
-from nearkin.store.private_files import FILE_MODE, check_no_link, make_private_folders, open_private
+from nearkin.store.private_files import (
+    FILE_MODE,
+    REFUSED,
+    check_no_link,
+    make_private_folders,
+    open_private,
+    write_error,
+)
 
 READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
@@ -149,8 +156,8 @@ def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
             f"index {folder}: {map_bytes:,} bytes of addresses cannot be had: raise the limit (ulimit -v), or lower "
             "index.map_bytes"
         )
-    if any(os.strerror(number) in str(err) for number in (errno.EACCES, errno.EPERM)):
-        return StoreUnavailable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
+    if any(os.strerror(number) in str(err) for number in REFUSED):
+        return NotWritable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
     return (IndexDamaged if isinstance(err, DAMAGE) else StoreUnavailable)(
         f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
     )
@@ -233,15 +240,19 @@ def _check_after_crash(folder: Path) -> list[Path]:
 def _reserve_lock(folder: Path) -> None:
     """Let the device have room for the table of readers: LMDB maps a file of holes, and on a full one that is SIGBUS.
 
-    Raises OSError where there is none. A file that is there was reserved by who made it.
+    Raises OSError where there is none; NotWritable where this process may not write the table: LMDB would then read
+    without it, and a writer elsewhere could overwrite pages that are being read. A file that exists was reserved by
+    its maker.
     """
     if not hasattr(os, "posix_fallocate"):
         return
     path = folder / "lock.mdb"
     try:
         descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
-    except OSError:  # LMDB says why, or does without
-        return
+    except OSError as err:
+        if err.errno in REFUSED:
+            raise write_error(path, err) from err
+        return  # LMDB says why
     try:
         if not os.fstat(descriptor).st_size:  # never larger than what another process has mapped
             os.posix_fallocate(descriptor, 0, LOCK_BYTES)

@@ -20,7 +20,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from nearkin.errors import StoreLocked, StoreUnavailable
-from nearkin.store.private_files import LinkRefused, open_private, read_private, write_private
+from nearkin.store.private_files import LinkRefused, open_private, read_private, write_error, write_private
 
 POLL_SECONDS = 0.005
 STEP_SECONDS_MAX = 60.0
@@ -58,7 +58,7 @@ class WriterLock:
         try:
             descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as err:
-            raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
+            raise write_error(self._path, err) from err
         try:
             if not _taken(descriptor):
                 self._wait(descriptor, wait_seconds, yields=what == ROUND)

@@ -16,10 +16,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from nearkin.errors import StoreUnavailable
+from nearkin.errors import NotWritable, StoreUnavailable
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
+REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""Errors of a process that may not write a file, whatever else would work."""
 TIGHTENED_MAX = 4096
 """Entries of one folder whose modes are checked, so that opening a store takes a bounded time."""
 
@@ -34,6 +36,13 @@ def refuse_link(path: Path) -> LinkRefused:
         f"{path}: is a symbolic link; Nearkin does not follow links inside a store, another user may have made it: "
         "remove it and run the same command again"
     )
+
+
+def write_error(path: Path, err: OSError) -> StoreUnavailable:
+    """Return the error for a lock or index file that could not be opened for writing."""
+    if err.errno in REFUSED:
+        return NotWritable(f"{path}: {err.strerror}: this process cannot write here; it may list, get and verify")
+    return StoreUnavailable(f"{path}: {err.strerror}")
 
 
 def open_private(path: Path, flags: int) -> int:
