@@ -535,7 +535,6 @@ class Store:
         from nearkin.sums import stats
 
         quarantine_bytes = sum(self._quarantine.listed().values()) + sum(ScrubStates(self._covered).listed().values())
-        quarantine_bytes += sum(self._heads.listed().values())
         condemned_bytes = sum(self._condemned.listed().values())
         covered = self._covered
         return self._index.read(

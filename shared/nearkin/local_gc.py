@@ -32,7 +32,6 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.deletion import Deletions
 from nearkin.store.encrypted import EncryptedObjects
-from nearkin.store.heads import VersionHeads
 from nearkin.store.lock import ROUNDS, WriterLock
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
@@ -98,10 +97,10 @@ class LocalGc:
             finally:
                 apart.forget_read()  # else 100 MB wait for the garbage collector
             waiting, refused = count_erasures(self.condemned.objects)
-            rolled_back, record_bytes = record_heads(self.condemned.objects)
+            rolled_back = record_heads(self.condemned.objects)
             report = replace(
                 report,
-                freed_bytes=report.freed_bytes + erased_bytes - record_bytes,
+                freed_bytes=report.freed_bytes + erased_bytes,
                 rolled_back_keys=rolled_back,
                 pending_erasures=waiting,
                 refused_records=report.refused_records + refused,
@@ -191,8 +190,7 @@ class LocalGc:
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjects):
             report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased(due=True)))
-        growth_bytes = VersionHeads(objects).growth_bytes(self.manifests)
-        return self._with_retention(replace(report, freed_bytes=report.freed_bytes - growth_bytes), dry_run=True)
+        return self._with_retention(report, dry_run=True)
 
     def _previewed(self, steps: Steps | None, deleted_too: bool) -> GcReport:
         for _ in range(PREVIEW_TRIES_MAX):

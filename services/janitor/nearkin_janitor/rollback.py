@@ -14,19 +14,17 @@ NAMED_MAX = 20
 _log = logging.getLogger("nearkin")
 
 
-def record_heads(objects: ObjectStore) -> tuple[int, int]:
-    """Record the highest version of each key; return (keys rolled back, bytes that the record grew by).
+def record_heads(objects: ObjectStore) -> int:
+    """Record the highest version of each key; return how many keys were rolled back.
 
     Raises Corrupt for a name that no record has.
     """
-    heads = VersionHeads(objects)
-    before_bytes = sum(heads.listed().values())
     try:
-        removed = heads.update(ManifestStore(objects))
+        removed = VersionHeads(objects).update(ManifestStore(objects))
     except StoreUnavailable as err:  # a full disk, for one: what the run has freed stays freed
         _log.warning("gc: heads of keys were not recorded: %s", err)
-        return 0, 0
+        return 0
     for digest, version in list(removed.items())[:NAMED_MAX]:
         _log.error("gc: %s: removed with its marks, and it was the newest of its key", head_name(digest, version))
     metrics.CORRUPT.labels("rollback").inc(len(removed))
-    return len(removed), sum(heads.listed().values()) - before_bytes
+    return len(removed)

@@ -205,11 +205,11 @@ class Rounds:
             forgotten, marks_bytes = self._forgetting(objects, self._lease.check)
             freed_bytes -= marks_bytes
         waiting, refused = count_erasures(self._objects)
-        rolled_back, record_bytes = record_heads(self._objects)
+        rolled_back = record_heads(self._objects)
         return replace(
             report,
             forgotten=forgotten,
-            freed_bytes=report.freed_bytes + freed_bytes - record_bytes,
+            freed_bytes=report.freed_bytes + freed_bytes,
             rolled_back_keys=rolled_back,
             pending_erasures=waiting,
             refused_records=report.refused_records + refused,

@@ -136,8 +136,8 @@ class EncryptedObjects(ParityObjects):
 
     def encryption_bytes(self) -> int:
         """Return what encryption adds to what is stored: heads, tags and keys. One listing of all."""
-        added = sum(size_bytes for _, size_bytes in (*self.keyring.names(), *self.keyring.head_names()))
-        for folder in ("containers", "manifests", "gc", "pause", "quarantine", "scrub", "heads/versions"):
+        added = sum(size_bytes for _, size_bytes in self.keyring.names())
+        for folder in ("containers", "manifests", "gc", "pause", "quarantine", "scrub"):
             stored = dict(self.inner.names(folder))
             added += sum(stored.get(name, size_bytes) - size_bytes for name, size_bytes in self.names(folder))
         return added

@@ -76,14 +76,6 @@ class VersionHeads:
         self._replace(before, {**before, **{key: max(head, before.get(key, 0)) for key, head in now.items()}})
         return lowered(before, now)
 
-    def growth_bytes(self, manifests: ManifestStore) -> int:
-        """Return by how many bytes `update` would change what the records take. Raises StoreUnavailable."""
-        before, listed = self.read(), self.listed()
-        heads = before | {key: max(head, before.get(key, 0)) for key, head in listed_heads(manifests).items()}
-        if heads == before and len(listed) <= 1:
-            return 0
-        return len(encode_heads(1, heads, self._records.key)) - sum(listed.values())
-
     def accept(self, manifests: ManifestStore) -> None:
         """Make the heads what is listed now: what was removed is given up. Raises StoreUnavailable."""
         before = self.read()

@@ -28,10 +28,6 @@ class KeyHeads:
         self._records = NumberedRecords(objects, FOLDER, "nkh", "highest key numbers")
         self._mac_key = mac_key
 
-    def names(self) -> list[tuple[str, int]]:
-        """Return (object name, bytes) of every record."""
-        return [(self._records.name(sequence), size) for sequence, size in sorted(self._records.listed().items())]
-
     def read(self) -> dict[bytes, int]:
         """Return the highest number by owner; none before a key was made by this release. Raises Corrupt."""
         held = self._records.holding(self.at, _broken)

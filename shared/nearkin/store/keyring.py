@@ -460,10 +460,6 @@ class Keyring:
             found[str(err).partition(":")[0]] = str(err)
         return found
 
-    def head_names(self) -> list[tuple[str, int]]:
-        """Return (object name, bytes) of the records of highest key numbers."""
-        return self._heads.names()
-
     def check(self, name: str) -> None:
         """Read a record as it is stored. Raises NotFound, Corrupt, FormatTooNew, ConfigError."""
         said = fmt.name_of(name)

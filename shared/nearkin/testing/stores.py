@@ -36,7 +36,7 @@ ENCRYPTED: Mapping[str, Mapping[str, object]] = {
 }
 """Every object sealed; a key for tests, of nobody's data."""
 
-OBJECT_FOLDERS = ("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads")
+OBJECT_FOLDERS = ("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys")
 
 
 def settings(*changes: Settings | Mapping[str, object]) -> Settings:
