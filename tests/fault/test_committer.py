@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import redis as redis_client
 
+from nearkin import open_store
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.formats.message import End, Envelope, Placed, encode
@@ -26,6 +27,7 @@ from nearkin.runners.kafka.tenants import lanes
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
 from nearkin.testing.committers import Kept, Nothing
+from nearkin.testing.generated import random_bytes
 from nearkin.testing.redis_server import RedisServer
 
 SEGMENT_BYTES = 1000
@@ -46,6 +48,7 @@ class Log:
         self.objects, self.found = open_store_of(settings)
         self.manifests = ManifestStore(self.objects)
         self.index = RedisIndex(settings.redis, b"")
+        self.stored = stored_segments(settings)
         self.records: list[Record] = []
         self.begin()
 
@@ -65,7 +68,8 @@ class Log:
 
     def placed(self, number: int, sequence: int) -> None:
         """Add one segment of blob `number`."""
-        segments = Locations(np.full(1, 5 << 40, np.uint64), np.array([sequence], np.uint32))
+        row = sequence % len(self.stored)
+        segments = self.stored.take(slice(row, row + 1))
         lengths = np.full(1, SEGMENT_BYTES, np.uint32)
         self._add(number, Placed(envelope(number, sequence), segments, np.zeros(1, np.bool_), lengths, Ledger()))
 
@@ -90,6 +94,14 @@ class Log:
         return next(offset for _, offset, _ in self.handler.committable())
 
 
+def stored_segments(settings: Settings) -> Locations:
+    """Store a blob of the tenant and return its segments: the committer refuses segments that no container has."""
+    of_tenant = with_changes(Settings(), {"tenant": "t"})
+    with open_store(Path(str(settings.object_store.url)), settings=of_tenant) as store:
+        store.put("stored", random_bytes(1 << 20, 1))
+        return store._manifests.get("t", "stored", 1).segments
+
+
 def blob_of(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
@@ -109,6 +121,7 @@ def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         client.flushall()
     changes = {
         "object_store": {"url": str(tmp_path / "objects")},
+        "storage": {"create": True},
         "redis": {"url": server.url},
         "kafka": {"upload_idle_seconds": 1},
     }
@@ -203,6 +216,8 @@ def test_a_version_that_was_committed_in_time_stays_however_late_its_records_com
     log.placed(1, 0)
     log.end(1, 1)
     assert log.read() == {"k1": "committed"}
+    for name, _ in list(log.objects.names("containers")):
+        log.objects.delete(name)
     hours, time_ns = int(20 * 3600e9), time.time_ns
     monkeypatch.setattr(committing.time, "time_ns", lambda: time_ns() + hours)
     log.begin()
