@@ -42,6 +42,7 @@ from nearkin.store.deletion import Notes
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.lock import ROUND, WRITING, WriterLock
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.mounts import network_type
 from nearkin.store.objects import LocalObjects, ObjectStore, sync_folder
 from nearkin.store.private_files import remove_tree, tighten_modes
 from nearkin.temporary_index import TemporaryIndex
@@ -67,6 +68,8 @@ SKIPPED_NAMED = 5
 """So many objects that an index made anew lacks are named, where nobody asked for it."""
 READ_TRIES_MAX = 8
 """Each but the first means that another index was put in its place in the milliseconds since it was asked for."""
+_CHECKED_ROOTS: set[Path] = set()
+"""Stores whose filesystem this process has looked at."""
 YIELD_SECONDS = 0.02
 """So long a step of a round lets those go first who wait."""
 
@@ -584,6 +587,20 @@ class LocalIndex(Notes):
             _log.warning("and %d more: `nearkin rebuild-index` names them all", len(report.skipped) - SKIPPED_NAMED)
         return self._open(read_only=False)
 
+    def _warn_of_network(self) -> None:
+        """Warn once a process where the index would be on a network filesystem, which LMDB does not support."""
+        root = self._folder.parent
+        found = None if root in _CHECKED_ROOTS else network_type(root)
+        _CHECKED_ROOTS.add(root)
+        if found is not None:
+            _log.warning(
+                "index %s is on a network filesystem (%s), where LMDB may read half-written pages if a second machine "
+                "uses the store: use it from one machine at a time, or put the store on a local disk "
+                "(docs/filesystems.md)",
+                self._folder,
+                found,
+            )
+
     def _open_temporary(self, folder: Path) -> LmdbIndex:
         with interrupts_wait():
             from nearkin.index.lmdb import LmdbIndex
@@ -594,6 +611,7 @@ class LocalIndex(Notes):
         with interrupts_wait():
             from nearkin.index.lmdb import LmdbIndex
 
+        self._warn_of_network()
         return LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
 
 

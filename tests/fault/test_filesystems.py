@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from nearkin import open_store
+from nearkin.store import mounts
 from nearkin.store import objects as module
 from nearkin.store.objects import AlreadyExists, LocalObjects
+from nearkin.testing.stores import SMALL, settings
 
 SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/file.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -33,6 +39,21 @@ int renameat2(int d, const char *a, int e, const char *b, unsigned f) {
   int (*real)(int, const char *, int, const char *, unsigned) = dlsym(RTLD_NEXT, "renameat2");
   return real(d, a, e, b, f);
 }
+int flock(int fd, int operation) {
+  FAIL_IF("E_FLOCK");
+  int (*real)(int, int) = dlsym(RTLD_NEXT, "flock");
+  return real(fd, operation);
+}
+static int controlled(const char *name, int fd, int command, void *argument) {
+  if (command == F_OFD_SETLK || command == F_OFD_SETLKW) FAIL_IF("E_OFD");
+  int (*real)(int, int, void *) = dlsym(RTLD_NEXT, name);
+  return real(fd, command, argument);
+}
+#define CONTROL(name) int name(int fd, int command, ...) { \
+  va_list more; va_start(more, command); void *argument = va_arg(more, void *); va_end(more); \
+  return controlled(#name, fd, command, argument); }
+CONTROL(fcntl)
+CONTROL(fcntl64)
 int fsync(int fd) {
   struct stat found;
   if (set_by("E_FSYNC") && !fstat(fd, &found) && S_ISDIR(found.st_mode)) FAIL_IF("E_FSYNC");
@@ -77,6 +98,8 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"E_LINK": errno.EOPNOTSUPP, "E_RENAMEAT2": errno.EINVAL},
         {"E_FSYNC": errno.EINVAL},
         {"E_LINK": errno.EMLINK, "E_RENAMEAT2": errno.ENOSYS, "E_FSYNC": errno.ENOTSUP},
+        {"E_FLOCK": errno.ENOSYS},
+        {"E_FLOCK": errno.ENOLCK, "E_LINK": errno.EPERM, "E_RENAMEAT2": errno.EINVAL},
     ],
 )
 def test_store_without_links_or_folder_sync_works(tmp_path, shim, failing):
@@ -113,3 +136,69 @@ def test_other_failures_of_a_folder_sync_are_errors(tmp_path, shim):
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode
     assert "StoreUnavailable" in run.stderr
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from nearkin.errors import NearkinError
+from nearkin.store.lock import WriterLock
+lock = WriterLock(Path(sys.argv[1]))
+try:
+    lock.acquire()
+    print("held", flush=True)
+    sys.stdin.read()
+except NearkinError as err:
+    print(type(err).__name__, err, flush=True)
+"""
+
+
+def start_holder(root: Path, shim: Path, **failing: int) -> subprocess.Popen[str]:
+    """Start a process that takes the store's lock, prints what came of it and waits for the end of its input."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
+    environment |= {name: str(number) for name, number in failing.items()}
+    command = [sys.executable, "-c", HOLDING, str(root)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def test_lock_without_flock_excludes_and_ends_with_process(tmp_path, shim):
+    """F.5: Where flock is not offered one process writes at a time, and a killed holder's lock is free at once."""
+    for _ in range(2):
+        with start_holder(tmp_path, shim, E_FLOCK=errno.ENOTSUP) as holder:
+            assert holder.stdout.readline() == "held\n"
+            with start_holder(tmp_path, shim, E_FLOCK=errno.ENOTSUP) as other:
+                answer = other.stdout.readline()
+            assert answer.startswith("StoreLocked")
+            assert f"process {holder.pid}" in answer
+            holder.kill()
+
+
+def test_filesystem_without_locks_names_the_remedy(tmp_path, shim):
+    """F.5: Where no kind of lock is offered nothing is written, and the error says what helps."""
+    with start_holder(tmp_path, shim, E_FLOCK=errno.ENOLCK, E_OFD=errno.EINVAL) as holder:
+        answer = holder.stdout.readline()
+    assert answer.startswith("StoreUnavailable")
+    assert "has no file locks" in answer
+    assert "move the store to another filesystem" in answer
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [("nfs4", 1), ("fuse.sshfs", 1), ("ext4", 0)])
+def test_index_on_a_network_filesystem_is_warned_of_once(tmp_path, monkeypatch, caplog, kind, warnings):
+    """F.5: An index on a network filesystem is used with one warning in a process."""
+    root = tmp_path / "s"
+    device = tmp_path.stat().st_dev
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / / rw shared:1 - {kind} server:/export rw\n"
+    (tmp_path / "mountinfo").write_text(f"1 1 0:999999 / /proc rw - proc proc rw\nshort\n{line}")
+    monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "mountinfo")
+    for _ in range(2):
+        with open_store(root, settings=settings(SMALL), create=True) as store:
+            store.put("k", b"content")
+            assert store.versions()
+    assert caplog.text.count("network filesystem") == warnings
+
+
+def test_filesystem_type_is_read_from_the_kernel(tmp_path):
+    """F.5: The type of a real mount is found, and a missing path has none."""
+    assert mounts.filesystem_type(Path("/proc/self")) == "proc"
+    assert mounts.filesystem_type(tmp_path / "missing") is None

@@ -8,7 +8,6 @@ searched for at any speed, and a slow hash would cost every request its time.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from nearkin.errors import BadInput, ConfigError, NotFound, choose
 from nearkin.frozen import frozen
+from nearkin.store.file_locks import lock_file
 from nearkin.store.private_files import open_private
 from nearkin.tenants import tenant_problem
 
@@ -231,5 +231,5 @@ def _locked(path: Path) -> Iterator[None]:
     except OSError as err:
         raise BadInput(f'tokens file "{path}": {err.strerror}') from err
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock.fileno(), wait=True)
         yield

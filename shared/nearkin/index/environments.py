@@ -158,6 +158,11 @@ def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
         )
     if any(os.strerror(number) in str(err) for number in REFUSED):
         return NotWritable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
+    if any(os.strerror(number) in str(err) for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)):
+        return StoreUnavailable(
+            f"index {folder}: {err}: the filesystem lacks locks or memory maps, which the index needs: move the store "
+            "to another filesystem (docs/filesystems.md)"
+        )
     return (IndexDamaged if isinstance(err, DAMAGE) else StoreUnavailable)(
         f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
     )

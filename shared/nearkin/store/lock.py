@@ -1,6 +1,6 @@
 """The writer's lock. Invariant: one process writes a store at a time; a dead holder's lock is free at once.
 
-The kernel holds the lock (flock), so it ends with its process; a file beside it only names the holder for the error.
+The kernel holds the lock (file_locks.py), so it ends with its process; a file beside it only names the holder.
 A process that is forked does not hold what its parent does.
 
     lock            held by whoever writes, from its first write to its close, or for one step of a round
@@ -10,7 +10,6 @@ A process that is forked does not hold what its parent does.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from nearkin.errors import StoreLocked, StoreUnavailable
+from nearkin.store.file_locks import lock_file
 from nearkin.store.private_files import LinkRefused, open_private, read_private, write_error, write_private
 
 POLL_SECONDS = 0.005
@@ -60,7 +60,7 @@ class WriterLock:
         except OSError as err:
             raise write_error(self._path, err) from err
         try:
-            if not _taken(descriptor):
+            if not lock_file(descriptor):
                 self._wait(descriptor, wait_seconds, yields=what == ROUND)
         except OSError as err:
             os.close(descriptor)
@@ -95,7 +95,7 @@ class WriterLock:
         if not self._wanted.exists():
             return False
         with _opened(self._wanted) as descriptor:
-            return descriptor is not None and not _taken(descriptor)
+            return descriptor is not None and not lock_file(descriptor)
 
     def _wait(self, descriptor: int, wait_seconds: float, *, yields: bool) -> None:
         began = time.monotonic()
@@ -109,10 +109,9 @@ class WriterLock:
                     being = _BEING.get(held_for, "is being written by")
                     raise StoreLocked(f"store {self._path.parent} {being} {self._named()}; try again when it is done")
                 if wanted is not None:
-                    with suppress(BlockingIOError):  # a round that looks holds it for a moment: next time
-                        fcntl.flock(wanted, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    lock_file(wanted, shared=True)  # False: a round that looks holds it for a moment, next time
                 time.sleep(POLL_SECONDS)
-                if _taken(descriptor):
+                if lock_file(descriptor):
                     return
 
     def _held_for(self) -> str:
@@ -129,15 +128,6 @@ class WriterLock:
             return f"process {holder['pid']} on {holder['host']} since {holder['since']}{also}"
         except (LinkRefused, OSError, ValueError, KeyError, TypeError, RecursionError):
             return "another process"
-
-
-def _taken(descriptor: int) -> bool:
-    try:
-        # The call itself: the filelock package does the same and takes 60 ms to import.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextmanager

@@ -8,11 +8,11 @@ Invariant: a name that is taken is never replaced. The last step relies on `lock
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 from pathlib import Path
 
+from nearkin.store.file_locks import lock_file
 from nearkin.store.private_files import open_private
 
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -55,7 +55,7 @@ def _check_then_rename(temporary: Path, final: Path, lock: Path) -> None:
     with _renaming:
         descriptor = open_private(lock, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor, wait=True)
             if os.path.lexists(final):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
             os.rename(temporary, final)

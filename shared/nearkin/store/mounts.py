@@ -1,0 +1,41 @@
+"""Tell the type of the filesystem that a folder is on, and whether it is a network filesystem."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS_MAX = 1 << 16
+NETWORK_TYPES = frozenset(
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+        "ocfs2", "orangefs", "smb3", "smbfs", "virtiofs",
+        "fuse.ceph", "fuse.ceph-fuse", "fuse.davfs", "fuse.glusterfs", "fuse.gcsfuse", "fuse.goofys", "fuse.juicefs",
+        "fuse.mount.davfs", "fuse.rclone", "fuse.s3fs", "fuse.smbnetfs", "fuse.sshfs",
+    }
+)  # fmt: skip
+"""Filesystems that another machine may change: a memory map of a file does not show such a change, or shows half."""
+
+
+def filesystem_type(path: Path) -> str | None:
+    """Return the type of the filesystem that a file or folder is on, None if it is not known."""
+    try:
+        device = path.stat().st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with MOUNTS.open(errors="replace") as lines:
+            for line in islice(lines, MOUNTS_MAX):
+                # 36 35 98:0 /root /mount/point options [optional fields] - type source options
+                fields, _, after = line.partition(" - ")
+                if fields.split(" ")[2:3] == [wanted]:
+                    return after.split(" ")[0] or None
+    except OSError:
+        pass
+    return None
+
+
+def network_type(path: Path) -> str | None:
+    """Return the type of the network filesystem that a file or folder is on, None if it is on none."""
+    found = filesystem_type(path)
+    return found if found in NETWORK_TYPES else None
