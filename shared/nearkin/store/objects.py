@@ -134,6 +134,8 @@ class LocalObjects:
         self._dropped = dropped
         self._scratch = root / "tmp"
         self._settled: set[Path] = set()
+        self._unsynced: set[Path] = set()
+        """Folders from which a name was removed whose sync failed."""
         self._buffers = Buffers(SPARE_BYTES_MAX)
         # A thread must not take a folder for durable that another has only just made; striped, since a sync takes 1 ms.
         self._folders = tuple(threading.Lock() for _ in range(FOLDER_LOCKS))
@@ -197,12 +199,26 @@ class LocalObjects:
             _make(self._scratch)
             self._named(name, parts, lambda temporary: _link(temporary, final, self._root / "lock.rename"))
             failpoint("object.scratch-removed")
-            sync_folder(final.parent)  # 3 the name itself is durable
+            try:
+                sync_folder(final.parent)  # 3 the name itself is durable
+            except OSError:
+                # A later sync may succeed without writing what this one could not: a new name is written by it.
+                with suppress(OSError):
+                    _remove(final)
+                raise
             failpoint("object.durable")
         except FileExistsError as err:
+            self._sync_existing(final)
             raise AlreadyExists(f"{name}: already there") from err
         except OSError as err:
             raise unavailable(name, err) from err
+
+    def _sync_existing(self, final: Path) -> None:
+        """Make a name durable that another writer made: it may not have synced the folder yet."""
+        try:
+            sync_folder(final.parent)
+        except OSError as err:
+            raise unavailable(str(final.relative_to(self._root)), err) from err
 
     def replace(self, name: str, data: Payload) -> None:
         """Write, fsync, rename over the name, fsync the folder."""
@@ -307,12 +323,22 @@ class LocalObjects:
             self._check_folders(path.parent)
             os.unlink(path)
             failpoint("object.unlinked")
-            sync_folder(path.parent)
+            self._sync_removal(path.parent)
             failpoint("object.removed")
         except FileNotFoundError:
-            return
+            if path.parent in self._unsynced:  # this process removed a name there, and could not make that durable
+                self._sync_removal(path.parent)
         except OSError as err:
             raise unavailable(name, err) from err
+
+    def _sync_removal(self, folder: Path) -> None:
+        """Make removals from a folder durable; remember the folder where that fails. Raises StoreUnavailable."""
+        try:
+            sync_folder(folder)
+        except OSError as err:
+            self._unsynced.add(folder)
+            raise unavailable(str(folder.relative_to(self._root)), err) from err
+        self._unsynced.discard(folder)
 
     def sweep_scratch(self) -> None:
         """Remove what a dead writer left half-written; only the holder of the store's lock may call this.
@@ -337,7 +363,12 @@ class LocalObjects:
         with self._folders[hash(folder) % FOLDER_LOCKS]:
             _make(folder)
             failpoint("object.folder-made")
-            sync_folder(folder.parent)
+            try:
+                sync_folder(folder.parent)
+            except OSError:
+                with suppress(OSError):  # as in `put_new`; a folder that another writer uses stays
+                    os.rmdir(folder)
+                raise
         self._settled.add(folder.parent)
 
     def _check_folders(self, folder: Path) -> None:

@@ -30,7 +30,10 @@ SCRATCH = "tmp"
 
 @frozen
 class Step:
-    """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (what the driver says)."""
+    """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (what the driver says).
+
+    `failed`: a sync that failed, and after which the kernel takes for written what it could not write.
+    """
 
     what: str
     path: str = ""
@@ -38,6 +41,7 @@ class Step:
     data: bytes = b""
     other: str = ""
     said: Any = None
+    failed: bool = False
 
 
 class RecordingOs:
@@ -107,14 +111,15 @@ class RecordingOs:
     def fsync(self, descriptor: int) -> None:
         """Note which file or folder is durable now; the sync itself is spared, the disk here is a list."""
         with self._lock:
-            self._count()
+            failed = self.calls + 1 == self._fail_at
             file = self._descriptors.get(descriptor)
             if file is not None:
-                self.steps.append(Step("sync", file=file))
+                self.steps.append(Step("sync", file=file, failed=failed))
             else:
                 folder = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
                 if folder.is_relative_to(self._root):  # not the one above, in which the store itself is made
-                    self.steps.append(Step("sync-folder", self._relative(folder)))
+                    self.steps.append(Step("sync-folder", self._relative(folder), failed=failed))
+            self._count()
 
     def link(self, source: str | Path, target: str | Path) -> None:
         """Link."""
@@ -141,6 +146,12 @@ class RecordingOs:
             if os.path.lexists(path):
                 self._count()
             os.unlink(path)
+            self.steps.append(Step("unlink", self._relative(path)))
+
+    def rmdir(self, path: str | Path) -> None:
+        """Remove an empty folder."""
+        with self._lock:
+            os.rmdir(path)
             self.steps.append(Step("unlink", self._relative(path)))
 
     def mkdir(self, path: str | Path, mode: int = 0o777) -> None:
@@ -179,6 +190,10 @@ class Disk:
     """As they were when they were synced last."""
     pending: list[tuple[str, int | None, bool]] = field(default_factory=list)
     """(path, file, there): names made or gone since their folder was synced; file None: a folder."""
+    unwritable: set[int] = field(default_factory=set)
+    """Files whose sync failed: a later one succeeds and writes nothing."""
+    doubtful: list[tuple[str, int | None, bool]] = field(default_factory=list)
+    """Names whose folder's sync failed: a later one does not make them durable, unless they were changed since."""
     durable: dict[str, int] = field(default_factory=dict)
     """Names, of files made since the beginning, that are durable."""
 
@@ -190,6 +205,10 @@ class Disk:
                 self.pending.append((step.path, step.file, True))
             case "write":
                 self.contents[step.file] += step.data
+            case "sync" if step.failed:
+                self.unwritable.add(step.file)
+            case "sync" if step.file in self.unwritable:
+                pass  # the kernel has nothing left to write: the call succeeds, and changes nothing
             case "sync":
                 self.synced[step.file] = bytes(self.contents[step.file])
             case "link":
@@ -198,9 +217,15 @@ class Disk:
                 self.pending.append((step.path, None, False))
             case "mkdir":
                 self.pending.append((step.path, None, True))
+            case "sync-folder" if step.failed:
+                self.doubtful += [entry for entry in self.pending if _folder(entry[0]) == step.path]
             case "sync-folder":
+                in_doubt = {id(entry) for entry in self.doubtful}
                 of_folder = [entry for entry in self.pending if _folder(entry[0]) == step.path]
-                self.pending = [entry for entry in self.pending if _folder(entry[0]) != step.path]
+                later = {entry[0] for entry in of_folder if id(entry) not in in_doubt}
+                of_folder = [entry for entry in of_folder if id(entry) not in in_doubt or entry[0] in later]
+                synced = {id(entry) for entry in of_folder}
+                self.pending = [entry for entry in self.pending if id(entry) not in synced]
                 for entry in of_folder:
                     _change(self.tree, self.durable, entry)
             case _:

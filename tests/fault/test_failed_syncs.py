@@ -1,0 +1,120 @@
+"""A sync that fails once and then "succeeds": after it the kernel takes for written what it could not write."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin.errors import StoreUnavailable
+from nearkin.store.objects import AlreadyExists, LocalObjects
+from nearkin.testing.disk import Disk, RecordingOs, Step, recording
+
+NAME, DATA = "containers/00/x.nkc", b"d" * 5000
+OTHER = "containers/00/y.nkc"
+
+
+def syncs_of(root: Path, action: Callable[[LocalObjects], None]) -> list[int]:
+    """Return which mutating calls of an action are syncs."""
+    root.mkdir()
+    numbers = []
+    with recording(root) as layer:
+        fsync = layer.fsync
+
+        def noted(descriptor: int) -> None:
+            fsync(descriptor)
+            numbers.append(layer.calls)
+
+        layer.fsync = noted  # type: ignore[method-assign]
+        action(LocalObjects(root))
+    return numbers
+
+
+def retried(layer: RecordingOs, action: Callable[[], None]) -> int:
+    """Do an action until it succeeds; return how often it failed."""
+    for failures in range(3):
+        try:
+            action()
+        except StoreUnavailable:
+            assert layer.failed
+        else:
+            return failures
+    raise AssertionError("an action failed three times, and one call to the disk did")
+
+
+def worlds(steps: list[Step]) -> Iterator[dict[str, bytes | None]]:
+    """Yield what may be there after a power cut at the end."""
+    disk = Disk({})
+    for step in steps:
+        disk.apply(step)
+    yield from disk.worlds()
+
+
+def put(objects: LocalObjects) -> None:
+    """Put an object; one that is there with the same bytes counts, as for who tries again."""
+    try:
+        objects.put_new(NAME, DATA)
+    except AlreadyExists:
+        assert objects.get(NAME) == DATA
+
+
+def test_put_after_failed_sync_is_durable(tmp_path: Path) -> None:
+    """F.32: Whichever sync of a put fails once, the put fails, and what its repetition acknowledges is durable."""
+    numbers = syncs_of(tmp_path / "all", put)
+    assert len(numbers) >= 4  # folders, the file, its folder
+    for number in numbers:
+        root = tmp_path / str(number)
+        root.mkdir()
+        with recording(root, number, errno.EIO) as layer:
+            objects = LocalObjects(root)
+            assert retried(layer, lambda: put(objects)) == 1  # noqa: B023
+            assert objects.get(NAME) == DATA
+        found = list(worlds(layer.steps))
+        assert all(world.get(NAME) == DATA for world in found), f"sync at call {number}"
+
+
+def test_put_after_failed_folder_sync_shows_no_object(tmp_path: Path) -> None:
+    """F.32: A put whose name could not be made durable leaves no name, which others would take for durable."""
+    numbers = syncs_of(tmp_path / "all", put)
+    root = tmp_path / "s"
+    root.mkdir()
+    with recording(root, numbers[-1], errno.EIO):
+        objects = LocalObjects(root)
+        with pytest.raises(StoreUnavailable):
+            objects.put_new(NAME, DATA)
+        assert list(objects.names("containers")) == []
+
+
+def test_object_that_exists_is_durable_before_it_is_reported(tmp_path: Path) -> None:
+    """F.32: Who is told that an object exists may rely on it: its name is durable, whoever made it."""
+    tmp_path.joinpath("s").mkdir()
+    with recording(tmp_path / "s") as layer:
+        objects = LocalObjects(tmp_path / "s")
+        objects.put_new(OTHER, DATA)
+        (tmp_path / "s" / "tmp").mkdir(exist_ok=True)
+        descriptor = layer.open(tmp_path / "s" / NAME, 0o101)  # another writer's, before it syncs the folder
+        layer.writev(descriptor, [DATA])
+        layer.fsync(descriptor)
+        layer.close(descriptor)
+        with pytest.raises(AlreadyExists):
+            objects.put_new(NAME, DATA)
+    assert all(world.get(NAME) == DATA for world in worlds(layer.steps))
+
+
+def test_delete_after_failed_sync_syncs_again(tmp_path: Path) -> None:
+    """F.32: A removal that could not be made durable fails, and its repetition syncs the folder."""
+
+    def both(objects: LocalObjects) -> None:
+        put(objects)
+        objects.delete(NAME)
+
+    number = syncs_of(tmp_path / "all", both)[-1]
+    root = tmp_path / "s"
+    root.mkdir()
+    with recording(root, number, errno.EIO) as layer:
+        objects = LocalObjects(root)
+        put(objects)
+        assert retried(layer, lambda: objects.delete(NAME)) == 1
+    assert layer.steps[-1] == Step("sync-folder", "containers/00")
