@@ -149,7 +149,23 @@ SERVICE_POINTS: Final = MappingProxyType(
     }
 )
 """What has happened where a name stands in services alone."""
-POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS})
+RECORD_POINTS: Final = MappingProxyType(
+    {
+        # data keys (nearkin.store.keyring)
+        "key.made": "1 a key is durable, the record of highest numbers does not have it",
+        "key.noted": "2 and it does",
+        "key.erasure-recorded": "1 an erasure is durable, the keys are there",
+        "key.removed": "2 one of the keys is gone",
+        # pauses of garbage collection (nearkin.store.pauses)
+        "pause.recorded": "a pause is durable",
+        "pause.removed": "and gone again",
+        # progress of scrubbing (nearkin.store.scrubbed)
+        "scrub.recorded": "a state is durable, the one before is there",
+        "scrub.done": "and it is gone",
+    }
+)
+"""What has happened to records of a store that no put and no GC run writes: keys, pauses, progress."""
+POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS})
 
 
 @frozen

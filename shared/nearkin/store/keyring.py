@@ -22,6 +22,7 @@ from datetime import datetime
 from blake3 import blake3
 
 from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, KeysLost, NotFound, Permanent, Retryable
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import domain_of
 from nearkin.formats import key as fmt
 from nearkin.formats.key import DataKey, KeyName
@@ -335,8 +336,10 @@ class Keyring:
             self._objects.put_new(str(name), fmt.encode_key(name, wrapped_by, wrapped))
         except AlreadyExists:
             return  # another process's: it is read, and used by both
+        failpoint("key.made")
         if number > 1:  # the store's first key is the one that authenticates
             self._heads.note(owner, number)
+            failpoint("key.noted")
             self._highest[owner] = max(number, self._highest.get(owner, 0))
         if self._is_erased(owner):  # since we looked
             self._remove(str(name))
@@ -380,6 +383,7 @@ class Keyring:
         with self._lock:
             now_us = int(self._wall() * 1e6)
             made = self._records.add(owner, now_us, now_us + grace_seconds * 1_000_000)  # 1
+            failpoint("key.erasure-recorded")
             numbers = {name.number for name in self._names(owner)}
             if made.is_due(now_us):
                 self._remove_keys(owner)  # 2
@@ -405,6 +409,7 @@ class Keyring:
     def _remove_keys(self, owner: bytes) -> None:
         for name in list(self._names(owner)):
             self._remove(str(name))
+            failpoint("key.removed")
         # Parity of a key that was removed without it: the key would come back from it.
         for left, _ in list(self._objects.inner.names(f"{PARITY}/{fmt.FOLDER}/{owner.hex()}")):
             self._objects.inner.delete(left)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from nearkin.errors import Corrupt, Paused
+from nearkin.failpoints import failpoint
 from nearkin.formats.authentic import check_json_mac, mac_of_json
 from nearkin.formats.manifest import moment_of
 from nearkin.frozen import frozen
@@ -76,12 +77,14 @@ class Pauses:
                 self._reserve.run(lambda: self._records.add(1, said))
         except AlreadyExists:  # by somebody else, at the same moment
             return self.read() or made
+        failpoint("pause.recorded")
         return made
 
     def resume(self) -> bool:
         """Let collection go on; return whether it was paused. Raises StoreUnavailable."""
         there = sorted(self.listed())
         self._records.remove(there)
+        failpoint("pause.removed")
         return bool(there)
 
     def listed(self) -> dict[int, int]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from blake3 import blake3
 
 from nearkin.errors import Corrupt, FormatTooNew
+from nearkin.failpoints import failpoint
 from nearkin.formats.authentic import check_json_mac, mac_of_json
 from nearkin.frozen import frozen
 from nearkin.store.numbered import NumberedRecords
@@ -67,7 +68,9 @@ class ScrubStates:
             self._records.add(self._records.following(before), encode_state(state, self._records.key))
         except AlreadyExists:
             return  # another one's word: as good as this one
+        failpoint("scrub.recorded")
         self._records.remove(before)
+        failpoint("scrub.done")
 
     def listed(self) -> dict[int, int]:
         """Return the bytes of each state that is there, by sequence. Raises Corrupt for a name that is none's."""

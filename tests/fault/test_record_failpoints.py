@@ -1,0 +1,107 @@
+"""Work on keys, pauses and scrub progress that is cut short at each of its failpoints: the next process goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from nearkin.errors import Erased, StoreUnavailable
+from nearkin.failpoints import RECORD_POINTS, arm, disarm
+from nearkin.fingerprints import domain_of
+from nearkin.store.clients import memory_objects
+from nearkin.store.keyring import Keyring
+from nearkin.store.pauses import Pauses
+from nearkin.store.scrubbed import ScrubState, ScrubStates
+from nearkin.testing.keys import MemoryKeys
+
+DB, WEB = domain_of("db"), domain_of("web")
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    disarm()
+
+
+def cut_short(point: str, action: Callable[[], object]) -> None:
+    """Do an action that ends at a failpoint."""
+    arm(f"{point}:1:error")
+    with pytest.raises(StoreUnavailable, match="failpoint"):
+        action()
+    assert disarm()[point] == 1
+
+
+def test_points_of_records_are_all_tried() -> None:
+    """F.32: Every failpoint of keys, pauses and scrub progress is tried in this file."""
+    tried = {"key.made", "key.noted", "key.erasure-recorded", "key.removed"}
+    assert tried | {"pause.recorded", "pause.removed", "scrub.recorded", "scrub.done"} == set(RECORD_POINTS)
+
+
+@pytest.mark.parametrize("point", ["key.made", "key.noted"])
+def test_rotation_cut_short_keeps_every_key(point: str) -> None:
+    """F.32: After a rotation that was cut short older keys read, new ones seal, and the same again succeeds."""
+    keys = MemoryKeys()
+    first = keys.keyring.newest(DB)
+    cut_short(point, lambda: keys.keyring.rotate("db"))
+    following = keys.another()
+    second = following.newest(DB)
+    assert following.key(first.owner, first.number, "an object").secret == first.secret
+    number = following.rotate("db")
+    assert number > second.number > first.number
+    last = keys.another()
+    assert last.newest(DB).number == number
+    assert last.key(second.owner, second.number, "an object").secret == second.secret
+
+
+@pytest.mark.parametrize("point", ["key.made", "key.noted"])
+def test_first_key_cut_short_is_used_by_the_next(point: str) -> None:
+    """F.32: A tenant's first key that was made as its process died is the one that all others use."""
+    keys = MemoryKeys()
+    cut_short(point, lambda: keys.keyring.newest(DB))
+    found = [keys.another().newest(DB) for _ in range(2)]
+    assert found[0].secret == found[1].secret
+
+
+@pytest.mark.parametrize("point", ["key.erasure-recorded", "key.removed"])
+def test_erasure_cut_short_reads_no_more(point: str) -> None:
+    """F.32: An erasure that was cut short holds: the tenant's keys read nothing, and the same again ends it."""
+    keys = MemoryKeys()
+    for keyring, domain in ((keys.keyring, DB), (keys.keyring, WEB)):
+        keyring.newest(domain)
+    keys.keyring.rotate("db")
+    web = keys.keyring.newest(WEB)
+    cut_short(point, lambda: keys.keyring.erase("db"))
+    following: Keyring = keys.another()
+    with pytest.raises(Erased):
+        following.newest(DB)
+    following.erase("db")
+    owner = following.owner_of(DB).hex()
+    assert not [name for name, _ in keys.below.names(f"keys/{owner}")]
+    assert following.newest(WEB).secret == web.secret
+
+
+def test_pause_cut_short_pauses_and_resumes() -> None:
+    """F.32: A pause holds though its process died; a resumption that was cut short can be done again."""
+    objects = memory_objects()
+    cut_short("pause.recorded", lambda: Pauses(objects).pause("me"))
+    found = Pauses(objects).read()
+    assert found is not None
+    assert found.who == "me"
+    cut_short("pause.removed", Pauses(objects).resume)
+    assert Pauses(objects).read() is None
+    assert not Pauses(objects).resume()
+
+
+@pytest.mark.parametrize("point", ["scrub.recorded", "scrub.done"])
+def test_scrub_progress_cut_short_is_the_newest(point: str) -> None:
+    """F.32: Of scrub states the newest holds though its writer died, and the next leaves one alone."""
+    objects = memory_objects()
+    states = [replace(ScrubState(), begun_us=number) for number in (1, 2, 3)]
+    ScrubStates(objects).write(states[0])
+    cut_short(point, lambda: ScrubStates(objects).write(states[1]))
+    assert ScrubStates(objects).read() == states[1]
+    ScrubStates(objects).write(states[2])
+    assert ScrubStates(objects).read() == states[2]
+    assert len(ScrubStates(objects).listed()) == 1
