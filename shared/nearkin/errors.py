@@ -32,6 +32,10 @@ class ConfigError(BadInput):
     """A setting is refused: names the field, the value and what would be right."""
 
 
+class WrongKey(ConfigError):
+    """The key-encryption key that the settings name, if any, is not the one that the store's keys need."""
+
+
 class Denied(Permanent):
     """The caller may not do this: its token is missing, unknown, expired or has no such scope."""
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from nearkin.config_keeping import StorageSettings
-from nearkin.errors import BadInput, ConfigError, Corrupt
+from nearkin.errors import BadInput, ConfigError, Corrupt, WrongKey
 from nearkin.formats.sealed import aes_gcm
 
 KEY_BYTES = 32
@@ -44,7 +44,7 @@ class KeyWrapper(Protocol):
         """
 
     def unwrap(self, key_id: str, wrapped: bytes, context: bytes) -> bytes:
-        """Return what was wrapped. Raises ConfigError (no such key at hand), Corrupt, StoreUnavailable."""
+        """Return what was wrapped. Raises WrongKey (that key is not here), Corrupt, StoreUnavailable."""
 
 
 class LocalKeys:
@@ -69,10 +69,10 @@ class LocalKeys:
         return nonce + aes_gcm(self._keys[self._newest]).encrypt(nonce, secret, context)
 
     def unwrap(self, key_id: str, wrapped: bytes, context: bytes) -> bytes:
-        """Return what was wrapped. Raises ConfigError, Corrupt."""
+        """Return what was wrapped. Raises WrongKey, Corrupt."""
         key = self._keys.get(key_id)
         if key is None:
-            raise ConfigError(
+            raise WrongKey(
                 f"{self._where}: the store's data keys are wrapped by key-encryption key {key_id}, here are "
                 f"{', '.join(sorted(self._keys))}: give that key too, behind the newest one"
             )
@@ -85,13 +85,13 @@ class LocalKeys:
 
 
 def wrapper_of(storage: StorageSettings) -> KeyWrapper:
-    """Return what the settings name: `storage.key_file`, else `storage.key`. Raises ConfigError."""
+    """Return what the settings name: `storage.key_file`, else `storage.key`. Raises WrongKey, ConfigError."""
     if storage.key_file is not None:
         path = Path(storage.key_file).expanduser()
         return LocalKeys(keys_in(_read(path), f'storage.key_file "{path}"'), f'storage.key_file "{path}"')
     if storage.key is not None:
         return LocalKeys(keys_in(storage.key, "storage.key"), "storage.key")
-    raise ConfigError(
+    raise WrongKey(
         "storage.encryption: no key-encryption key: set storage.key_file, or NEARKIN_STORAGE__KEY; "
         "`nearkin keys generate FILE` makes one"
     )

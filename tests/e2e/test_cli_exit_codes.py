@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.testing.commands import InProcess, command, environment, new_store
+from nearkin.testing.commands import FIRST, InProcess, command, damage, environment, new_store, run
 
 HOLD = (
     "import sys, nearkin\n"
@@ -39,7 +41,7 @@ def hold(root: Path) -> subprocess.Popen[bytes]:
 def test_exit_codes_tell_failures_apart(call: InProcess, root: Path, tmp_path: Path) -> None:
     """F.10: done, failed, usage and no store have codes of their own, as the help lists them."""
     assert call("--store", root, "ls").returncode == ExitCode.DONE == 0
-    assert call("--store", root, "get", "none").returncode == ExitCode.FAILED == 1
+    assert call("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4
     assert call("--store", root, "put").returncode == ExitCode.USAGE == 2
     assert call("--store", tmp_path / "none", "ls").returncode == ExitCode.NO_STORE == 10
     help_text = " ".join(call("--help").stdout.decode().split())
@@ -71,3 +73,81 @@ def test_wait_outlasts_another_writer(root: Path, words: tuple[str, ...]) -> Non
         assert waiting.wait(60) == 0
     with open_store(root) as store:
         assert not store.verify().damage
+
+
+def encrypted(tmp_path: Path, name: str = "right.key") -> dict[str, str]:
+    """Generate a key-encryption key and return the environment that names it."""
+    file = tmp_path / name
+    assert run("keys", "generate", file).returncode == 0
+    return {"NEARKIN_STORAGE__ENCRYPTION": "aes-256-gcm", "NEARKIN_STORAGE__KEY_FILE": str(file)}
+
+
+def test_not_found_and_precondition_have_own_exit_codes(root: Path) -> None:
+    """F.10: a missing key or version is 4, a conditional put over another version is 7."""
+    assert run("--store", root, "put", "k", "-", stdin=b"x").returncode == 0
+    assert run("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4
+    assert run("--store", root, "get", "k", "--version", "9").returncode == ExitCode.NOT_FOUND
+    assert run("--store", root, "info", "none").returncode == ExitCode.NOT_FOUND
+    refused = run("--store", root, "put", "k", "-", "--if-none-match", "*", stdin=b"y")
+    assert refused.returncode == ExitCode.PRECONDITION_FAILED == 7
+
+
+def test_damage_has_its_own_exit_code(root: Path, tmp_path: Path) -> None:
+    """F.10: get, get --salvage, verify and repair of damaged data exit with 5, copy with 3 as some are not copied."""
+    assert run("--store", root, "put", "k", "-", stdin=FIRST).returncode == 0
+    damage(root)
+    for words in (("get", "k"), ("get", "k", "--salvage"), ("verify",), ("verify", "k"), ("repair",)):
+        assert run("--store", root, *words).returncode == ExitCode.DAMAGED == 5, words
+    copied = run("--store", new_store(tmp_path / "copy"), "copy", "--from", root)
+    assert copied.returncode == ExitCode.INCOMPLETE == 3, copied.stderr
+
+
+def test_wrong_key_has_its_own_exit_code(tmp_path: Path) -> None:
+    """F.10: a wrong or missing key-encryption key is 12, as restic's wrong password."""
+    right = encrypted(tmp_path)
+    root = tmp_path / "sealed"
+    assert run("--store", root, "init", env=right).returncode == 0
+    assert run("--store", root, "ls", env=encrypted(tmp_path, "wrong.key")).returncode == ExitCode.WRONG_KEY == 12
+    assert run("--store", root, "ls").returncode == ExitCode.WRONG_KEY
+    assert run("--store", root, "ls", env=right).returncode == ExitCode.DONE
+
+
+def test_full_disk_has_its_own_exit_code(tmp_path: Path) -> None:
+    """F.10: a put that does not fit on the store's device exits with 6."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount the small disk that this test fills")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(words, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        root = new_store(disk / "store")
+        content = random.Random(2).randbytes(6 << 20)
+        assert run("--store", root, "put", "k", "-", stdin=content).returncode == ExitCode.NO_ROOM == 6
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_keys_of_a_missing_store_name_init(tmp_path: Path) -> None:
+    """F.10: `nearkin keys` without a store exits with 10 and names `nearkin init`, for object_store.url too."""
+    env = encrypted(tmp_path)
+    for more in ({"NEARKIN_STORE": str(tmp_path / "none")}, {"NEARKIN_OBJECT_STORE__URL": str(tmp_path / "none")}):
+        done = run("keys", "list", env={**env, **more})
+        assert done.returncode == ExitCode.NO_STORE
+        assert b"`nearkin init` makes one" in done.stderr
+
+
+def test_serve_waits_for_the_lock(root: Path, tmp_path: Path) -> None:
+    """F.10: `serve --wait` starts once the other process has closed the store."""
+    with hold(root) as holder, (tmp_path / "out").open("w+b") as out:
+        words = command("serve", root, "--port", "0", "--no-token", "--wait", "60")
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=out, env=environment()) as serving:
+            assert serving.stdout is not None
+            with pytest.raises(subprocess.TimeoutExpired):
+                serving.wait(3)
+            assert holder.stdin is not None
+            holder.stdin.close()
+            assert serving.stdout.readline().startswith(b"http://")
+            serving.terminate()
+            assert serving.wait(60) == 0

@@ -82,7 +82,7 @@ def test_an_output_that_cannot_be_written_is_wrong_usage(store: Path, tmp_path: 
     ],
 )
 def test_what_is_not_there_is_exit_code_1(store: Path, call: InProcess, arguments: list[str]) -> None:
-    assert_refused(call("--store", store, *arguments), 1, arguments[1])
+    assert_refused(call("--store", store, *arguments), 4, arguments[1])
     done = call("--store", store, "--json", *arguments)
     assert json.loads(done.stderr)["error"]["kind"] == "NotFound"
 
@@ -93,18 +93,18 @@ def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
     damage(copied)
     (tmp_path / "out").write_bytes(b"precious")
     done = call("--store", copied, "--json", "get", "db/dump", "-o", tmp_path / "out")
-    assert (done.returncode, done.stdout) == (1, b"")
+    assert (done.returncode, done.stdout) == (5, b"")
     assert json.loads(done.stderr)["error"]["kind"] == "Corrupt"
     assert (tmp_path / "out").read_bytes() == b"precious"
     assert sorted(os.listdir(tmp_path)) == ["copied", "out"]
     verified = call("--store", copied, "--json", "verify")
     report = json.loads(verified.stdout)
-    assert (verified.returncode, report["ok"]) == (1, False)
+    assert (verified.returncode, report["ok"]) == (5, False)
     assert all(item["object_name"] and item["problem"] for item in report["damage"])
     touched = {(v["key"], v["version"]) for item in report["damage"] for v in item["versions"]}
     assert ("db/dump", 1) in touched
     told = call("--store", copied, "verify")
-    assert told.returncode == 1
+    assert told.returncode == 5
     assert b"touches db/dump version 1" in told.stdout
 
     assert b"put the same data again" in told.stdout

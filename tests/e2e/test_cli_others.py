@@ -24,12 +24,12 @@ def test_ls_lists_what_it_can_and_names_what_it_cannot(copied: Path, call: InPro
     (manifest,) = (copied / "manifests").rglob("*2.nkm")
     manifest.write_bytes(manifest.read_bytes()[:100])
     listed = call("--store", copied, "ls", "--versions")
-    assert listed.returncode == 1
+    assert listed.returncode == 5
     assert [line.split()[-2:] for line in listed.stdout.decode().splitlines()] == [["v1", "db/dump"], ["v1", "notes"]]
     (line,) = listed.stderr.decode().splitlines()
     assert line.startswith("nearkin: 'db/dump' version 2 cannot be read: manifests/")
     as_json = call("--store", copied, "--json", "ls")
-    assert as_json.returncode == 1
+    assert as_json.returncode == 5
     assert [info["key"] for info in json.loads(as_json.stdout)] == ["notes"]
     assert json.loads(as_json.stderr)["error"]["kind"] == "Corrupt"
 

@@ -237,7 +237,7 @@ def test_put_with_a_condition_that_fails_exits_1(tmp_path: Path, call: InProcess
     file.write_bytes(b"one")
     new_store(tmp_path / "s")
     digest = call.answer(*store, "put", "k", file, "--if-none-match", "*")["digest"]
-    assert_refused(call(*store, "put", "k", file, "--if-none-match", "*"), 1, "precondition failed")
+    assert_refused(call(*store, "put", "k", file, "--if-none-match", "*"), 7, "precondition failed")
     assert call(*store, "put", "k", file, "--if-match", digest).returncode == 0
     assert_refused(call(*store, "put", "k", file, "--if-match", "nonsense"), 2, "if_match 'nonsense'")
     assert_refused(call(*store, "put", "-r", tmp_path, "--if-match", "*"), 2, "not with --recursive")

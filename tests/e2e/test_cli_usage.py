@@ -151,7 +151,7 @@ def test_errors_are_one_json_object_with_json(call: InProcess, arguments: list[s
 
 def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path, call: InProcess) -> None:
     for name in (["ls"], ["stats"], ["get", "key"], ["info", "key"], ["explain", "key"], ["verify"], ["rebuild-index"]):
-        assert_refused(call("--store", tmp_path / "none", *name), 1, "none")
+        assert_refused(call("--store", tmp_path / "none", *name), 10, "none")
     assert not (tmp_path / "none").exists()
 
 

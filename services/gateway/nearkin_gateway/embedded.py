@@ -69,12 +69,16 @@ class _Wake:
     """In the queue where a round is asked for, or has ended: the writer has nothing else to wake up for."""
 
 
-def embedded_gateway(settings: Settings) -> Gateway:
-    """Return the parts of a gateway that is a whole store in one process. Raises NearkinError."""
+def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gateway:
+    """Return the parts of a gateway that is a whole store in one process; its start waits for the store's lock.
+
+    Raises NearkinError.
+    """
     if settings.store is None:
         raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
     root = Path(settings.store).expanduser()
     store = open_store(root, settings=settings, create=settings.storage.create)
+    store.wait_for_lock(lock_wait_seconds)
     objects = as_set(local_objects(root, settings), settings)
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)

@@ -50,13 +50,13 @@ def check_address(settings: Settings) -> None:
         )
 
 
-def make_gateway(settings: Settings, config_file: Path | None = None) -> Gateway:
-    """Return the parts that `settings` name. Raises NearkinError."""
+def make_gateway(settings: Settings, config_file: Path | None = None, lock_wait_seconds: float = 0.0) -> Gateway:
+    """Return the parts that `settings` name; `lock_wait_seconds` is for a local store. Raises NearkinError."""
     check_address(settings)
     if settings.gateway.ingest == "embedded":
         from nearkin_gateway.embedded import embedded_gateway
 
-        return embedded_gateway(settings)
+        return embedded_gateway(settings, lock_wait_seconds)
     from nearkin_gateway.pipeline import pipeline_gateway
 
     return pipeline_gateway(settings, config_file)
@@ -151,14 +151,19 @@ def make_room_for_files(bounds: GatewaySettings) -> None:
         )  # fmt: skip
 
 
-def serve(settings: Settings, config_file: Path | None = None, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until told to stop; `ready` is told the URL. Raises NearkinError."""
+def serve(
+    settings: Settings,
+    config_file: Path | None = None,
+    ready: Callable[[str], None] | None = None,
+    lock_wait_seconds: float = 0.0,
+) -> None:
+    """Serve until a stop is requested; call `ready` with the URL. Raises NearkinError."""
     monitor = Monitor(settings.monitor)
     monitor.start()
     tracing.start(settings, "gateway", socket.gethostname())
     make_room_for_files(settings.gateway)
     try:
-        gateway = make_gateway(settings, config_file)
+        gateway = make_gateway(settings, config_file, lock_wait_seconds)
         server = make_server(settings, gateway, ready)
         monitor.connected(_checks(settings))
         # uvicorn stops by it, then raises it again: a stop is no failure. Not sooner, or a start could not be stopped.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nearkin.cli.exit_codes import ExitCode
 from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, shared_options
 from nearkin.errors import BadInput, Corrupt
 
@@ -75,8 +76,9 @@ def nearkin() -> None:
     The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
-    Exit codes: 0 done, 1 failed (not found, damaged, out of room), 2 wrong usage, 3 incomplete (put -r could not read
-    some files), 10 no store, 11 locked, 129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (put -r or copy could not read some), 4 not found,
+    5 damaged, 6 no room, 7 precondition failed, 10 no store, 11 locked, 12 wrong or missing key-encryption key,
+    129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
     """
 
 
@@ -451,7 +453,7 @@ def stats() -> None:
 def verify(key: str | None, version: int | None, sample: str | None, seed: int | None, since: str | None) -> int:
     """Check every checksum and fingerprint, and the index.
 
-    Exit code 1 if anything is damaged; the report names the versions it touches.
+    Exit code 5 if anything is damaged; the report names the versions it touches.
 
     With KEY only the containers are read that its versions (with --version: one of them) depend on. A server's KEY is
     downloaded and compared with its BLAKE3.
@@ -491,7 +493,7 @@ def repair(files: tuple[Path, ...]) -> int:
 
     All is verified first. What is broken comes back from its parity (storage.parity), from copies given with --from,
     or from the same chunks elsewhere in the store; what is left stays in quarantine until its content is put again.
-    Nothing that can be read is removed. Exit code 1 if anything is damaged still.
+    Nothing that can be read is removed. Exit code 5 if anything is damaged still.
 
     nearkin repair
     nearkin repair --from /backup/containers/1a200/1a20082bad40bb55.nkc
@@ -553,7 +555,7 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
 def rebuild_index() -> int:
     """Build the index anew from what is stored.
 
-    Exit code 1 if some stored objects cannot be read; these are left out.
+    Exit code 5 if some stored objects cannot be read; these are left out.
 
     nearkin rebuild-index
     """
@@ -569,7 +571,7 @@ def rebuild_index() -> int:
     else:
         for line in rebuild_lines(report):
             report_line(line)
-    return 1 if report.skipped else 0
+    return ExitCode.DAMAGED if report.skipped else ExitCode.DONE
 
 
 @nearkin.command()

@@ -63,7 +63,7 @@ def copy(
     copied, so a second run copies what is new, and an interrupted run continues where it ended. Each version is
     verified (BLAKE3) before it is committed here.
 
-    A key stops at a version that is damaged in SRC; others go on, and the exit code is 1. A server keeps its own
+    A key stops at a version that is damaged in SRC; others go on, and the exit code is 3. A server keeps its own
     creation time: there the original one is kept as metadata (nearkin-created).
 
     nearkin --store /backup copy --from /var/lib/nearkin
@@ -90,12 +90,12 @@ def copy(
         if dry_run:
             failures = [plan.failure for plan in plans if plan.failure is not None]
             _print_plan(session, plans, failures)
-            return ExitCode.FAILED if failures else ExitCode.DONE
+            return ExitCode.INCOMPLETE if failures else ExitCode.DONE
         with bytes_bar("copy", total_bytes, shown=not session.as_json) as progress:
             copier = Copier(origin, target, skip_damaged=skip_damaged, progress=progress)
             copied = list(copier.run(plans))
     _print_copied(session, copied, plans, copier.failures, time.perf_counter() - started)
-    return ExitCode.FAILED if copier.failures else ExitCode.DONE
+    return ExitCode.INCOMPLETE if copier.failures else ExitCode.DONE
 
 
 @contextmanager

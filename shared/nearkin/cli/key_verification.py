@@ -3,7 +3,7 @@
 local store    manifests -> the containers that they reach, bases included -> every checksum and fingerprint
 server         every version is downloaded and compared with its BLAKE3; nothing is kept
 
-Invariant: exit code 1 if any of the versions is damaged (I8).
+Invariant: exit code 5 if any of the versions is damaged (I8).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nearkin.cli.arguments import check_key
+from nearkin.cli.exit_codes import ExitCode
 from nearkin.cli.output import print_json, say
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
@@ -40,7 +41,7 @@ def verify_key(key: str, version: int | None) -> int:
     else:
         for line in verify_lines(report):
             say(line)
-    return 1 if report.damage else 0
+    return ExitCode.DAMAGED if report.damage else ExitCode.DONE
 
 
 def _download_versions(store: RemoteStore, key: str, version: int | None, progress: Counted | None) -> VerifyReport:

@@ -49,7 +49,7 @@ def salvage(session: Session, key: str, output: str | None, choose: Callable[[St
         )
     elif blob.holes:
         _warn_holes(key, blob.info.version, blob.size_bytes, blob.holes)
-    return ExitCode.FAILED if blob.holes else ExitCode.DONE
+    return ExitCode.DAMAGED if blob.holes else ExitCode.DONE
 
 
 def _hole_json(hole: Hole) -> dict[str, object]:

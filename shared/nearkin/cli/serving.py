@@ -64,7 +64,9 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
         if settings.auth.tokens_file is None and not no_token:
             settings, text = held.enter_context(_token_of_this_run(settings))
         with suppress(KeyboardInterrupt):  # Ctrl-C is how one ends it: uvicorn has stopped by then
-            serve_gateway(settings, session.config, lambda url: _announce(url, text, as_json=session.as_json))
+            serve_gateway(
+                settings, session.config, lambda url: _announce(url, text, as_json=session.as_json), session.wait
+            )
 
 
 @contextmanager

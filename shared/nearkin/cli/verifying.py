@@ -1,4 +1,4 @@
-"""`nearkin verify` and `nearkin repair`. Invariant: exit code 1 where anything is damaged, and named; else 0."""
+"""`nearkin verify` and `nearkin repair`. Invariant: exit code 5 where anything is damaged, and named; else 0."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from nearkin.cli.exit_codes import ExitCode
 from nearkin.cli.ledger import counted, human_bytes
 from nearkin.cli.output import print_json, say
 from nearkin.cli.progress import count_bar
@@ -36,7 +37,7 @@ def verify(sample_text: str | None, seed: int | None, since_text: str | None) ->
     else:
         for line in verify_lines(report):
             say(line)
-    return 1 if report.damage else 0
+    return ExitCode.DAMAGED if report.damage else ExitCode.DONE
 
 
 def repair(files: Sequence[Path]) -> int:
@@ -49,7 +50,7 @@ def repair(files: Sequence[Path]) -> int:
     else:
         for line in repair_lines(report):
             say(line)
-    return 1 if report.damage else 0
+    return ExitCode.DAMAGED if report.damage else ExitCode.DONE
 
 
 def repair_json(report: RepairReport) -> dict[str, object]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from blake3 import blake3
 
-from nearkin.errors import BadInput, ConfigError, Corrupt, FormatTooNew
+from nearkin.errors import BadInput, Corrupt, FormatTooNew, WrongKey
 from nearkin.formats.key import ALGORITHM, ENCRYPTED_VERSION, decode_envelope
 from nearkin.frozen import frozen
 from nearkin.store.objects import ObjectStore
@@ -79,7 +79,7 @@ def _decoded(data: bytes, _name: str) -> Descriptor:
         ):
             raise ValueError("not a Nearkin store's descriptor")  # noqa: TRY301
         if fields["format_version"] == ENCRYPTED_VERSION and "encryption" in fields and decode_envelope(data, NAME):
-            raise ConfigError(
+            raise WrongKey(
                 f'{NAME}: this store is encrypted: set storage.encryption = "{ALGORITHM}", and storage.key_file or '
                 "NEARKIN_STORAGE__KEY with the key-encryption key that it was made with"
             )

@@ -18,10 +18,12 @@ from nearkin.store.private_files import make_private_folders
 from nearkin.wrapping import wrapper_of
 
 
-def open_objects(settings: Settings) -> ObjectStore:
+def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
     """Return `object_store.url`, or the folder `store` where that is not set; `storage.create` makes the folder.
 
     Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
+    `services`: the error for a missing folder names their remedy, else that of the command.
+
     the remedy when it cannot be reached: no such bucket, wrong keys, no server, no permission.
     """
     url = settings.object_store.url or settings.store
@@ -40,7 +42,7 @@ def open_objects(settings: Settings) -> ObjectStore:
     try:
         if not folder.is_dir():
             if not settings.storage.create:
-                raise no_store(str(folder), services=True)
+                raise no_store(str(folder), services=services)
             make_private_folders(folder)
     except OSError as err:
         raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
@@ -78,9 +80,12 @@ def as_set(objects: ObjectStore, settings: Settings) -> ParityObjects:
 
 
 def open_keys(settings: Settings) -> Keyring:
-    """Return the keys of a store that is there. Raises NotFound where there is none, and as `as_set` does."""
-    covered = with_parity(open_objects(settings), settings)
-    covered.size_bytes(descriptor.NAME)
+    """Return the keys of a store that is there. Raises NoStore, and as `as_set` does."""
+    covered = with_parity(open_objects(settings, services=False), settings)
+    try:
+        covered.size_bytes(descriptor.NAME)
+    except NotFound as err:
+        raise no_store(str(settings.object_store.url or settings.store)) from err
     return open_keyring(covered, wrapper_of(settings.storage))
 
 
