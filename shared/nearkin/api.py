@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from nearkin.config import Settings
 from nearkin.config_keeping import RetentionPolicy
-from nearkin.config_layers import load
+from nearkin.config_layers import explicit_names, load
 from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, Permanent, StoreLocked, StoreUnavailable
 from nearkin.failed_puts import FailedPuts
 from nearkin.fingerprints import Fingerprinter
@@ -58,7 +58,8 @@ from nearkin.sources import (
     check_prefix,
     check_version,
 )
-from nearkin.store import descriptor
+from nearkin.store import chunking, descriptor
+from nearkin.store.chunking import ChunkingGuard
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
 from nearkin.store.deletion import Deletions, user_and_host
@@ -121,10 +122,16 @@ def open_store(
     read_only: bool = False,
     fingerprint_bits: int = descriptor.FINGERPRINT_BITS,
     clock: Callable[[], float] = time.time,
+    explicit: Collection[str] | None = None,
+    force: bool = False,
 ) -> Store:
     """Open the store in a folder; with `create`, create it first if the folder has none.
 
     A missing store is an error by default: an unmounted disk must not get a second, empty store.
+
+    Where the caller set no `chunker.*` and no profile the store's own are used (`Store.settings`), as its first writer
+    recorded them. `explicit`: dotted names of the settings that the caller set; None: those that differ from the
+    defaults. A put under set values that differ from the store's raises ConfigError; with `force` it warns.
 
     `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
     `fingerprint_bits` below 160 is for tests of collisions.
@@ -132,7 +139,10 @@ def open_store(
     Raises NotFound (no store there), BadInput (`create` in a folder with other files), FormatTooNew, Corrupt,
     StoreUnavailable.
     """
-    chosen = settings if settings is not None else load()[0]
+    chosen = settings
+    if chosen is None:
+        chosen, origins = load()
+        explicit = explicit_names(origins)
     root = _store_path(path)
     if not _has_store(root):
         if not create or read_only:
@@ -141,7 +151,8 @@ def open_store(
             return _create(root, chosen, fingerprint_bits, clock)
     objects = local_objects(root, chosen)
     covered = as_set(objects, chosen)
-    return Store(root, objects, covered, descriptor.read(covered, fingerprint_bits), chosen, clock)
+    found = descriptor.read(covered, fingerprint_bits)
+    return Store(root, objects, covered, found, ChunkingGuard(covered, chosen, explicit, force=force), clock)
 
 
 def create_store(
@@ -172,7 +183,9 @@ def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callab
         raise StoreUnavailable(f"store {root}: {err.strerror}") from err
     objects = local_objects(root, settings)
     covered = as_set(objects, settings)
-    return Store(root, objects, covered, descriptor.create(covered, fingerprint_bits), settings, clock)
+    found = descriptor.create(covered, fingerprint_bits)
+    chunking.create_record(covered, settings)
+    return Store(root, objects, covered, found, ChunkingGuard(covered, settings), clock)
 
 
 def _store_path(path: str | Path) -> Path:
@@ -235,16 +248,16 @@ class Store:
         objects: LocalObjects,
         covered: ParityObjects,
         found: descriptor.Descriptor,
-        settings: Settings,
+        guard: ChunkingGuard,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.root = root
         self.store_id = found.store_id
         self._clock = clock
-        self.settings = settings
+        self.settings = settings = guard.settings
+        self._chunking = guard
         self._objects = objects
         self._covered = covered
-        self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
         self._fingerprinters = partial(
             Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits
         )
@@ -366,6 +379,7 @@ class Store:
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
     ) -> Iterator[PutResult | Permanent]:
         """Store many blobs as `put_many` does; yield the error in place of the result of one that is refused."""
+        self._chunking.prepare_put()
         return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
 
     # --- get ---------------------------------------------------------------------------------------------------------
@@ -506,6 +520,11 @@ class Store:
         return found if dry_run else forget(self, found, FORGET_REASON)
 
     @property
+    def chunking(self) -> chunking.ChunkingRecord | None:
+        """Return how the store's data are cut; None for a store of an older release before its next put."""
+        return self._chunking.record
+
+    @property
     def deletions(self) -> Deletions:
         """Return what deletes any tenant's versions: for servers that answer for many."""
         return self._deletions
@@ -541,7 +560,7 @@ class Store:
             lambda index: stats(
                 index,
                 self._containers,
-                self._descriptor_bytes,
+                chunking.descriptor_bytes(self._objects),
                 condemned_bytes,
                 self._index.bytes_on_disk,
                 manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
@@ -564,11 +583,12 @@ class Store:
         if all(owner == tenant for owner, _ in entries):
             return self.stats()
         own = [summary for summary in found if self._owns(summary.container)]
+        descriptor_bytes = chunking.descriptor_bytes(self._objects)
         return sum_up(
             ((owner, entry) for owner, entry in entries if owner == tenant),
             own,
-            sum(summary.container_bytes for summary in own) + self._descriptor_bytes,
-            descriptor_bytes=self._descriptor_bytes,
+            sum(summary.container_bytes for summary in own) + descriptor_bytes,
+            descriptor_bytes=descriptor_bytes,
             index_bytes=0,
         )
 

@@ -56,6 +56,9 @@ class StorageSettings:
     create: bool = False
     """Services create the store if the object store has none: for the first start. Otherwise they refuse to start, so
     that a wrong or unmounted place does not get a second, empty store. Commands use `nearkin init`."""
+    allow_other_chunking: bool = False
+    """Write under another profile or other `chunker.*` than the store is written with (`chunking.json`), with a
+    warning: such data share no chunks with what is stored. Commands have `--force`."""
 
     def __post_init__(self) -> None:
         """Refuse encryption without a key, two sources of keys, and keys that would not be used."""

@@ -29,6 +29,8 @@ ENVIRONMENT_PREFIX = "NEARKIN_"
 OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint", "from_token"})
 """`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
 FILE_BYTES_MAX = 1 << 20
+UNSET_SOURCES = frozenset({"default", "profile"})
+"""First words of the sources of values that the user did not set."""
 TABLES_DEPTH_MAX = 32
 """Of tables within tables; the settings have three."""
 
@@ -72,6 +74,11 @@ def load(
         name: Origin(shown(name, value), _named(_source_of(name, sources), name))
         for name, value in _flatten(asdict(settings))
     }
+
+
+def explicit_names(origins: Mapping[str, Origin]) -> frozenset[str]:
+    """Return the dotted names of the settings that a file, the environment or an argument set."""
+    return frozenset(name for name, origin in origins.items() if origin.source.split(" ")[0] not in UNSET_SOURCES)
 
 
 def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:

@@ -13,7 +13,7 @@ from nearkin.errors import NotFound
 from nearkin.testing.generated import mutated, random_bytes
 from nearkin.testing.stores import SMALL, attempt, settings
 
-TRUTH = ("nearkin.json", "containers", "manifests", "gc", "parity", "quarantine", "scrub", "heads")
+TRUTH = ("nearkin.json", "chunking.json", "containers", "manifests", "gc", "parity", "quarantine", "scrub", "heads")
 """What is copied: neither the index, nor locks, nor what a writer has not finished."""
 BEFORE = 6
 

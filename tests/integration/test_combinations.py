@@ -73,7 +73,7 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
 def test_settings_at_their_bounds_round_trip(changes, tmp_path):
     if "chunker" in changes and changes["chunker"]["target_bytes"] == 900 * 1024:
         changes = {"chunker": {"algorithm": "whole"}}  # 900 KiB is no power of two: whole cuts there by itself
-    with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True) as store:
+    with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True, force=True) as store:
         for content in [*VERSIONS, FRESH]:
             store.put("k", content)
         for version, content in enumerate([*VERSIONS, FRESH], 1):
@@ -94,7 +94,7 @@ def test_a_store_goes_on_under_other_settings(tmp_path):
             "delta": {"max_depth": 1 + number % 4},
             "block": {"level": 1 + number % 9},
         }
-        with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True) as store:
+        with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True, force=True) as store:
             assert store.put("k", content).info.version == number + 1
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         for version, content in enumerate(everything, 1):

@@ -56,7 +56,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         if self.store is not None:
             self.store.close()
         self.store = open_store(
-            self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True
+            self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True, force=True
         )
 
     def teardown(self) -> None:
@@ -191,7 +191,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
     def another_tenant(self, content, delete):
         self.store.close()
         other = with_changes(settings(SMALL, self.changes), {"tenant": "other"})
-        with open_store(self.folder / "s", settings=other, clock=lambda: self.now, create=True) as store:
+        with open_store(self.folder / "s", settings=other, clock=lambda: self.now, create=True, force=True) as store:
             assert store.put("a", content).info.version == self.others + 1
             self.others += 1
             assert store.get("a").read() == content
@@ -204,7 +204,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         """One is refused while the other writes, and finds all of it when it is let in."""
         self.put(key, content, as_file=False)
         with open_store(
-            self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True
+            self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True, force=True
         ) as other:
             for call in (lambda: other.put(key, content), other.gc, other.rebuild_index):
                 with pytest.raises(StoreLocked):

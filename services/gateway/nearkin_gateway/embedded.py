@@ -79,6 +79,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     root = Path(settings.store).expanduser()
     store = open_store(root, settings=settings, create=settings.storage.create)
     store.wait_for_lock(lock_wait_seconds)
+    settings = store.settings  # the store's chunker and profile, where ours name none
     objects = as_set(local_objects(root, settings), settings)
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)

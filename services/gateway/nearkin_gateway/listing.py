@@ -17,7 +17,7 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.redis import RedisIndex
 from nearkin.reports import Damage, Ledger, Stats
-from nearkin.store import descriptor
+from nearkin.store import chunking, descriptor
 from nearkin.store.manifests import ManifestStore, marked_version
 from nearkin.store.objects import ObjectStore
 from nearkin.sums import sum_up
@@ -34,7 +34,7 @@ class PipelineListing:
     def __init__(self, index: RedisIndex, found: descriptor.Descriptor, objects: ObjectStore) -> None:
         self._index = index
         self._secret, self._bits = bytes.fromhex(found.secret), found.fingerprint_bits
-        self._descriptor_bytes = objects.size_bytes(descriptor.NAME)
+        self._descriptor_bytes = chunking.descriptor_bytes(objects)
         self._manifests = ManifestStore(objects)
         self._read: dict[str, tuple[str, str, int] | None] = {}
         """(tenant, key, version) by name; None for one that cannot be read. Let go of whole, never emptied: who lists

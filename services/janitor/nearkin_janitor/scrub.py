@@ -20,7 +20,7 @@ from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.key import FOLDER as KEYS
 from nearkin.frozen import frozen
 from nearkin.records import ContainerId
-from nearkin.store import descriptor
+from nearkin.store import chunking, descriptor
 from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names
 from nearkin.store.manifests import MARK_SUFFIX, ManifestStore
@@ -184,7 +184,7 @@ class Scrubber:
         at = bisect_left(self._names, state.names_from)
         some = self._names[at : at + NAMES_STEP]
         read_bytes, damaged = 0, {}
-        for name in (*some, *([descriptor.NAME] if len(some) < NAMES_STEP else [])):
+        for name in (*some, *([descriptor.NAME, chunking.NAME] if len(some) < NAMES_STEP else [])):
             try:
                 self._read(name)
                 read_bytes += self._objects.size_bytes(name)
@@ -201,6 +201,8 @@ class Scrubber:
     def _read(self, name: str) -> None:
         if name == descriptor.NAME:
             descriptor.read(self._objects.bare, fingerprint_bits=None)
+        elif name == chunking.NAME:
+            chunking.check_record(self._objects, self._objects.bare)
         elif isinstance(self._objects, EncryptedObjects) and name.startswith(f"{KEYS}/"):
             self._objects.keyring.check(name)
         elif name.endswith(MARK_SUFFIX):

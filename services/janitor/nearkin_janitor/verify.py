@@ -22,7 +22,7 @@ from nearkin.index.listed import pack_listed
 from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U64, ZERO, ContainerId, Locations, distinct, grouped
 from nearkin.reports import Damage, VerifyReport
-from nearkin.store import descriptor
+from nearkin.store import chunking, descriptor
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names
@@ -339,19 +339,29 @@ class Verifier:
             self._findings.found(name, f"{name}: removed with its marks; a GC run has listed it as the newest", *of)
 
     def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
-        """Read the descriptor, and compare parity with what it is of; return what is sound and should have some."""
+        """Read descriptor and chunking record, and compare parity with its objects.
+
+        Return the sound objects that lack it.
+        """
         if self._objects is None:
             return ()
         try:
             descriptor.read(self._objects.bare, fingerprint_bits=None)
         except Permanent as err:
             self._findings.found(descriptor.NAME, str(err))
+        others = [descriptor.NAME]
+        if chunking.has_record(self._objects):
+            others.append(chunking.NAME)
+            try:
+                chunking.check_record(self._objects, self._objects.bare)
+            except Permanent as err:
+                self._findings.found(chunking.NAME, str(err))
         if not (self._objects.adds or self._objects.has_some):
             return ()
         check = ParityCheck(self._objects)
         for container in sorted(chosen):
             check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))
-        for name in (*names, *key_names(self._objects), descriptor.NAME):
+        for name in (*names, *key_names(self._objects), *others):
             check.check(name)
         damaged = set(map(self._there, self._findings.problems))
         for name, problem in check.problems.items():

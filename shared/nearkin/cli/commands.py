@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, shared_options
+from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, force_option, shared_options
 from nearkin.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def nearkin() -> None:
 @click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
 @click.option("--if-match", metavar="DIGEST|*", help="Only if the newest version has this digest; * for any version.")
 @click.option("--if-none-match", metavar="DIGEST|*", help="Only if the newest version has not; * for no version.")
+@force_option
 @shared_options
 def put(
     key: str,
@@ -431,16 +432,22 @@ def stats() -> None:
     bytes beside blocks, parity and quarantine. Bases found are told by base.policy, of first-fit by super-feature too
     (SF0 is the first); a base that a round of gc gave is "gathered" or "reference".
     """
-    from nearkin.cli.output import print_json, print_stats
+    from dataclasses import asdict
+
+    from nearkin.cli.output import print_json, print_stats, say
     from nearkin.formats.answers import stats_json
+    from nearkin.store.chunking import shown_values
 
     session = current_session()
     with session.open() as store:
         found = store.stats()
+        chunking = getattr(store, "chunking", None)  # a server does not tell
     if session.as_json:
-        print_json(stats_json(found))
-    else:
-        print_stats(found)
+        print_json(stats_json(found) | ({} if chunking is None else {"chunking": asdict(chunking)}))
+        return
+    print_stats(found)
+    if chunking is not None:
+        say(f"written with {shown_values(chunking.values())}")
 
 
 @nearkin.command()
@@ -613,6 +620,7 @@ def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> Non
 
     nearkin config delta base.policy
     nearkin --config nearkin.toml config
+    nearkin --store /backup config chunker profile                      # of the store, where nothing else is set
     NEARKIN_DELTA__MAX_DEPTH=1 nearkin config --json
     nearkin --server http://127.0.0.1:8080 config                       # what the services run with
     nearkin --server http://127.0.0.1:8080 config --set features.algorithm=odess

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.cli.session import AsWritten, Session, complete_folder, current_session, shared_options
+from nearkin.cli.session import AsWritten, Session, complete_folder, current_session, force_option, shared_options
 from nearkin.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ TOKEN_VARIABLE = "NEARKIN_FROM_TOKEN"  # noqa: S105 - its name
     "--skip-damaged", is_flag=True, help="Also copy the versions after a damaged one, which is then left out."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
+@force_option
 @shared_options
 def copy(
     patterns: tuple[str, ...],

@@ -51,12 +51,18 @@ class Session:
     as_json: bool = False
     quiet: bool = False
     wait: float = 0.0
+    force: bool = False
+    """Write under other chunker settings than the store is written with."""
+    explicit: frozenset[str] = frozenset()
+    """Names of the settings that the user set, as `load` found them."""
 
     def load(self, more: Mapping[str, object] | None = None) -> tuple[Settings, dict[str, Origin]]:
         """Return the settings and where each came from; `more` is what else the command line says."""
-        from nearkin.config_layers import load
+        from nearkin.config_layers import explicit_names, load
 
-        return load(self.config, {"store": self.store, "server": self.server, **(more or {})})
+        settings, origins = load(self.config, {"store": self.store, "server": self.server, **(more or {})})
+        self.explicit = explicit_names(origins)
+        return settings, origins
 
     def choose(self) -> tuple[Settings, str | None]:
         """Return the settings, and the server's URL where it is not a local store. Raises ConfigError for both."""
@@ -85,6 +91,10 @@ class Session:
             with self._open_folder(settings, read_only) as store:
                 yield store
             return
+        if self.force:
+            from nearkin.errors import BadInput
+
+            raise BadInput("--force: for a local store; services have storage.allow_other_chunking")
         with self.connect(server, settings) as remote:
             yield remote
 
@@ -132,7 +142,9 @@ class Session:
             if not read_only:
                 import nearkin.runners.embedded  # noqa: F401 - or the first put imports it
 
-        with open_store(folder, settings=settings, read_only=read_only) as store:
+        with open_store(
+            folder, settings=settings, read_only=read_only, explicit=self.explicit, force=self.force
+        ) as store:
             store.wait_for_lock(self.wait)
             yield store
 
@@ -201,6 +213,17 @@ def json_option(command: _Command) -> _Command:
     )
     as_json = click.option("--json", is_flag=True, help="Print one JSON value; errors as JSON too.", **_SETTLE)
     return as_json(quiet(command))
+
+
+def force_option(command: _Command) -> _Command:
+    """Let a command that puts take --force."""
+    return click.option(
+        "--force",
+        is_flag=True,
+        callback=_remember,
+        expose_value=False,
+        help="Put under other chunker.* or another profile than the store is written with; a warning says so.",
+    )(command)
 
 
 def shared_options(command: _Command) -> _Command:

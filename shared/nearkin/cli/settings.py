@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from nearkin.errors import BadInput
+from nearkin.errors import BadInput, NearkinError
 
 if TYPE_CHECKING:
     from nearkin.cli.session import Session
+    from nearkin.config import Settings
     from nearkin.config_told import Told
 
 SettingRows = Mapping[str, tuple[object, str]]
@@ -20,9 +21,30 @@ SettingRows = Mapping[str, tuple[object, str]]
 
 
 def local_settings(session: Session) -> SettingRows:
-    """Return the settings of commands on this machine."""
-    _, origins = session.load()
-    return {name: (origin.value, origin.source) for name, origin in origins.items()}
+    """Return the settings of commands on this machine, with those that come from the store's record."""
+    settings, origins = session.load()
+    rows = {name: (origin.value, origin.source) for name, origin in origins.items()}
+    return rows if settings.store is None else {**rows, **_adopted(session, settings)}
+
+
+def _adopted(session: Session, settings: Settings) -> SettingRows:
+    """Return the settings that the local store gives; none if it cannot be opened: settings can be shown without it."""
+    from dataclasses import asdict
+
+    from nearkin.config_layers import shown
+
+    try:
+        with session.open_folder() as store:
+            if store.chunking is None:
+                return {}
+            used, given = dict(_flat(asdict(store.settings), "")), dict(_flat(asdict(settings), ""))
+            recorded = store.chunking.values()
+    except (NearkinError, OSError):
+        return {}
+    profile = f"profile {store.settings.profile} of the store"
+    changed = {name: (shown(name, value), profile) for name, value in used.items() if value != given.get(name)}
+    ours = {name for name, value in recorded.items() if name not in session.explicit and used[name] == value}
+    return changed | {name: (used[name], "store") for name in ours}
 
 
 def server_settings(session: Session, server: str, patch: Mapping[str, object]) -> SettingRows:

@@ -10,6 +10,7 @@ from nearkin.config import Settings
 from nearkin.errors import ConfigError, Corrupt, NoStore, NotFound, StoreUnavailable
 from nearkin.formats.parity import scheme_of
 from nearkin.store import containers, descriptor, parity
+from nearkin.store.chunking import check_service_settings
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.keyring import Keyring, open_keyring
 from nearkin.store.objects import AlreadyExists, LocalObjects, ObjectStore
@@ -21,9 +22,9 @@ from nearkin.wrapping import wrapper_of
 def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
     """Return `object_store.url`, or the folder `store` where that is not set; `storage.create` makes the folder.
 
-    Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
     `services`: the error for a missing folder names their remedy, else that of the command.
 
+    Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
     the remedy when it cannot be reached: no such bucket, wrong keys, no server, no permission.
     """
     url = settings.object_store.url or settings.store
@@ -95,7 +96,8 @@ def open_store_of(
     """Return the object store of the services and its descriptor; `storage.create` creates a missing store.
 
     `indexed_store_id` is the store whose index the services have: if it is known, the store is never created again.
-    Raises NotFound: there is no store, and it may not be created; otherwise as `open_objects` and `as_set`.
+    Raises NotFound: there is no store, and it may not be created; ConfigError: the store is written with other
+    `chunker.*` or another profile; otherwise as `open_objects` and `as_set`.
     """
     inner = open_objects(settings)
     exists = _has_store(inner)
@@ -115,6 +117,7 @@ def open_store_of(
             found = descriptor.create(objects)
         except AlreadyExists:
             found = descriptor.read(objects)
+    check_service_settings(objects, settings)
     if objects.far:
         _check_refuses(objects.inner)
     return objects, found

@@ -23,7 +23,7 @@ from nearkin.store.passing import PassingObjects
 
 FOLDER = "parity"
 SUFFIX = ".nkp"
-COVERED = ("containers/", "manifests/", "keys/", "nearkin.json")
+COVERED = ("containers/", "manifests/", "keys/", "nearkin.json", "chunking.json")
 """What has parity: the truth. What is condemned or quarantined is found again."""
 Decoded = TypeVar("Decoded")
 _log = logging.getLogger("nearkin")

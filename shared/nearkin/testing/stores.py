@@ -20,7 +20,7 @@ from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import NearkinError
 from nearkin.formats.container import decode_container
-from nearkin.store import descriptor
+from nearkin.store import chunking, descriptor
 
 SMALL: Mapping[str, Mapping[str, object]] = {
     "block": {"raw_bytes": 64 * 1024, "delta_bytes": 4 * 1024},
@@ -50,8 +50,7 @@ def settings(*changes: Settings | Mapping[str, object]) -> Settings:
 def objects(root: Path) -> dict[str, bytes]:
     """Return every object of a local store by its name, the descriptor included; index, lock and scratch are none."""
     paths = [path for folder in OBJECT_FOLDERS for path in (root / folder).rglob("*") if path.is_file()]
-    if (root / descriptor.NAME).is_file():
-        paths.append(root / descriptor.NAME)
+    paths += [root / name for name in (descriptor.NAME, chunking.NAME) if (root / name).is_file()]
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(paths)}
 
 
