@@ -16,6 +16,7 @@ from nearkin import open_store
 from nearkin.errors import Corrupt, StoreUnavailable
 from nearkin.index.lmdb import VERSION
 from nearkin.store.objects import LocalObjects
+from nearkin.store.private_files import open_private
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import ENCRYPTED, SMALL, settings
 
@@ -223,3 +224,11 @@ def test_folder_linked_by_another_user_is_refused(tmp_path):
         with pytest.raises(StoreUnavailable, match="symbolic link"):
             call()
     assert (other / "a/x").is_file()
+
+
+def test_pipe_in_place_of_own_file_is_refused(tmp_path):
+    """F.32: A pipe in the place of a store's own file is refused, and nobody waits for its other end."""
+    path = tmp_path / "lock"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is not a regular file"):
+        open_private(path, os.O_RDWR)
