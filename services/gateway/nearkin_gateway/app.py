@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Lifespan
 
 from nearkin.errors import NearkinError
 from nearkin.runners.tracing import current
-from nearkin_gateway import admin, blobs, deleting, looking, uploads
+from nearkin_gateway import admin, blobs, dead_letters, deleting, looking, uploads
 from nearkin_gateway.access_log import AccessLog
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.cross_origin import allow_origins
@@ -29,7 +29,7 @@ from nearkin_gateway.traced import Traced
 
 THREADS_MAX = 64
 """Blocking calls of the object store: restores, listings. More wait in a queue bounded by the connections."""
-ROUTERS = tuple(module.router for module in (blobs, deleting, admin, looking, uploads))
+ROUTERS = tuple(module.router for module in (blobs, deleting, admin, looking, dead_letters, uploads))
 _log = logging.getLogger("nearkin.gateway")
 
 

@@ -1,6 +1,6 @@
-"""What an operator looks at: shares, growth, lag, dead letters, changes. Invariant: looking changes nothing.
+"""What an operator looks at: shares, growth, lag, garbage collection, changes of settings.
 
-The dashboard shows these answers; so does whoever asks with a token. Sending dead letters back is the one change.
+The dashboard shows the same answers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -19,15 +19,12 @@ from nearkin_gateway import models
 from nearkin_gateway.access import Admin, Operator, Reader
 from nearkin_gateway.bodies import json_member
 from nearkin_gateway.insight import Growth, Reduction
-from nearkin_gateway.problems import Problem, responses
+from nearkin_gateway.problems import responses
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.threads import CONTROL
 
-if TYPE_CHECKING:
-    from nearkin.runners.kafka.dead_replay import DeadLetter
-
 TENANTS_SHOWN_MAX = 50
-REPLAY_BYTES_MAX = 64 * 1024
+ACTION_BYTES_MAX = 64 * 1024
 GC_ACTIONS = ("run", "pause", "resume")
 _GC: dict[str, Any] = {
     "requestBody": {
@@ -43,30 +40,8 @@ _GC: dict[str, Any] = {
         },
     }
 }
-REPLAY_LETTERS_MAX = 1000
 router = APIRouter()
 _PLAIN = responses(400, 401, 403, 405, 422, 429, 431, 500, 503)
-_REPLAY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["letters"],
-                    "properties": {
-                        "letters": {
-                            "type": "array",
-                            "minItems": 1,
-                            "maxItems": REPLAY_LETTERS_MAX,
-                            "items": {"type": "string", "example": "0:17"},
-                        }
-                    },
-                }
-            }
-        },
-    }
-}
 
 
 @router.get(
@@ -115,33 +90,6 @@ async def pipeline(request: Request, _caller: Operator) -> Response:
     return JSONResponse(await pipeline_json(gateway_of(request)))
 
 
-@router.get("/v1/dead", responses=_PLAIN, response_model=models.Letters, operation_id="listDead", tags=["admin"])
-async def dead(request: Request, _caller: Operator) -> Response:
-    """List the newest dead letters, those that were sent back too; their contents are shown by `nearkin dlq show`."""
-    return JSONResponse(await dead_json(gateway_of(request)))
-
-
-@router.post(
-    "/v1/dead/replay",
-    responses={**_PLAIN, **responses(404, 408, 413)},
-    response_model=models.Replayed,
-    openapi_extra=_REPLAY,
-    operation_id="replayDead",
-    tags=["admin"],
-)
-async def replay(request: Request, _caller: Operator) -> Response:
-    """Send dead letters back to the topics they came from, each once."""
-    gateway = gateway_of(request)
-    want = '{"letters": ["PARTITION:OFFSET", ...]}'
-    names = await json_member(request, gateway.bounds, REPLAY_BYTES_MAX, "letters", want)
-    if not isinstance(names, list) or not 1 <= len(names) <= REPLAY_LETTERS_MAX:
-        raise BadInput(f"letters: want a list of 1 to {REPLAY_LETTERS_MAX}")
-    if gateway.pipeline is None:
-        raise Problem(404, "not-found", "all runs in this one process: there are no dead letters")
-    sent = await CONTROL.run(gateway.pipeline.replay, [str(name) for name in names])
-    return JSONResponse({"replayed": [f"{letter.partition}:{letter.offset}" for letter in sent]})
-
-
 @router.get("/v1/audit", responses=_PLAIN, response_model=models.Audit, operation_id="getAudit", tags=["admin"])
 async def audit(request: Request, _caller: Operator) -> Response:
     """Return who changed hot settings when, newest first."""
@@ -170,7 +118,7 @@ async def change_gc(request: Request, caller: Operator) -> Response:
     """
     gateway = gateway_of(request)
     want = '{"action": "run"}, "pause" or "resume"'
-    action = await json_member(request, gateway.bounds, REPLAY_BYTES_MAX, "action", want)
+    action = await json_member(request, gateway.bounds, ACTION_BYTES_MAX, "action", want)
     if action not in GC_ACTIONS:
         raise BadInput(f"action {str(action)[:60]!r}: choose {', '.join(GC_ACTIONS)}")
     return JSONResponse(await asyncio.to_thread(_gc_changed, gateway, action, caller.name), status_code=202)
@@ -263,12 +211,6 @@ async def pipeline_json(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-async def dead_json(gateway: Gateway) -> dict[str, Any]:
-    """Return the dead letters, newest first."""
-    letters = [] if gateway.pipeline is None else await CONTROL.run(gateway.pipeline.letters)
-    return {"embedded": gateway.pipeline is None, "letters": [_letter_json(letter) for letter in reversed(letters)]}
-
-
 def collection_json(gateway: Gateway) -> dict[str, Any]:
     """Return how garbage is collected here."""
     pause = gateway.pauses.read()
@@ -278,23 +220,6 @@ def collection_json(gateway: Gateway) -> dict[str, Any]:
         "grace_seconds": gateway.settings.gc.grace_seconds,
         "paused": None if pause is None else {"since": _moment(pause.at_us / 1e6), "by": pause.who},
         "last": gateway.collecting.collected(),
-    }
-
-
-def _letter_json(letter: DeadLetter) -> dict[str, Any]:
-    name, partition, offset = letter.source or (None, None, None)
-    return {
-        "letter": f"{letter.partition}:{letter.offset}",
-        "time": _moment(max(0, letter.timestamp_ms) / 1000),
-        "topic": name,
-        "partition": partition,
-        "offset": offset,
-        "stage": letter.stage,
-        "error": letter.error,
-        "message": letter.message,
-        "value_bytes": letter.value_bytes,
-        "kept_whole": not letter.omitted,
-        "replayed": letter.replayed,
     }
 
 

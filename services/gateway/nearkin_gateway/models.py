@@ -263,10 +263,34 @@ class Letter(BaseModel):
     value_bytes: int
     kept_whole: bool
     replayed: bool
+    dropped: bool
+
+
+class LetterBytes(BaseModel):
+    """The beginning of a key, header or value."""
+
+    encoding: Literal["utf-8", "base64"] = Field(description="`base64` where the bytes are not UTF-8.")
+    data: str
+    cut: bool = Field(description="Whether there are more bytes.")
+
+
+class LetterHeader(BaseModel):
+    """A header of a Kafka record."""
+
+    name: str
+    value: LetterBytes | None
+
+
+class LetterContent(Letter):
+    """A dead letter with the beginning of what it holds."""
+
+    key: LetterBytes | None
+    headers: list[LetterHeader]
+    value: LetterBytes | None = Field(description="Null where the record had none, or was too large to be kept.")
 
 
 class Letters(BaseModel):
-    """The newest dead letters, newest first; none where all runs in one process."""
+    """The newest dead letters that are not dropped, newest first; none where all runs in one process."""
 
     embedded: bool
     letters: list[Letter]
@@ -276,6 +300,12 @@ class Replayed(BaseModel):
     """What was sent back."""
 
     replayed: list[str]
+
+
+class Dropped(BaseModel):
+    """The letters that were dropped."""
+
+    dropped: list[str]
 
 
 class AuditEntry(BaseModel):

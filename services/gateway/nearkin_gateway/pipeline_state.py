@@ -15,7 +15,7 @@ from nearkin.config import Settings
 from nearkin.errors import StoreUnavailable
 from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import unavailable
-from nearkin.runners.kafka.dead_replay import DeadLetter, list_letters, parse_place, replay
+from nearkin.runners.kafka.dead_replay import DeadLetter, drop, list_letters, parse_place, read_letter, replay
 from nearkin.runners.kafka.lag import GroupLag, LagReader
 
 READ_SECONDS = 5.0
@@ -67,18 +67,32 @@ class PipelineState:
         ]
 
     def letters(self) -> list[DeadLetter]:
-        """Return the newest dead letters, oldest first, those that were sent back too. Raises StoreUnavailable."""
+        """Return the newest dead letters that are not dropped, oldest first. Raises StoreUnavailable."""
         with self._lock:
             if time.monotonic() - self._letters[0] >= READ_SECONDS:
                 self._letters = (time.monotonic(), list_letters(self._settings, LETTERS_MAX, replayed=True))
             return self._letters[1]
 
+    def letter(self, name: str) -> DeadLetter:
+        """Return one dead letter, whole. Raises BadInput, NotFound, StoreUnavailable."""
+        return read_letter(self._settings, parse_place(name))
+
     def replay(self, names: list[str]) -> list[DeadLetter]:
         """Send letters back, each once. Raises BadInput, NotFound, Permanent, StoreUnavailable."""
         sent = replay(self._settings, [parse_place(name) for name in names])
+        self._forget_letters()
+        return sent
+
+    def drop(self, names: list[str], dropped_by: str) -> list[DeadLetter]:
+        """Mark letters as dropped. Raises BadInput, NotFound, StoreUnavailable."""
+        dropped = drop(self._settings, [parse_place(name) for name in names], dropped_by)
+        self._forget_letters()
+        return dropped
+
+    def _forget_letters(self) -> None:
+        """Let the next listing read the topic."""
         with self._lock:
             self._letters = (-READ_SECONDS, [])
-        return sent
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -1,12 +1,14 @@
-"""`nearkin dlq`. Invariant: looking changes nothing, and a letter goes back once."""
+"""`nearkin dlq`: list, show, replay and drop dead letters, in Kafka or through a gateway.
+
+Invariant: `list` and `show` change nothing, and a letter is replayed or dropped once.
+"""
 
 from __future__ import annotations
 
-import base64
 import logging
-from collections.abc import Callable
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
@@ -14,24 +16,123 @@ from nearkin.cli.session import AsWrittenGroup, current_session, services_extra,
 from nearkin.errors import BadInput
 
 if TYPE_CHECKING:
+    from nearkin.client.remote import RemoteStore
     from nearkin.config import Settings
-    from nearkin.runners.kafka.dead_replay import DeadLetter
 
 SHOWN_BYTES = 4096
 SHOWN_BYTES_MAX = 1024 * 1024
+LISTED_MAX = 10_000
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+Letter = Mapping[str, Any]
+"""A letter as `nearkin.runners.kafka.letter_json` describes it."""
+
+
+class LetterSource(Protocol):
+    """Where dead letters are read from: Kafka, or a gateway in front of it."""
+
+    def list_newest(self, limit: int, topic: str | None, *, settled: bool) -> Sequence[Letter]:
+        """Return the newest letters, oldest first; those that were replayed or dropped only if `settled`."""
+
+    def show(self, name: str, value_bytes_max: int) -> Letter:
+        """Return a letter with its headers and value."""
+
+    def settle(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
+        """`replay` or `drop` letters, each once; return them."""
+
+
+class KafkaLetters:
+    """Dead letters read from Kafka itself."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def list_newest(self, limit: int, topic: str | None, *, settled: bool) -> Sequence[Letter]:
+        """Return the newest letters, oldest first. Raises StoreUnavailable."""
+        from nearkin.runners.kafka.dead_replay import list_letters
+        from nearkin.runners.kafka.letter_json import letter_json, preview_json
+
+        letters = list_letters(self._settings, limit, topic, replayed=settled, dropped=settled)
+        return [{**letter_json(letter), "key": preview_json(letter.key)} for letter in letters]
+
+    def show(self, name: str, value_bytes_max: int) -> Letter:
+        """Return a letter with its headers and value. Raises BadInput, NotFound, StoreUnavailable."""
+        from nearkin.runners.kafka.dead_replay import parse_place, read_letter
+        from nearkin.runners.kafka.letter_json import content_json
+
+        return content_json(read_letter(self._settings, parse_place(name)), value_bytes_max)
+
+    def settle(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
+        """`replay` or `drop` letters. Raises BadInput, NotFound, Permanent, StoreUnavailable."""
+        from nearkin.runners.kafka import dead_replay
+        from nearkin.runners.kafka.letter_json import letter_json
+        from nearkin.store.deletion import user_and_host
+
+        places = [dead_replay.parse_place(name) for name in names]
+        if action == "replay":
+            letters = dead_replay.replay(self._settings, places)
+        else:
+            letters = dead_replay.drop(self._settings, places, user_and_host())
+        return [letter_json(letter) for letter in letters]
+
+
+class GatewayLetters:
+    """Dead letters read through a gateway: the newest 200."""
+
+    def __init__(self, remote: RemoteStore) -> None:
+        self._remote = remote
+
+    def list_newest(self, limit: int, topic: str | None, *, settled: bool) -> Sequence[Letter]:
+        """Return the newest letters, oldest first. Raises Denied, StoreUnavailable."""
+        letters = [
+            letter
+            for letter in reversed(self._remote.dead_letters())
+            if (topic is None or letter.get("topic") == topic) and (settled or not letter.get("replayed"))
+        ]
+        return letters[-limit:]
+
+    def show(self, name: str, value_bytes_max: int) -> Letter:
+        """Return a letter with its headers and value. Raises BadInput, Denied, NotFound, StoreUnavailable."""
+        return self._remote.dead_letter(name, value_bytes_max)
+
+    def settle(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
+        """`replay` or `drop` letters. Raises BadInput, Denied, NotFound, Permanent, StoreUnavailable."""
+        known = {letter.get("letter"): letter for letter in self._remote.dead_letters()}
+        settled = self._remote.settle_dead_letters(action, names)
+        return [known.get(name, {"letter": name, "topic": None}) for name in settled]
+
+
+@contextmanager
+def _open_letters(bootstrap: str | None) -> Iterator[LetterSource]:
+    """Open Kafka if --bootstrap is given or no server is named, else the gateway. Raises BadInput for both."""
+    session = current_session()
+    if bootstrap is not None and session.server is not None:
+        raise BadInput("dlq: --bootstrap reads Kafka itself, --server asks a gateway: give one of them")
+    # librdkafka tells of every attempt to connect, ten a second: the error that ends a command says it once.
+    logging.getLogger("nearkin.kafka").setLevel(logging.CRITICAL + 1)
+    settings, origins = session.load({} if bootstrap is None else {"kafka": {"bootstrap_servers": bootstrap}})
+    has_kafka = bootstrap is not None or origins["kafka.bootstrap_servers"].source != "default"
+    if settings.server is not None and (session.server is not None or not has_kafka):
+        with session.connect(settings.server, settings) as remote:
+            yield GatewayLetters(remote)
+        return
+    with services_extra("dlq"):
+        import nearkin.runners.kafka.dead_replay  # noqa: F401 - says here what is not installed
+    yield KafkaLetters(settings)
 
 
 @click.group(cls=AsWrittenGroup)
 def dlq() -> None:
-    """List, show and send back dead letters.
+    """List, show, replay and drop dead letters.
 
     nearkin dlq list --bootstrap kafka:9092
     nearkin dlq show 0:17
     nearkin dlq replay 0:17 0:18       # back to the topic each came from, once
+    nearkin dlq drop 0:19              # neither listed nor replayed from then on
+    nearkin --server https://nearkin.example dlq list
 
     Dead letters are records that could not be processed. A letter's name is its partition and offset in their topic.
+    Through a gateway (a token with the scope operator) the newest 200 are listed.
     """
 
 
@@ -40,18 +141,12 @@ def _kafka_options(command: _Command) -> _Command:
     return bootstrap(shared_options(command))
 
 
-def _settings(bootstrap: str | None) -> Settings:
-    # librdkafka tells of every attempt to connect, ten a second: the error that ends a command says it once.
-    logging.getLogger("nearkin.kafka").setLevel(logging.CRITICAL + 1)
-    return current_session().load({} if bootstrap is None else {"kafka": {"bootstrap_servers": bootstrap}})[0]
-
-
 @dlq.command("list")
 @click.option("--topic", metavar="TOPIC", help="Only those that came from this topic.")
 @click.option("--limit", metavar="N", type=click.IntRange(1, 10_000), default=100, help="The newest N [100].")
-@click.option("--all", "replayed", is_flag=True, help="Those that were sent back too.")
+@click.option("--all", "settled", is_flag=True, help="Those that were sent back or dropped too.")
 @_kafka_options
-def list_(topic: str | None, limit: int, replayed: bool, bootstrap: str | None) -> None:
+def list_(topic: str | None, limit: int, settled: bool, bootstrap: str | None) -> None:
     """List dead letters, oldest first.
 
     nearkin dlq list --topic orders --limit 10
@@ -60,21 +155,18 @@ def list_(topic: str | None, limit: int, replayed: bool, bootstrap: str | None) 
     from nearkin.cli.output import console, print_json
     from nearkin.printing import printable
 
-    settings = _settings(bootstrap)
-    with services_extra("dlq"):
-        from nearkin.runners.kafka.dead_replay import list_letters
-    letters = list_letters(settings, limit, topic, replayed=replayed)
+    with _open_letters(bootstrap) as source:
+        letters = source.list_newest(limit, topic, settled=settled)
     if current_session().as_json:
-        print_json([_letter_json(letter) for letter in letters])
+        print_json(list(letters))
         return
     from rich.box import SIMPLE
     from rich.table import Table
 
     table = Table("letter", "time", "from", "stage", "error", "message", box=SIMPLE, pad_edge=False)
     for letter in letters:
-        told = _letter_json(letter)
-        error = letter.error.rpartition(".")[2] + (" (sent back)" if letter.replayed else "")
-        cells = (told["letter"], told["time"], _from(letter), letter.stage, error, letter.message)
+        error = str(letter["error"]).rpartition(".")[2] + _state(letter)
+        cells = (letter["letter"], letter["time"], _from(letter), letter["stage"], error, letter["message"])
         table.add_row(*(printable(str(cell)) for cell in cells))
     console().print(table)
 
@@ -98,29 +190,27 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
     from nearkin.cli.output import print_json, say
     from nearkin.printing import printable
 
-    settings = _settings(bootstrap)
-    with services_extra("dlq"):
-        from nearkin.runners.kafka.dead_replay import parse_place, read_letter
-    found = read_letter(settings, parse_place(letter))
-    headers = [{"name": name, "value": _content(value, SHOWN_BYTES)} for name, value in found.headers]
-    value = _content(found.value, shown_bytes)
+    with _open_letters(bootstrap) as source:
+        found = source.show(letter, shown_bytes)
     if current_session().as_json:
-        print_json({**_letter_json(found), "headers": headers, "value": value})
+        print_json(dict(found))
         return
-    say(f"letter    {found.partition}:{found.offset}{' (sent back)' if found.replayed else ''}")
+    say(f"letter    {printable(str(found['letter']))}{_state(found)}")
     say(f"from      {printable(_from(found))}")
-    say(f"error     {printable(f'{found.stage}: {found.error}: {found.message}')}")
-    say(f"key       {printable(_shown(_content(found.key, SHOWN_BYTES)))}")
-    for name, text in found.headers:
-        say(f"header    {printable(name)}: {printable(_shown(_content(text, SHOWN_BYTES)))}")
-    say(f"value     {found.value_bytes:,} bytes{', left out: too large to be kept' if found.omitted else ''}")
-    if found.value:
-        say(printable(_shown(value)))
+    error = f"{found['stage']}: {found['error']}: {found['message']}"
+    say(f"error     {printable(error)}")
+    say(f"key       {printable(_shown(found['key']))}")
+    for header in found["headers"]:
+        say(f"header    {printable(header['name'])}: {printable(_shown(header['value']))}")
+    left_out = "" if found["kept_whole"] else ", left out: too large to be kept"
+    say(f"value     {found['value_bytes']:,} bytes{left_out}")
+    if found["value_bytes"]:
+        say(printable(_shown(found["value"])))
 
 
 @dlq.command()
 @click.argument("letters", metavar="[LETTER]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every letter that was not sent back yet.")
+@click.option("--all", "everything", is_flag=True, help="Every letter that is listed.")
 @click.option("--topic", metavar="TOPIC", help="With --all: only those that came from this topic.")
 @_kafka_options
 def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootstrap: str | None) -> None:
@@ -132,68 +222,58 @@ def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootst
     A record goes to the topic and partition it came from, with a header __nearkin.replayed.from; a second replay of a
     letter is refused.
     """
+    _settle("replay", letters, topic, bootstrap, everything=everything)
+
+
+@dlq.command()
+@click.argument("letters", metavar="[LETTER]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Every letter that is listed.")
+@click.option("--topic", metavar="TOPIC", help="With --all: only those that came from this topic.")
+@_kafka_options
+def drop(letters: tuple[str, ...], everything: bool, topic: str | None, bootstrap: str | None) -> None:
+    """Drop letters: they are neither listed nor replayed from then on.
+
+    nearkin dlq drop 0:17 2:4
+    nearkin dlq drop --all --topic orders
+
+    `list --all` and `show` still show a dropped letter until the topic's retention removes it.
+    """
+    _settle("drop", letters, topic, bootstrap, everything=everything)
+
+
+def _settle(action: str, names: Sequence[str], topic: str | None, bootstrap: str | None, *, everything: bool) -> None:
+    """Replay or drop letters and print which. Raises BadInput."""
     from nearkin.cli.output import notice, print_json, say
     from nearkin.printing import printable
 
-    if everything == bool(letters) or (topic is not None and not everything):
-        raise BadInput("dlq replay: name letters, such as 0:17, or --all, with --topic if need be")
-    settings = _settings(bootstrap)
-    with services_extra("dlq"):
-        from nearkin.runners.kafka import dead_replay
-    places = [dead_replay.parse_place(letter) for letter in letters]
-    if everything:
-        places = [found.place for found in dead_replay.list_letters(settings, dead_replay.LISTED_MAX, topic)]
-    sent = dead_replay.replay(settings, places)
+    if everything == bool(names) or (topic is not None and not everything):
+        raise BadInput(f"dlq {action}: name letters, such as 0:17, or --all, with --topic if need be")
+    with _open_letters(bootstrap) as source:
+        if everything:
+            names = [str(letter["letter"]) for letter in source.list_newest(LISTED_MAX, topic, settled=False)]
+        settled = source.settle(action, names) if names else ()
+    result = {"replay": "replayed", "drop": "dropped"}[action]
     if current_session().as_json:
-        print_json({"replayed": [_letter_json(letter) for letter in sent]})
+        print_json({result: list(settled)})
         return
-    for found in sent:
-        say(f"{found.partition}:{found.offset} -> {printable(_from(found).partition('@')[0])}")
-    notice(f"{len(sent):,} sent back")
+    for letter in settled:
+        target = f" -> {_from(letter).partition('@')[0]}" if action == "replay" else ""
+        say(printable(f"{letter['letter']}{target}"))
+    notice(f"{len(settled):,} {'sent back' if action == 'replay' else 'dropped'}")
 
 
-def _letter_json(letter: DeadLetter) -> dict[str, object]:
-    topic, partition, offset = letter.source or (None, None, None)
-    time = datetime.fromtimestamp(max(0, letter.timestamp_ms) / 1000, UTC)
-    return {
-        "letter": f"{letter.partition}:{letter.offset}",
-        "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "topic": topic,
-        "partition": partition,
-        "offset": offset,
-        "stage": letter.stage,
-        "error": letter.error,
-        "message": letter.message,
-        "key": _content(letter.key, SHOWN_BYTES),
-        "value_bytes": letter.value_bytes,
-        "kept_whole": not letter.omitted,
-        "replayed": letter.replayed,
-    }
+def _state(letter: Letter) -> str:
+    return " (dropped)" if letter.get("dropped") else " (sent back)" if letter.get("replayed") else ""
 
 
-def _content(value: bytes | None, most_bytes: int) -> dict[str, object] | None:
-    """Return bytes for JSON: as text where they are UTF-8, as base64 where they are not; null stays null."""
-    if value is None:
-        return None
-    part = value[:most_bytes]
-    cut = len(part) < len(value)
-    try:
-        return {"encoding": "utf-8", "data": part.decode(), "cut": cut}
-    except UnicodeDecodeError as err:
-        if cut and err.start > len(part) - 4 and err.end == len(part):  # cut within a character
-            return {"encoding": "utf-8", "data": part[: err.start].decode(), "cut": True}
-        return {"encoding": "base64", "data": base64.b64encode(part).decode(), "cut": cut}
-
-
-def _shown(content: dict[str, object] | None) -> str:
+def _shown(content: Mapping[str, Any] | None) -> str:
     if content is None:
         return "-"
     ending = " ..." if content["cut"] else ""
     return f"{content['data']}{ending}" if content["encoding"] == "utf-8" else f"base64:{content['data']}{ending}"
 
 
-def _from(letter: DeadLetter) -> str:
-    if letter.source is None:
+def _from(letter: Letter) -> str:
+    if letter["topic"] is None:
         return "-"
-    topic, partition, offset = letter.source
-    return f"{topic}[{partition}]@{offset}"
+    return f"{letter['topic']}[{letter['partition']}]@{letter['offset']}"

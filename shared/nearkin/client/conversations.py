@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -28,6 +28,8 @@ Broken = Callable[[Damage], None] | None
 """Hears of what a listing leaves out since it cannot be read."""
 
 PAGE_ENTRIES = 1000
+DEAD_LETTERS_MAX = 1000
+"""Letters of one request: what the gateway takes."""
 LISTED_MAX = 1_000_000
 """Versions of one listing: 1 GB of memory."""
 WAIT_SECONDS = 20.0
@@ -297,6 +299,34 @@ def change_gc(action: str) -> Conversation[dict[str, Any]]:
     headers = {"Content-Type": "application/json"}
     answer = yield Call("POST", "/v1/gc", headers=headers, body=json.dumps({"action": action}).encode())
     return _object(answer)
+
+
+def dead_letters() -> Conversation[list[dict[str, Any]]]:
+    """List the newest dead letters, newest first."""
+    answer = yield Call("GET", "/v1/dead")
+    letters = _object(answer).get("letters")
+    if not isinstance(letters, list) or not all(isinstance(letter, dict) for letter in letters):
+        raise answer.foreign("no list of letters")
+    return letters
+
+
+def dead_letter(name: str, value_bytes_max: int) -> Conversation[dict[str, Any]]:
+    """Return a dead letter with its headers and the first bytes of its value."""
+    path = f"/v1/dead/letters/{quote(name, safe=':')}"
+    answer = yield Call("GET", path, {"bytes": str(value_bytes_max)})
+    return _object(answer)
+
+
+def settle_dead_letters(action: str, names: Sequence[str]) -> Conversation[list[str]]:
+    """`replay` or `drop` dead letters; return their names."""
+    result = {"replay": "replayed", "drop": "dropped"}[action]
+    settled: list[str] = []
+    for start in range(0, len(names), DEAD_LETTERS_MAX):
+        body = json.dumps({"letters": list(names[start : start + DEAD_LETTERS_MAX])}).encode()
+        headers = {"Content-Type": "application/json"}
+        answer = yield Call("POST", f"/v1/dead/{action}", headers=headers, body=body)
+        settled += [str(name) for name in _object(answer).get(result) or ()]
+    return settled
 
 
 def check_range(found: VersionInfo, start: int, stop: int | None) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -172,6 +172,18 @@ class RemoteStore:
         Raises BadInput (nothing is changed) and Denied.
         """
         return self._hold(conversations.change_config(changes))
+
+    def dead_letters(self) -> list[dict[str, Any]]:
+        """Return the newest dead letters that are not dropped, newest first. Raises Denied."""
+        return self._hold(conversations.dead_letters())
+
+    def dead_letter(self, name: str, value_bytes_max: int) -> dict[str, Any]:
+        """Return a dead letter with its headers and the first bytes of its value. Raises NotFound, Denied."""
+        return self._hold(conversations.dead_letter(name, value_bytes_max))
+
+    def settle_dead_letters(self, action: str, names: Sequence[str]) -> list[str]:
+        """`replay` or `drop` dead letters, each once; return their names. Raises BadInput, NotFound, Denied."""
+        return self._hold(conversations.settle_dead_letters(action, names))
 
     # --- the wire ----------------------------------------------------------------------------------------------------
 

@@ -208,7 +208,7 @@ def test_logging_out_ends_the_session_for_whoever_kept_the_cookie(login: Login) 
 CHANGES = [
     ("PUT", "/v1/blobs/csrf"), ("POST", "/v1/blobs/csrf"), ("DELETE", "/v1/blobs/csrf"), ("POST", "/v1/undelete/csrf"),
     ("POST", "/v1/uploads"), ("PATCH", "/v1/uploads/x"), ("DELETE", "/v1/uploads/x"), ("PATCH", "/v1/config"),
-    ("POST", "/v1/dead/replay"),
+    ("POST", "/v1/dead/replay"), ("POST", "/v1/dead/drop"),
 ]  # fmt: skip
 
 

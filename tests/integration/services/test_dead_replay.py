@@ -19,7 +19,7 @@ from nearkin.errors import BadInput, NearkinError, NotFound, Permanent, StoreUna
 from nearkin.runners.kafka import dead_replay
 from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, group, topic
 from nearkin.runners.kafka.dead_letters import send_dead_letter
-from nearkin.runners.kafka.dead_replay import REPLAYED_HEADER, list_letters, read_letter, replay
+from nearkin.runners.kafka.dead_replay import REPLAYED_HEADER, drop, list_letters, read_letter, replay
 from nearkin.runners.kafka.lag import Backlog, LagReader
 from nearkin.runners.kafka.loop import Record
 from nearkin.testing.kafka_server import users_producer
@@ -311,3 +311,42 @@ def _end(settings: Settings, full: str, partition: int) -> int:
         return asking.get_watermark_offsets(TopicPartition(full, partition), timeout=20)[1]
     finally:
         asking.close()
+
+
+def test_dropped_letters_are_neither_listed_nor_replayed(world: World) -> None:
+    """F.20: a drop hides a letter, is marked, and excludes a replay and a second drop."""
+    world.reject(world.record(1), world.record(2), world.record(3))
+    first, second, third = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
+    assert [letter.place for letter in drop(world.settings, [first.place, second.place], "ops@host")] == [
+        first.place,
+        second.place,
+    ]
+    assert [letter.place for letter in list_letters(world.settings)] == [third.place]
+    assert [letter.place for letter in list_letters(world.settings, replayed=True)] == [third.place]
+    settled = {letter.place: letter.dropped for letter in list_letters(world.settings, replayed=True, dropped=True)}
+    assert settled == {first.place: True, second.place: True, third.place: False}
+    shown = read_letter(world.settings, first.place)
+    assert (shown.dropped, shown.replayed, shown.value) == (True, False, b"value")
+    for call in (drop, replay):
+        with pytest.raises(BadInput, match="was dropped already"):
+            call(world.settings, [third.place, first.place])
+    replay(world.settings, [third.place])
+    with pytest.raises(BadInput, match="was sent back already"):
+        drop(world.settings, [third.place])
+    assert len(world.sent_back()) == 1, "only the third letter was replayed"
+
+
+def test_dlq_drop_hides_letters_from_list(world: World, call: Callable[..., tuple[int, str, str]]) -> None:
+    """F.20: `nearkin dlq drop` names what it dropped; `list --all` and `show` still mark it."""
+    world.reject(*(world.record(n) for n in range(3)))
+    names = [letter["letter"] for letter in json.loads(call("dlq", "list", "--json")[1])]
+    assert call("dlq", "drop", names[0]) == (0, f"{names[0]}\n", "nearkin: 1 dropped\n")
+    code, out, _ = call("dlq", "show", names[0])
+    assert (code, "(dropped)" in out) == (0, True)
+    code, _, err = call("dlq", "drop", names[0])
+    assert (code, "was dropped already" in err) == (2, True)
+    dropped = json.loads(call("dlq", "drop", "--all", "--json")[1])["dropped"]
+    assert sorted(letter["letter"] for letter in dropped) == sorted(names[1:])
+    assert json.loads(call("dlq", "list", "--json")[1]) == []
+    assert all(letter["dropped"] for letter in json.loads(call("dlq", "list", "--all", "--json")[1]))
+    assert call("dlq", "drop", "--all", "--topic", "t", names[0])[0] == 2

@@ -81,6 +81,7 @@ ROUTES = [
     ("GET", "/v1/config", "operator"), ("PATCH", "/v1/config", "operator"), ("GET", "/v1/workers", "operator"),
     ("GET", "/v1/reduction", "read"), ("GET", "/v1/growth", "read"), ("GET", "/v1/tenants", "admin"),
     ("GET", "/v1/pipeline", "operator"), ("GET", "/v1/dead", "operator"), ("POST", "/v1/dead/replay", "operator"),
+    ("GET", "/v1/dead/letters/0:0", "operator"), ("POST", "/v1/dead/drop", "operator"),
     ("GET", "/v1/audit", "operator"), ("GET", "/v1/gc", "operator"), ("POST", "/v1/gc", "operator"),
     ("GET", "/v1/scrub", "operator"),
 ]  # fmt: skip

@@ -66,8 +66,8 @@ OPERATIONS = (
     "putBlob", "postBlob", "getBlob", "headBlob", "deleteBlob", "undeleteBlob", "listDeleted",
     "listBlobs", "listVersions", "getInfo", "getStatus",
     "explain", "getStats", "listWorkers", "getScrub", "getConfig", "patchConfig", "livez", "readyz",
-    "getReduction", "listTenants", "getGrowth", "getPipeline", "listDead", "replayDead", "getAudit",
-    "getGc", "changeGc",
+    "getReduction", "listTenants", "getGrowth", "getPipeline", "listDead", "showDead", "replayDead", "dropDead",
+    "getAudit", "getGc", "changeGc",
     "tusOptions", "createUpload", "headUpload", "getUpload", "patchUpload", "deleteUpload",
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from confluent_kafka import TopicPartition
 
+from nearkin.cli import main
 from nearkin.config import Settings
 from nearkin.config_layers import load, with_changes
 from nearkin.runners.kafka.clients import Outbox, consumer, topic
@@ -399,6 +400,67 @@ def test_a_dead_letter_is_seen_sent_back_once_and_marked(
         ({}, 400),
     ):
         assert client.post("/v1/dead/replay", json=wrong).status_code == status
+
+
+def _outsider(gateway: Running, pipeline: Pipeline, scopes: list[str]) -> str:
+    """Return a token with these scopes once the gateway accepts it."""
+    token = tokens.create(pipeline.folder / "tokens.json", "default", scopes)[0]
+    with gateway.client(token) as client:
+        until(lambda: client.get("/v1/status/x").status_code != 401)
+    return token
+
+
+def test_dead_letters_are_shown_and_dropped_by_operators(
+    client: httpx.Client,
+    gateway: Running,
+    pipeline: Pipeline,
+    all_scopes: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F.20: the gateway shows a dead letter within a bound and drops it, for operators; so does `dlq --server`."""
+    settings = load(pipeline.config_file)[0]
+    outbox = Outbox(settings, "test")
+    for _ in range(2):
+        outbox.send("frames", os.urandom(16), b"\xff" * 10_000, {})
+    outbox.flush()
+    outbox.close()
+
+    def waiting() -> list[dict[str, Any]]:
+        return [entry for entry in client.get("/v1/dead").json()["letters"] if not entry["replayed"]]
+
+    until(lambda: len(waiting()) == 2)
+    second, first = (entry["letter"] for entry in waiting())
+    shown = client.get(f"/v1/dead/letters/{first}", params={"bytes": 6}).json()
+    assert shown["value"] == {"encoding": "base64", "data": "////////", "cut": True}
+    assert (shown["value_bytes"], shown["dropped"], shown["stage"]) == (10_000, False, "chunker")
+    assert "__connect.errors.exception.message" in {header["name"] for header in shown["headers"]}
+    assert client.get(f"/v1/dead/letters/{first.replace(':', '%3A')}").json()["letter"] == first
+    for path, status in (("x", 400), ("0:999999", 404), (f"{first}?bytes=1048577", 422)):
+        assert client.get(f"/v1/dead/letters/{path}").status_code == status, path
+
+    with gateway.client(_outsider(gateway, pipeline, ["read", "write", "delete", "admin"])) as outsider:
+        assert outsider.get(f"/v1/dead/letters/{first}").status_code == 403
+        assert outsider.post("/v1/dead/drop", json={"letters": [first]}).status_code == 403
+
+    assert client.post("/v1/dead/drop", json={"letters": [first]}).json() == {"dropped": [first]}
+    assert [entry["letter"] for entry in waiting()] == [second]
+    for action in ("drop", "replay"):
+        again = client.post(f"/v1/dead/{action}", json={"letters": [first]})
+        assert (again.status_code, "was dropped already" in again.json()["detail"]) == (400, True)
+
+    monkeypatch.setenv("NEARKIN_TOKEN", all_scopes)
+
+    def command(*arguments: str) -> Any:
+        capsys.readouterr()
+        assert main(["--server", gateway.url, "--json", "dlq", *arguments]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    assert [entry["letter"] for entry in command("list")] == [second]
+    assert command("show", second, "--bytes", "3")["value"]["data"] == "////"
+    assert [entry["letter"] for entry in command("drop", second)["dropped"]] == [second]
+    assert command("list") == []
+    assert command("drop", "--all") == {"dropped": []}
 
 
 def test_a_change_of_settings_is_in_the_audit_once_and_at_every_gateway(

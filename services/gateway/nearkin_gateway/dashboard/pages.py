@@ -23,9 +23,10 @@ from nearkin_gateway.bodies import whole
 from nearkin_gateway.dashboard import charts, forms
 from nearkin_gateway.dashboard.rendering import Visitor, asset, page
 from nearkin_gateway.dashboard.text import page_url
+from nearkin_gateway.dead_letters import letters_json
 from nearkin_gateway.keys import blob_url
 from nearkin_gateway.limits import Holders
-from nearkin_gateway.looking import collection_json, dead_json, pipeline_json, tenant_json, tenants_json
+from nearkin_gateway.looking import collection_json, pipeline_json, tenant_json, tenants_json
 from nearkin_gateway.problems import Problem, from_error
 from nearkin_gateway.scrub_answers import scrub_json
 from nearkin_gateway.sessions import COOKIE, SECURE_COOKIE, check_same_origin, cookie_of, is_secure
@@ -285,7 +286,7 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
 async def pipeline(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show what goes through, what waits, what failed, and dead letters."""
     told = await pipeline_json(gateway)
-    letters = await dead_json(gateway)
+    letters = await letters_json(gateway)
     drawn, grid = charts.bars([(minute["minute"][11:16], minute["logical_bytes"]) for minute in told["minutes"]])
     workers = [] if gateway.workers is None else gateway.workers.workers()
     return page(

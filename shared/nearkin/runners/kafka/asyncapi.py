@@ -31,7 +31,7 @@ from nearkin.preconditions import DIGESTS_MAX, PRECONDITION
 from nearkin.reports import LEDGER_FIELDS, Ledger, VersionInfo
 from nearkin.runners.kafka import dead_letters
 from nearkin.runners.kafka.clients import COMPACTED, TOPICS, topic
-from nearkin.runners.kafka.dead_replay import MARK_HEADER
+from nearkin.runners.kafka.dead_replay import DROPPED_HEADER, MARK_HEADER
 from nearkin.runners.kafka.lag import WAITS
 from nearkin.runners.kafka.reporting import STATES
 
@@ -294,7 +294,11 @@ def _others() -> Json:
         "changes": _json("changes", "All changes of hot settings over the file.", _object(changes)),
         "word": _json("word", "What a worker runs.", _object({**word, "state": {"type": "string", "enum": [*STATES]}})),
         "letter": _dead("letter", "A record as it was, unless it was too large to be kept.", dead_headers()),
-        "replayed": _dead("replayed", "A mark: the letter that it names was sent back.", {MARK_HEADER: _TEXT}),
+        "replayed": _dead(
+            "replayed",
+            f"A mark: the letter that it names was sent back, or dropped where {DROPPED_HEADER} is present.",
+            {MARK_HEADER: _TEXT, DROPPED_HEADER: _TEXT},
+        ),
     }
 
 

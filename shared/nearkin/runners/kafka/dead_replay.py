@@ -1,14 +1,15 @@
-"""Dead letters, read and sent back. Invariant: a letter goes back once: replay and mark are one transaction.
+"""Read, replay and drop dead letters. Invariant: a letter is replayed or dropped at most once.
 
-A mark is a record of the dead topic without value whose header names the letter. A second replay, even one at the same
-time, is fenced out by the transactional id before it reads the marks.
+A mark is a record of the dead topic without value whose header names the letter; DROPPED_HEADER tells a drop from a
+replay. Replay and mark are one transaction. A second replay or drop, even a concurrent one, is fenced by the
+transactional id before it reads the marks.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import field, replace
 
@@ -36,6 +37,9 @@ from nearkin.runners.kafka.loop import as_bytes
 MARK_HEADER = "__nearkin.replay.of"
 REPLAYED_HEADER = "__nearkin.replayed.from"
 """What a record carries that was sent back: the dead topic, partition and offset it came from."""
+DROPPED_HEADER = "__nearkin.dropped.by"
+"""What the mark of a dropped letter carries besides MARK_HEADER: the user or token that dropped it."""
+DROPPED_BY_BYTES_MAX = 256
 LISTED_MAX = 10_000
 """Letters of one listing: 2 kB of memory each."""
 TRANSACTION_LETTERS = 100
@@ -63,6 +67,7 @@ class DeadLetter:
     value_bytes: int
     headers: Headers
     replayed: bool = False
+    dropped: bool = False
     ours: dict[str, str] = field(default_factory=dict)
     """The headers that say where and why, by name."""
 
@@ -110,18 +115,24 @@ def parse_place(text: str) -> Place:
 
 
 def list_letters(
-    settings: Settings, limit: int = 100, source: str | None = None, *, replayed: bool = False
+    settings: Settings,
+    limit: int = 100,
+    source: str | None = None,
+    *,
+    replayed: bool = False,
+    dropped: bool = False,
 ) -> list[DeadLetter]:
     """Return the newest `limit` letters without values and the records' own headers, oldest first.
 
-    Those of the topic `source` alone if given; those sent back are among them if `replayed`. Raises StoreUnavailable.
+    Only those of the topic `source` if given. Replayed letters are included if `replayed`, dropped ones if `dropped`.
+    Raises StoreUnavailable.
     """
     found: OrderedDict[Place, DeadLetter] = OrderedDict()
     for letter, mark in _scan(settings, None):
         if mark is not None:
             before = found.pop(mark, None)
-            if before is not None and replayed:
-                found[mark] = replace(before, replayed=True)
+            if before is not None and (dropped if _is_drop(letter) else replayed):
+                found[mark] = _marked(before, letter)
         elif source is None or (letter.source is not None and letter.source[0] == source):
             found[letter.place] = replace(letter, value=None, headers=())
             if len(found) > LISTED_MAX:
@@ -133,30 +144,56 @@ def read_letter(settings: Settings, place: Place) -> DeadLetter:
     """Return one letter, whole. Raises NotFound, StoreUnavailable."""
     known = _known(settings, [place])[place]
     with _reader(settings) as reading:
-        return replace(_kept(settings, reading, known), replayed=known.replayed)
+        return replace(_kept(settings, reading, known), replayed=known.replayed, dropped=known.dropped)
 
 
 def replay(settings: Settings, places: Iterable[Place]) -> list[DeadLetter]:
     """Send letters back to where they came from, each once; return them without their values.
 
-    All that can be refused is refused before the first is sent. Raises NotFound, BadInput (sent back before, or a
-    letter that does not say where it came from), Permanent (the record is gone), StoreUnavailable.
+    All that can be refused is refused before the first is sent. Raises NotFound, BadInput (replayed or dropped before,
+    or a letter that does not say where it came from), Permanent (the record is gone), StoreUnavailable.
     """
-    wanted = list(dict.fromkeys(places))
     producer = _transactional(settings)
     try:
-        producer.init_transactions(SILENCE_SECONDS)  # from here on no other replay is under way
-        known = _known(settings, wanted)
-        for partition, offset in wanted:
-            if known[partition, offset].replayed:
-                raise BadInput(f"letter {partition}:{offset}: was sent back already")
-            if known[partition, offset].source is None:
-                raise BadInput(f"letter {partition}:{offset}: does not say which topic it came from")
+        known = _begin(settings, producer, places)
+        for letter in known:
+            if letter.source is None:
+                raise BadInput(f"letter {letter.partition}:{letter.offset}: does not say which topic it came from")
         with _reader(settings) as reading:
-            for batch in _batches(_restored(settings, reading, known[place]) for place in wanted):
-                _send_back(settings, producer, batch)
+            for batch in _batches(_restored(settings, reading, letter) for letter in known):
+                _commit(producer, batch, lambda letter: _produce_replay(settings, producer, letter))
     except KafkaException as err:
         raise unavailable(settings, err) from err
+    return known
+
+
+def drop(settings: Settings, places: Iterable[Place], dropped_by: str = "") -> list[DeadLetter]:
+    """Mark letters as dropped, so that they are neither listed nor replayed; return them without their values.
+
+    The records themselves stay in the topic until its retention removes them. All that can be refused is refused before
+    the first mark is written. Raises NotFound, BadInput (replayed or dropped before), StoreUnavailable.
+    """
+    producer = _transactional(settings)
+    header = (DROPPED_HEADER, dropped_by.encode(errors="replace")[:DROPPED_BY_BYTES_MAX])
+    try:
+        known = _begin(settings, producer, places)
+        for start in range(0, len(known), TRANSACTION_LETTERS):
+            batch = known[start : start + TRANSACTION_LETTERS]
+            _commit(producer, batch, lambda letter: _produce_mark(settings, producer, letter, [header]))
+    except KafkaException as err:
+        raise unavailable(settings, err) from err
+    return known
+
+
+def _begin(settings: Settings, producer: Producer, places: Iterable[Place]) -> list[DeadLetter]:
+    """Fence out every other replay or drop, then return the letters. Raises NotFound, BadInput, KafkaException."""
+    wanted = list(dict.fromkeys(places))
+    producer.init_transactions(SILENCE_SECONDS)
+    known = _known(settings, wanted)
+    for partition, offset in wanted:
+        letter = known[partition, offset]
+        if letter.replayed or letter.dropped:
+            raise BadInput(f"letter {partition}:{offset}: was {'dropped' if letter.dropped else 'sent back'} already")
     return [known[place] for place in wanted]
 
 
@@ -174,26 +211,37 @@ def _batches(letters: Iterable[DeadLetter]) -> Iterator[list[DeadLetter]]:
         yield batch
 
 
-def _send_back(settings: Settings, producer: Producer, letters: list[DeadLetter]) -> None:
-    """One transaction: each letter to its topic, and its mark beside it."""
-    dead = topic(settings, "dead")
+def _commit(producer: Producer, letters: list[DeadLetter], produce: Callable[[DeadLetter], None]) -> None:
+    """Call `produce` for each letter in one transaction. Raises KafkaException, BufferError: nothing was sent."""
     producer.begin_transaction()
     try:
         for letter in letters:
-            assert letter.source is not None
-            name, partition, _ = letter.source
-            where = f"{dead}[{letter.partition}]@{letter.offset}".encode()
-            headers = [(header, value) for header, value in letter.headers if header not in OUR_HEADERS]
-            producer.produce(
-                name, letter.value, letter.key, partition=partition, headers=[*headers, (REPLAYED_HEADER, where)]
-            )
-            mark = f"{letter.partition}:{letter.offset}".encode()
-            producer.produce(dead, None, letter.key, partition=letter.partition, headers=[(MARK_HEADER, mark)])
+            produce(letter)
         producer.commit_transaction(SILENCE_SECONDS)
     except (KafkaException, BufferError):
         with suppress(KafkaException):  # an abort that fails leaves the transaction to time out: no more is visible
             producer.abort_transaction(SILENCE_SECONDS)
         raise
+
+
+def _produce_replay(settings: Settings, producer: Producer, letter: DeadLetter) -> None:
+    """Produce the record to the topic it came from, and its mark."""
+    assert letter.source is not None
+    name, partition, _ = letter.source
+    where = f"{topic(settings, 'dead')}[{letter.partition}]@{letter.offset}".encode()
+    headers = [(header, value) for header, value in letter.headers if header not in OUR_HEADERS]
+    producer.produce(name, letter.value, letter.key, partition=partition, headers=[*headers, (REPLAYED_HEADER, where)])
+    _produce_mark(settings, producer, letter, [])
+
+
+def _produce_mark(
+    settings: Settings, producer: Producer, letter: DeadLetter, headers: list[tuple[str, bytes | None]]
+) -> None:
+    """Produce the mark of a letter to the partition that holds the letter."""
+    place = f"{letter.partition}:{letter.offset}".encode()
+    producer.produce(
+        topic(settings, "dead"), None, letter.key, partition=letter.partition, headers=[(MARK_HEADER, place), *headers]
+    )
 
 
 def _restored(settings: Settings, reading: Consumer, known: DeadLetter) -> DeadLetter:
@@ -232,7 +280,7 @@ def _record_at(reading: Consumer, name: str, partition: int, offset: int) -> Dea
 
 
 def _known(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
-    """Return what is known of these letters, without values, and whether they were sent back. Raises NotFound."""
+    """Return these letters without values, and whether they were replayed or dropped. Raises NotFound."""
     starts: dict[int, int] = {}
     for partition, offset in places:
         starts[partition] = min(offset, starts.get(partition, offset))
@@ -240,7 +288,7 @@ def _known(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
     wanted = set(places)
     for letter, mark in _scan(settings, starts) if starts else ():
         if mark in found:
-            found[mark] = replace(found[mark], replayed=True)
+            found[mark] = _marked(found[mark], letter)
         elif mark is None and letter.place in wanted:
             found[letter.place] = replace(letter, value=None, headers=())
     for partition, offset in places:
@@ -316,6 +364,16 @@ def _mark(letter: DeadLetter) -> Place | None:
                 except BadInput:
                     return None
     return None
+
+
+def _is_drop(mark: DeadLetter) -> bool:
+    """Return whether a mark is that of a dropped letter."""
+    return any(name == DROPPED_HEADER for name, _ in mark.headers)
+
+
+def _marked(letter: DeadLetter, mark: DeadLetter) -> DeadLetter:
+    """Return a letter with what its mark says."""
+    return replace(letter, dropped=True) if _is_drop(mark) else replace(letter, replayed=True)
 
 
 def _letter(message: KafkaMessage) -> DeadLetter:
