@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
-from fastapi import Depends, Request, Security
+from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from nearkin.frozen import frozen
@@ -134,8 +134,8 @@ def _unauthorized(code: str, detail: str, name: str) -> Problem:
     return Problem(401, name, detail, headers={"WWW-Authenticate": f'Bearer realm="nearkin"{error}'})
 
 
-Reader = Annotated[Caller, Depends(needs("read"))]
-Writer = Annotated[Caller, Depends(needs("write"))]
-Deleter = Annotated[Caller, Depends(needs("delete"))]
-Admin = Annotated[Caller, Depends(needs("admin", OPERATOR))]
-Operator = Annotated[Caller, Depends(needs(OPERATOR))]
+Reader = Annotated[Caller, Security(needs("read"), scopes=["read"])]
+Writer = Annotated[Caller, Security(needs("write"), scopes=["write"])]
+Deleter = Annotated[Caller, Security(needs("delete"), scopes=["delete"])]
+Admin = Annotated[Caller, Security(needs("admin", OPERATOR), scopes=["admin", OPERATOR])]
+Operator = Annotated[Caller, Security(needs(OPERATOR), scopes=[OPERATOR])]

@@ -114,6 +114,14 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             components.pop(name, None)
         for operations in schema["paths"].values():
             for operation in operations.values():
+                # The scopes of one entry are all needed, entries are alternatives: our routes need one of their scopes.
+                if "security" in operation:
+                    operation["security"] = [
+                        {name: [scope]}
+                        for entry in operation["security"]
+                        for name, scopes in entry.items()
+                        for scope in scopes
+                    ]
                 for status, told in operation["responses"].items():
                     if int(status) >= 400:  # all our errors are problems, the framework's own included
                         told["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemBody"}}}

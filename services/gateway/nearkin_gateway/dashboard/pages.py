@@ -21,6 +21,7 @@ from nearkin.limits import KEY_BYTES_MAX
 from nearkin_gateway.access import address_of, open_caller, session_of, shown_token
 from nearkin_gateway.bodies import whole
 from nearkin_gateway.dashboard import charts, forms
+from nearkin_gateway.dashboard.reference import read_document
 from nearkin_gateway.dashboard.rendering import Visitor, asset, page
 from nearkin_gateway.dashboard.text import page_url
 from nearkin_gateway.dead_letters import letters_json
@@ -323,6 +324,18 @@ async def settings(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
         revision=gateway.hot.revision,
         audit=changes,
     )
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    """Render the OpenAPI document. Like the document itself, the page needs no session."""
+    gateway = gateway_of(request)
+    visitor: Visitor | None = None
+    try:
+        visitor = _visitor(request, gateway)
+    except Problem as err:
+        return page("problem.html", None, err.status, title="Not shown", problem=err)
+    return page("reference.html", visitor, title="API reference", reference=read_document(request.app.openapi()))
 
 
 @router.get("/ui/static/{name}")
