@@ -179,6 +179,7 @@ async def livez() -> Response:
 async def readyz(request: Request) -> Response:
     """Say whether what the gateway needs can be reached: the object store, and where uploads go.
 
+    503 too while Redis may evict entries or is full.
     All callers share one check, which counts for two seconds and fails after four without an answer.
     """
     gateway = gateway_of(request)

@@ -18,6 +18,7 @@ from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.key_locks import RedisKeyLocks
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.retention import guard_of
+from nearkin.runners.kafka.checking import redis_memory_check
 from nearkin.runners.kafka.fleet import connect_fleet
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.store import descriptor
@@ -93,6 +94,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         pauses=Pauses(objects),
         workers=watch,
         pipeline=ingest.state,
+        checks={"redis": redis_memory_check(settings)},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from nearkin.config import Settings
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import NearkinError
-from nearkin.runners.readiness import Readiness
+from nearkin.runners.readiness import Check, Readiness
 from nearkin.store.deletion import Deletions
 from nearkin.store.pauses import Pauses
 from nearkin_gateway.catalogue import Catalogue
@@ -68,6 +69,8 @@ class Gateway:
     workers: Workers | None = None
     pipeline: PipelineState | None = None
     """How far the stages are; None where all runs in one process."""
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    """What /readyz checks besides the object store and where uploads go, by name."""
     stopping: bool = False
     failure: NearkinError | None = None
     """Why it could not begin."""
@@ -88,7 +91,7 @@ class Gateway:
         self.downloads = Slots("downloads", bounds.downloads_max, shares, rates)
         self.explanations = Slots("explanations", EXPLANATIONS_MAX, shares)
         self.insight = Insight(self.catalogue)
-        self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check})
+        self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (
             None
             if self.tokens is None

@@ -131,6 +131,12 @@ class Server:
 
         Raises StoreUnavailable: the policy can be changed back, and memory be added, while services run.
         """
+        fault = self.find_memory_fault()
+        if fault is not None:
+            raise StoreUnavailable(fault)
+
+    def find_memory_fault(self) -> str | None:
+        """Return why the server may evict entries or is full; None if neither. Raises StoreUnavailable."""
         try:
             nodes = self._memory()
         except (RedisError, OSError) as err:
@@ -143,14 +149,13 @@ class Server:
         metrics.REDIS_FULLNESS.set(fullness)
         metrics.REDIS_EVICTS.set(bool(evicting))
         if evicting:
-            raise StoreUnavailable(
+            return (
                 f'{self.name}: maxmemory-policy "{evicting[0]["maxmemory_policy"]}" drops entries at will since it was '
                 "changed: run CONFIG SET maxmemory-policy noeviction"
             )
         if fullness >= 1:
-            raise StoreUnavailable(
-                f"{self.name}: all of maxmemory is in use: raise it or add servers; nothing was lost"
-            )
+            return f"{self.name}: all of maxmemory is in use: raise it or add servers; nothing was lost"
+        return None
 
     def memory_bytes(self) -> int:
         """Return the bytes in use on all primaries. Raises StoreUnavailable."""

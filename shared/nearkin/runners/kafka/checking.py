@@ -13,6 +13,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from nearkin.config import Settings
+from nearkin.errors import Retryable, StoreUnavailable
 from nearkin.index.redis import RedisIndex
 from nearkin.runners.kafka.clients import connection, topic, unavailable
 from nearkin.runners.readiness import Check
@@ -37,9 +38,9 @@ class _Kept(Generic[Made]):
         return self._made
 
 
-def checks_of(settings: Settings) -> dict[str, Check]:
-    """Return what tells whether Kafka, Redis and the object store answer, each within some seconds."""
-    quick = replace(
+def _with_short_timeouts(settings: Settings) -> Settings:
+    """Return the settings of clients that give up within CHECK_SECONDS."""
+    return replace(
         settings,
         redis=replace(settings.redis, timeout_seconds=min(CHECK_SECONDS, settings.redis.timeout_seconds), retries=0),
         object_store=replace(
@@ -49,6 +50,29 @@ def checks_of(settings: Settings) -> dict[str, Check]:
             retries=0,
         ),
     )
+
+
+def redis_memory_check(settings: Settings) -> Check:
+    """Return a check that fails if Redis may evict entries or is full, but not if Redis is away.
+
+    A gateway accepts uploads while Redis is away: they wait in Kafka.
+    """
+    redis = _Kept(lambda: RedisIndex(_with_short_timeouts(settings).redis, b""))
+
+    def has_no_memory_fault() -> None:
+        try:
+            fault = redis().server.find_memory_fault()
+        except Retryable:
+            return
+        if fault is not None:
+            raise StoreUnavailable(fault)
+
+    return has_no_memory_fault
+
+
+def checks_of(settings: Settings) -> dict[str, Check]:
+    """Return what tells whether Kafka, Redis and the object store answer, each within some seconds."""
+    quick = _with_short_timeouts(settings)
     admin = _Kept(lambda: AdminClient(connection(settings, "nearkin-check")))
     redis = _Kept(lambda: RedisIndex(quick.redis, b""))
     objects = _Kept(lambda: open_objects(quick))
