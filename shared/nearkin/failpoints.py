@@ -165,7 +165,18 @@ RECORD_POINTS: Final = MappingProxyType(
     }
 )
 """What has happened to records of a store that no put and no GC run writes: keys, pauses, progress."""
-POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS})
+PURGE_POINTS: Final = MappingProxyType(
+    {
+        # immediate removal (nearkin_janitor.purge)
+        "purge.withdrawn": "the index names nothing that is to be removed",
+        "purge.container": "1 a container of which nothing is needed is removed",
+        "purge.put": "2, 3 the next generation of a container is durable",
+        "purge.renewed": "2, 3 and the index has it",
+        "purge.replaced": "2, 3 and the generation before is removed",
+    }
+)
+"""Steps of `rm --now` and `gc --now`, which the crash engine does not call."""
+POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS, **PURGE_POINTS})
 
 
 @frozen

@@ -152,7 +152,7 @@ def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "point", ["gc.uncatalogued", "gc.forgot-due", "gc.container", "compact.put", "compact.renewed"]
+    "point", ["gc.uncatalogued", "purge.withdrawn", "purge.container", "purge.put", "purge.renewed"]
 )
 def test_purge_cut_short_goes_on_with_the_next(tmp_path: Path, point: str) -> None:
     """F.4: Wherever a purge fails, all other versions restore, and the next one ends it."""

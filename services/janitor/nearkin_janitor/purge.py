@@ -90,7 +90,7 @@ class Purge:
             if directory is not None and len(rows := _unneeded_recipes(reach, directory)):
                 segments[int(container)] = rows
         index.forget({**chunks, **dict.fromkeys(whole)}, segments, whole)
-        failpoint("gc.forgot-due")
+        failpoint("purge.withdrawn")
 
     def _dependents_first(self, containers: list[ContainerId]) -> list[ContainerId]:
         def bases(container: int) -> list[int]:
@@ -107,7 +107,7 @@ class Purge:
             self._containers.delete(container, self._containers.generation(container))
             self._containers.forget_read(container)
             self.deleted += 1
-            failpoint("gc.container")
+            failpoint("purge.container")
 
     def _store_raw(
         self,
@@ -172,12 +172,12 @@ class Purge:
         generation = self._containers.generation(container)
         self._containers.put(container, [data], generation + 1)
         self._containers.forget_read(container)
-        failpoint("compact.put")
+        failpoint("purge.put")
         index.renew(summarise_directory(self._containers.directory(container)))
-        failpoint("compact.renewed")
+        failpoint("purge.renewed")
         self._containers.delete(container, generation)
         self.rewritten += 1
-        failpoint("compact.replaced")
+        failpoint("purge.replaced")
 
 
 def _needed_chunks(reach: Reach) -> Masks:
