@@ -56,8 +56,9 @@ VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="Th
 Wait = Annotated[
     float, Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for the outcome before 202.")
 ]
-_OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-_BODY: dict[str, Any] = {"requestBody": {"required": False, "content": {"*/*": _OCTETS["application/octet-stream"]}}}
+_ANY_MEDIA = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+"""A body of any type: a put keeps its `Content-Type`, and reads return it."""
+_BODY: dict[str, Any] = {"requestBody": {"required": False, "content": _ANY_MEDIA}}
 _TAG_HEADERS = {
     "ETag": {"description": "The digest, quoted.", "schema": {"type": "string"}},
     "X-Nearkin-Version": {"description": "The version.", "schema": {"type": "integer"}},
@@ -245,7 +246,7 @@ def _damaged(listed: Listed) -> dict[str, object]:
 
 
 _WHOLE_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The bytes.", "content": _OCTETS, "headers": _READ_HEADERS},
+    200: {"description": "The bytes.", "content": _ANY_MEDIA, "headers": _READ_HEADERS},
     304: {"description": "Not modified.", "headers": _READ_HEADERS},
     **_READ_PROBLEMS,
 }
@@ -253,7 +254,7 @@ _RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     **_WHOLE_ANSWERS,
     206: {
         "description": "A range of them.",
-        "content": _OCTETS,
+        "content": _ANY_MEDIA,
         "headers": {**_READ_HEADERS, "Content-Range": {"description": "Which.", "schema": {"type": "string"}}},
     },
     **responses(416),
