@@ -246,7 +246,7 @@ def test_a_session_has_its_tokens_scopes_and_tenant_and_no_more(login: Login, fo
     assert "/ui/settings" not in overview
     for page in ("/ui/pipeline", "/ui/upkeep", "/ui/settings"):
         answer = client.get(page)
-        assert (answer.status_code, "scope admin" in answer.text) == (403, True)
+        assert (answer.status_code, "scope operator" in answer.text) == (403, True)
     blob = client.get("/ui/blob", params={"key": "db/dump"}).text
     assert "data-delete" not in blob
     other = login(tokens.create(folder / "tokens.json", "other", tokens.SCOPES)[0])
