@@ -250,9 +250,12 @@ def test_loopback_needs_no_tokens(host: str) -> None:
 
 
 def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
+    """F.18: the threads of the catalogue, too, which read manifests of marked versions."""
     before = set(threading.enumerate())
     with running(embedded(tmp_path / "store")) as found, found.client() as client:
-        assert client.put("/v1/blobs/k", content=b"k").status_code == 201
+        for key in ("deleted", "k"):
+            assert client.put(f"/v1/blobs/{key}", content=b"k").status_code == 201
+        assert client.delete("/v1/blobs/deleted").is_success
         assert [entry["key"] for entry in client.get("/v1/blobs").json()["blobs"]] == ["k"]
         own = [thread for thread in threading.enumerate() if thread not in before]
         assert {"nearkin-catalogue_0", "nearkin-gateway-writer"} <= {thread.name for thread in own}
