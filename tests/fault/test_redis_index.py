@@ -272,7 +272,8 @@ def test_an_older_snapshot_never_gives_a_number_to_a_second_container(tmp_path: 
         assert rows(index.locate_chunks(chunk_names("a", "qq"))) == [(FIRST, 0), None]  # still of that epoch, and right
         other = RedisIndex(settings, samples.DOMAIN)  # looks at the run_id when it starts
         other.publish(claims(THIRD, ["x", "qq", "zzz"], ["t1", "t2"], [[7], [8], [9]]))
-        assert rows(index.locate_chunks(chunk_names("a", "x", "qq"))) == [None, (THIRD, 0), (THIRD, 1)]
+        # GC never freed FIRST: the continued epoch still has its entries.
+        assert rows(index.locate_chunks(chunk_names("a", "x", "qq"))) == [(FIRST, 0), (THIRD, 0), (THIRD, 1)]
         assert index.epochs.current.name == other.epochs.current.name != before
         index.close()
         other.close()
@@ -349,6 +350,11 @@ def partitions_of(raw: redis.Redis, letter: str) -> list[bytes]:
     return [key for key in raw.scan_iter() if b"{" + letter.encode() in key and raw.type(key) == b"hash"]
 
 
+def buckets_of(raw: redis.Redis, key: bytes) -> list[bytes]:
+    """Return a partition's buckets: fields of 3 bytes; shorter ones are its state, GC generation and server."""
+    return [field for field in raw.hkeys(key) if len(field) == 3]
+
+
 @pytest.mark.parametrize("state", [None, b"", b"1 0", b"0 0 0 0", b"99 0 0", b"2 9 0", b"-1 0 0", b"\0" * 40])
 def test_a_state_that_nobody_wrote_is_an_error_that_names_the_key(
     connect: Connect, raw: redis.Redis, state: bytes | None
@@ -367,13 +373,44 @@ def test_a_state_that_nobody_wrote_is_an_error_that_names_the_key(
         index.publish(second_claims())
 
 
+@pytest.mark.parametrize("generation", [b"", b"noise", b"-1", b"nan", b"0x1", b"9" * 400])
+def test_damaged_gc_generation_is_stale_until_checked(connect: Connect, raw: redis.Redis, generation: bytes) -> None:
+    """F.23: A partition whose GC generation is no number misses, takes entries, and answers once it was checked."""
+    index = connect()
+    index.publish(first_claims())
+    whole(index)
+    for key in [key for letter in "cfs" for key in partitions_of(raw, letter)]:
+        raw.hset(key, "g", generation)
+    assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
+    assert rows(index.locate_segments(ids("s1"))) == [None]
+    assert rows(of_rank(index, SKETCH, 0, np.array([70], np.uint64))) == [None]
+    index.publish(second_claims())
+    assert index.advance_generation(7) == 7
+    assert index.is_stale()
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, None]
+    whole(index)
+    assert not index.is_stale()
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
+
+
+@pytest.mark.parametrize("highest", [b"", b"noise", b"inf", b"9" * 400])
+def test_damaged_highest_number_is_an_error_with_the_key(connect: Connect, raw: redis.Redis, highest: bytes) -> None:
+    """F.23: A partition whose highest number is unknown takes no entries: numbers might be given out twice."""
+    index = connect()
+    index.publish(first_claims())
+    for key in partitions_of(raw, "c"):
+        raw.hset(key, "m", highest)
+    with pytest.raises(Corrupt, match=r"nearkin:\{c.*delete all keys"):
+        index.publish(second_claims())
+
+
 @pytest.mark.parametrize("cut", [1, 5, 13, 17, 19])
 def test_a_truncated_bucket_is_a_bucket_that_is_missing(connect: Connect, raw: redis.Redis, cut: int) -> None:
     index = connect(partitions=1)
     claimed = many(FIRST, 30, "t")  # one bucket of 30 entries: the cut falls within one
     index.publish(claimed)
     (key,) = partitions_of(raw, "c")
-    (field,) = [field for field in raw.hkeys(key) if field]
+    (field,) = buckets_of(raw, key)
     raw.hset(key, field, raw.hget(key, field)[:-cut])
     assert rows(index.locate_chunks(claimed.directory.chunks.names)) == [None] * 30
     index.publish(claimed)
@@ -385,9 +422,8 @@ def test_a_bucket_of_noise_finds_nothing_and_takes_entries(connect: Connect, raw
     index.publish(first_claims())
     for letter, width in (("c", 18), ("f", 10), ("s", 18)):
         for number, key in enumerate(partitions_of(raw, letter)):
-            for field in raw.hkeys(key):
-                if field:
-                    raw.hset(key, field, samples.noise(width * 50, f"{letter}{number}").tobytes())
+            for field in buckets_of(raw, key):
+                raw.hset(key, field, samples.noise(width * 50, f"{letter}{number}").tobytes())
     assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
     assert rows(index.locate_segments(ids("s1"))) == [None]
     assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [None, None]
@@ -400,7 +436,7 @@ def test_a_number_that_nobody_was_given_is_not_a_location(connect: Connect, raw:
     index = connect(partitions=1)
     index.publish(first_claims())  # numbers 1 to 3
     (key,) = partitions_of(raw, "c")
-    (field,) = [field for field in raw.hkeys(key) if field]
+    (field,) = buckets_of(raw, key)
     bucket = raw.hget(key, field)
     forged = b"".join(bucket[at : at + 13] + number.to_bytes(5, "little") for at in range(0, len(bucket), 18))
     raw.hset(key, field, forged)
@@ -460,10 +496,10 @@ def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, ra
     packed[:, 5] = 1
     assert len(Keys(packed[:, :5], np.zeros(count, np.uint16))) == count
     key = epoch.partition(FEATURES, 0)
-    added = 0
+    added, sizes = 0, (5, FEATURES.width, FEATURES.bucket_entries)
     for start in range(0, count, 512):
         part = packed[start : start + 512].tobytes()
-        added += index.server.one(Server.call("insert", [key], part, 5, FEATURES.width, FEATURES.bucket_entries))
+        added += index.server.one(Server.call("insert", [key], part, *sizes, 0))
     assert added == BUCKET_ENTRIES_MAX
     assert max(len(value) for value in raw.hvals(key)) == BUCKET_ENTRIES_MAX * FEATURES.width
     index.publish(first_claims())

@@ -25,6 +25,15 @@ LEVEL_MAX = 24
 BUCKET_ENTRIES_MAX = 2048
 """A bucket takes no more: who crafts super-features that meet in one must not make every call that reads it slow."""
 
+_COUNTER = """
+local function counter(value, missing)
+  if not value then return missing end
+  return type(value) == 'string' and #value <= 15 and string.match(value, '^%d+$') and tonumber(value) or nil
+end
+local function generation_of(value) return counter(value, 0) or -1 end
+"""
+"""Field g or m as a number; a missing g is 0, as before GC generations, a damaged one is older than any generation."""
+
 _SIZES = """
 local key_bytes, width, bucket_entries = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local byte, char, sub, find, floor = string.byte, string.char, string.sub, string.find, math.floor
@@ -76,7 +85,8 @@ end
 _TABLE = f"{_SIZES}local base = KEYS[1]\n{_PARTITION}"
 
 FIND = (
-    _SIZES
+    _COUNTER
+    + _SIZES
     + "local function values_of(base, keys)"
     + _PARTITION
     + """
@@ -92,8 +102,9 @@ end
 local found, at, generation = {}, 0, tonumber(ARGV[5])
 for i = 1, #KEYS do
   local keys_bytes = tonumber(ARGV[5 + i]) * key_bytes
-  local values
-  if generation > tonumber(redis.call('HGET', KEYS[i], 'g') or '0') and redis.call('EXISTS', KEYS[i]) == 1 then
+  local values, held = nil, redis.pcall('HGET', KEYS[i], 'g')
+  if type(held) == 'table' then return redis.error_reply('$DAMAGED ' .. KEYS[i]) end
+  if generation > generation_of(held) and redis.call('EXISTS', KEYS[i]) == 1 then
     values = string.rep('\\0', keys_bytes / key_bytes * (width - key_bytes))
   else
     values = values_of(KEYS[i], sub(ARGV[1], at + 1, at + keys_bytes))
@@ -157,17 +168,19 @@ end
 """
 
 INSERT = (
-    _TABLE
+    _COUNTER
+    + _TABLE
     + _STORE
     + """
-local rows = ARGV[1]
+local rows, highest = ARGV[1], counter(redis.call('HGET', base, 'm'), 0)
+if not highest then return redis.error_reply('$DAMAGED ' .. base) end
 want(rows, width)
 for i = 1, #wanted do
   local at, n = (i - 1) * width, wanted[i]
   local bucket = held[n]
   if not place(bucket, sub(rows, at + 1, at + key_bytes)) then append(n, bucket, sub(rows, at + 1, at + width)) end
 end
-if tonumber(redis.call('HGET', base, 'm') or '0') < tonumber(ARGV[5]) then redis.call('HSET', base, 'm', ARGV[5]) end
+if highest < tonumber(ARGV[5]) then redis.call('HSET', base, 'm', ARGV[5]) end
 return save()
 """
 )
@@ -303,13 +316,14 @@ return 1
 
 ADOPT = (
     _RUN_NOW
+    + _COUNTER
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then
   if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 1 then redis.pcall('RENAME', KEYS[2], KEYS[1]) end
   if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], '', '0 0 0', 'g', ARGV[1], 'f', '1') end
   redis.call('HSET', KEYS[1], 'r', run_now())
 end
-return tonumber(redis.call('HGET', KEYS[1], 'm') or '0')
+return counter(redis.call('HGET', KEYS[1], 'm'), 0) or redis.error_reply('$DAMAGED ' .. KEYS[1])
 """
 )
 """KEYS partition, the same partition of the epoch before; ARGV GC generation: rename the old one, or create an empty
@@ -317,21 +331,23 @@ one; the highest number in it."""
 
 INSPECT = (
     _RUN_NOW
+    + _COUNTER
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 local held = redis.call('HMGET', KEYS[1], 'g', 'r', 'f')
-return {tonumber(held[1] or '0'), held[2] == run_now() and 1 or 0, held[3] and 1 or 0}
+return {generation_of(held[1]), held[2] == run_now() and 1 or 0, held[3] and 1 or 0}
 """
 )
 """KEYS partition: GC generation, whether its server is still the same, whether it began empty; or nil."""
 
 ADVANCE = (
     _RUN_NOW
+    + _COUNTER
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 local held = redis.call('HMGET', KEYS[1], 'g', 'r')
-if held[2] ~= run_now() or tonumber(held[1] or '0') < tonumber(ARGV[1]) then return 0 end
-redis.call('HSET', KEYS[1], 'g', math.max(tonumber(held[1]), tonumber(ARGV[2])))
+if held[2] ~= run_now() or generation_of(held[1]) < tonumber(ARGV[1]) then return 0 end
+redis.call('HSET', KEYS[1], 'g', math.max(generation_of(held[1]), tonumber(ARGV[2])))
 return 1
 """
 )
@@ -339,10 +355,11 @@ return 1
 
 SETTLE = (
     _RUN_NOW
+    + _COUNTER
     + """
 local held = redis.call('HMGET', KEYS[1], '', 'g', 'r')
 if not held[1] or held[3] ~= run_now() then return false end
-redis.call('HSET', KEYS[1], 'g', math.max(tonumber(held[2] or '0'), tonumber(ARGV[1])))
+redis.call('HSET', KEYS[1], 'g', math.max(generation_of(held[2]), tonumber(ARGV[1])))
 redis.call('HDEL', KEYS[1], 'f')
 return 1
 """
@@ -485,7 +502,7 @@ SOURCES = {
     "successor": SUCCESSOR,
     "move": MOVE,
     "raise": RAISE,
-    "adopt": ADOPT,
+    "adopt": _filled(ADOPT),
     "inspect": INSPECT,
     "advance": ADVANCE,
     "settle": SETTLE,
