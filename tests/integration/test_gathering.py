@@ -167,6 +167,7 @@ def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(sto
                 broken.put("again", content)
         (done,) = broken.repair(files).repaired
         assert done.chunks_lost == 0
+        assert broken.verify().damage == ()
         check(broken, EVERY)
 
 
