@@ -219,7 +219,7 @@ def _has_store(root: Path) -> bool:
 
 def _check_only_store_files(root: Path) -> None:
     """Raise BadInput if the folder has files that an unfinished creation of a store cannot have left."""
-    if _entry_names(root) - {*LOCKS, "tmp", "keys", "parity", descriptor.NAME}:
+    if _entry_names(root) - {*LOCKS, "tmp", "keys", "parity", descriptor.NAME, chunking.NAME}:
         raise BadInput(
             f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
         )
