@@ -268,6 +268,7 @@ def test_a_gateway_whose_kafka_is_gone_is_not_ready_and_says_so(need: Any, redis
             "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": f"g{unique}."},
             "redis": {"url": redis.url, "prefix": f"g{unique}"},
             "object_store": {"url": str(tmp_path / "objects")},
+            "storage": {"create": True},
             "gateway": {"port": 0},
         }
         with running(with_changes(Settings(), changes)) as gateway, gateway.client() as client:
