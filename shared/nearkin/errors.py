@@ -41,7 +41,7 @@ class Denied(Permanent):
 
 
 class Retained(Permanent):
-    """A version may not be deleted yet, by nobody: its manifest or retention.min_age_seconds retains it."""
+    """No caller may delete a version yet: its manifest or retention.min_age_seconds retains it."""
 
 
 class ClockSkew(Retryable):

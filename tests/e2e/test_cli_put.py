@@ -167,7 +167,7 @@ def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tre
     notices = told.stderr.decode().splitlines()
     assert f"nearkin: cannot be read, permission denied: {tree / 'secret'}" in notices
     assert len([notice for notice in notices if "cannot be read" in notice]) == 2, "each is told once"
-    assert notices[-1] == "nearkin: 2 could not be read and are not stored: run this again as somebody who may"
+    assert notices[-1] == "nearkin: 2 could not be read and are not stored: run this again as a user who may read them"
 
 
 def as_anybody() -> list[str]:

@@ -214,8 +214,8 @@ class Catalogue:
     ) -> Iterator[VersionInfo | Damage | None]:
         """Yield what a listing shows of each unit, in order.
 
-        The index is told of a mark before the mark is written, so of a version without marks it knows all. Manifests
-        are read of the others, and of those of which the index keeps too little.
+        The index is notified of a mark before the mark is written, so of a version without marks it knows all.
+        Manifests are read of the others, and of those of which the index keeps too little.
         """
         read = partial(shown, self._manifests, tenant, all_versions=all_versions)
         waiting: list[VersionInfo | Future[VersionInfo | Damage | None]] = []

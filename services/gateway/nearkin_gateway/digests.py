@@ -22,7 +22,7 @@ META_HEADER_BYTES_MAX = 16 * 1024
 _VALUE_SAFE = "!\"#$&'()*+,-./:;<=>?@[]^_`{|}~"
 _NAME_SAFE = "!#$&'*+-.^_`|~"
 ALGORITHMS: Mapping[str, str] = {"sha-512": "sha512", "md5": "md5", "sha": "sha1"}
-"""Checked where `Content-Digest` has them, beside sha-256; others of the registry are passed over (RFC 9530, 2)."""
+"""Checked where `Content-Digest` has them, next to sha-256; other algorithms are ignored (RFC 9530, section 2)."""
 _MEMBER = re.compile(r"([a-z*][a-z0-9_.*-]*)\s*=\s*:([A-Za-z0-9+/=]*):\s*(?:;.*)?", re.DOTALL)
 _SHA256_MEMBER = re.compile(r"sha-256\s*=\s*:([A-Za-z0-9+/=]*):\s*(?:;.*)?", re.DOTALL)
 _WANTED = re.compile(r"(?:^|,)\s*sha-256\s*=\s*(10|[1-9])\s*(?:,|$)")
@@ -48,7 +48,7 @@ def announced_sha256(headers: Headers) -> bytes | None:
 
 
 def announced_digests(headers: Headers) -> dict[str, bytes]:
-    """Return what `Content-Digest` and `Content-MD5` announce beside SHA-256, by hashlib's names. Raises Problem."""
+    """Return the digests of Content-Digest and Content-MD5 without SHA-256, by hashlib's names. Raises Problem."""
     found: dict[str, bytes] = {}
     for value in headers.getlist("content-md5"):
         _announce(found, "md5", value.strip(), "Content-MD5")

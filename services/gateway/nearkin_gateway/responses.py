@@ -117,7 +117,7 @@ class _Watch:
         if not self._waiting or taken_bytes - self._taken_bytes >= least_bytes:
             self._taken_bytes, self._since = taken_bytes, now
         elif now - self._since >= self._seconds:
-            _log.warning("a client took less than %.0f bytes in %.0f s: let go", least_bytes, self._seconds)
+            _log.warning("a client took less than %.0f bytes in %.0f s: connection closed", least_bytes, self._seconds)
             self._abort()
             return
         self._timer = self._loop.call_later(self._seconds / LOOKS, self._look)

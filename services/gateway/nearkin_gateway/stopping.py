@@ -1,4 +1,4 @@
-"""Answer requests that a stop cuts off. Invariant: a client is told to try again, and no traceback is logged.
+"""Answer requests that a stop cuts off. Invariant: a client is asked to try again, and no traceback is logged.
 
 uvicorn cancels what still runs after `gateway.shutdown_seconds`.
 """

@@ -146,7 +146,7 @@ async def create(
 
 
 def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial: bool) -> Meta:
-    """Return what an upload that begins now is to become, its length still to be told."""
+    """Return what an upload that begins now is to become, its length not declared yet."""
     described = parse_metadata(upload_metadata, gateway.bounds.key_bytes_max, needs_key=not partial)
     now_us = time.time_ns() // 1000
     return Meta(
@@ -167,7 +167,7 @@ def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial
 
 def _length(text: str | None, bytes_max: int) -> int:
     if text is None or re.fullmatch("[0-9]{1,19}", text, re.ASCII) is None:
-        raise Problem(400, "bad-length", "Upload-Length: want the bytes of the whole; it cannot be told later")
+        raise Problem(400, "bad-length", "Upload-Length: want the bytes of the whole; it cannot be declared later")
     if int(text) > bytes_max:
         raise Problem(413, "too-large", f"Upload-Length {text}: want at most {bytes_max}")
     return int(text)

@@ -49,7 +49,7 @@ class Purge:
         recode: Recoder,
         step: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        """`step` is told how many containers are done, of how many, and what is done."""
+        """`step` is called with how many containers are done, of how many, and what is done."""
         self._containers = containers.of(None)
         self._reader = VerifiedReader(self._containers, tenants, any_fingerprinter)
         self._recode = recode

@@ -74,7 +74,7 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
 def _highest(manifests: ManifestStore, version: Version, refused: list[str]) -> Mark | None:
     """Return the mark that holds, None where there is none; a version whose mark does not verify is kept.
 
-    `refused` is told the name of a mark that is not authenticated.
+    `refused` is called with the name of a mark that is not authenticated.
     """
     if not version.marks:
         return None

@@ -200,8 +200,8 @@ def _print_plan(session: Session, plans: Sequence[KeyPlan], failures: Sequence[F
     total_bytes = sum(info.size_bytes for info in pending)
     if session.as_json:
         versions = [info_json(info) for info in pending]
-        told = {"dry_run": True, "versions": versions, "present": present, "bytes": total_bytes}
-        print_json({**told, "failures": _failures_json(failures)})
+        summary = {"dry_run": True, "versions": versions, "present": present, "bytes": total_bytes}
+        print_json({**summary, "failures": _failures_json(failures)})
         return
     for info in pending:
         say(version_line(info))
@@ -224,8 +224,8 @@ def _print_copied(
     total_bytes = sum(one.source.size_bytes for one in copied)
     if session.as_json:
         versions = [{**info_json(one.target), "source_version": one.source.version} for one in copied]
-        told = {"dry_run": False, "versions": versions, "present": present, "bytes": total_bytes}
-        print_json({**told, "failures": _failures_json(failures), "seconds": seconds})
+        summary = {"dry_run": False, "versions": versions, "present": present, "bytes": total_bytes}
+        print_json({**summary, "failures": _failures_json(failures), "seconds": seconds})
         return
     _warn_failures(failures)
     report(

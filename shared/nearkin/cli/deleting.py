@@ -60,7 +60,7 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
 
 
 def _confirm(key: str | None, version: int | None, *, confirmed: bool) -> None:
-    """Ask for confirmation on a terminal. Raises BadInput where nobody can be asked, or the answer is no."""
+    """Ask for confirmation on a terminal. Raises BadInput without a terminal, or if the answer is no."""
     import sys
 
     import click
@@ -70,7 +70,7 @@ def _confirm(key: str | None, version: int | None, *, confirmed: bool) -> None:
     if confirmed:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise BadInput("--now: removes bytes for good; pass --yes where nobody can be asked")
+        raise BadInput("--now: removes bytes for good; pass --yes to run without a terminal")
     what = (
         "all that is deleted" if key is None else f"{printable(key)}{'' if version is None else f' version {version}'}"
     )

@@ -150,7 +150,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     if not session.quiet:
         print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
     if left_out.unread:
-        warn(f"{len(left_out.unread)} could not be read and are not stored: run this again as somebody who may")
+        warn(f"{len(left_out.unread)} could not be read and are not stored: run this again as a user who may read them")
     return code
 
 

@@ -3,7 +3,8 @@
     plain     tenant's hash 8 | key, 400 at most | 0 | key's hash 16 | version 8 -> check 8, fields as JSON
     sealed    tenant's MAC 8  | MAC of tenant and key 32             | version 8 -> nonce 12, fields as JSON by AES-GCM
 
-Invariant: without the store's keys nobody reads a tenant's or a key's name in a sealed index, nor tests a guess of one.
+Invariant: without the store's keys no reader of a sealed index learns the name of a tenant or key, or
+can test a guess of one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class EntryNames(Protocol):
 
     @property
     def marker(self) -> bytes:
-        """Return what an index made under these names stores, so that one made under others is told from it."""
+        """Return what an index made under these names stores, so that one made under other names is recognised."""
 
     def tenant_head(self, tenant: str) -> bytes:
         """Return what all keys of a tenant's versions begin with."""

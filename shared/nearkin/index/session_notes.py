@@ -37,7 +37,7 @@ def _boot() -> str:
 
 
 def _started(process: int) -> str | None:
-    """Return when a process was started, in ticks since boot; None where there is none, "0" where nobody can tell."""
+    """Return when a process was started, in ticks since boot; None where there is none, "0" if it is unknown."""
     try:
         # Behind the name, which may hold spaces and parentheses, the start is the 20th field.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]

@@ -280,7 +280,7 @@ class Keyring:
         return self._naming
 
     def _record_key(self) -> bytes:
-        """Return the key that authenticates records beside the keys."""
+        """Return the key that authenticates the records of the keys."""
         if self._authenticating is None:
             self._authenticating = self._derived_key(_RECORDS_CONTEXT)
         return self._authenticating
@@ -375,7 +375,7 @@ class Keyring:
     def erase(self, tenant: str, grace_seconds: int = 0) -> int:
         """Erase a tenant's keys, durably; return how many there are. Again ends what was cut short.
 
-        From now on nobody reads or writes what they seal: other processes stop within FRESH_SECONDS. The keys are
+        From now on no process reads or writes what they seal: other processes stop within FRESH_SECONDS. The keys are
         removed once `grace_seconds` are over, by `finish_erasures`; until then `cancel_erasure` brings all back. An
         earlier erasure keeps its grace, unless the new one is due before. Raises StoreUnavailable.
         """
