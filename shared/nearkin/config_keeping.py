@@ -132,9 +132,9 @@ class ObjectStoreSettings:
     """Of the bucket."""
     access_key_id: str | None = None
     """With `secret_access_key`; unset: AWS_ACCESS_KEY_ID and so on, or the role of the machine."""
-    secret_access_key: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
     """Better in NEARKIN_OBJECT_STORE__SECRET_ACCESS_KEY than in a file."""
-    session_token: str | None = None
+    session_token: str | None = field(default=None, repr=False)
     """Of keys that are lent for a time."""
     allow_http: bool = False
     """Take an `endpoint` that is not encrypted."""

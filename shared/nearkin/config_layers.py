@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nearkin import config
-from nearkin.config import HIDDEN, PROFILES, SECRET_URLS, SECRETS, Settings
+from nearkin.config import HIDDEN, PROFILES, SECRETS, Settings
 from nearkin.config_plain import SECTIONS, nested, settings_of
 from nearkin.config_rules import (
     Refused,
     Unknown,
 )
 from nearkin.errors import ConfigError, choose
+from nearkin.masking import mask_urls
 from nearkin.printing import printable
 
 if TYPE_CHECKING:
@@ -195,9 +196,9 @@ def _source_of(name: str, sources: Mapping[str, str]) -> str:
 
 def shown(name: str, value: object) -> object:
     """Return a setting as people may see it: no secret, and no password in a URL."""
-    if name in SECRET_URLS:
-        return re.sub(r"(?<=://)[^/]*@", f"{HIDDEN}@", str(value))
-    return HIDDEN if name in SECRETS and value is not None else value
+    if name in SECRETS:
+        return HIDDEN if value is not None else value
+    return mask_urls(value) if isinstance(value, str) else value
 
 
 def _named(source: str, name: str) -> str:
@@ -241,7 +242,7 @@ def _as_written(value: object) -> str:
     """Return a value as a file or a variable has it, but for a password in a URL."""
     if isinstance(value, bool):
         return str(value).lower()
-    return printable(re.sub(r"(?<=://)[^/@]*:[^/]*@", f"{HIDDEN}@", str(value)))  # up to the last @, as who connects
+    return printable(mask_urls(str(value)))
 
 
 def _fields(section: str | None) -> list[str]:

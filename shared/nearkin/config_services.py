@@ -91,7 +91,7 @@ class KafkaSettings:
     """How we prove who we are, with `sasl_*` protocols."""
     sasl_username: str | None = None
     """Of SASL."""
-    sasl_password: str | None = None
+    sasl_password: str | None = field(default=None, repr=False)
     """Better in NEARKIN_KAFKA__SASL_PASSWORD than in a file."""
     ca_file: str | None = None
     """PEM certificates of who has issued the brokers'."""

@@ -19,6 +19,7 @@ from typing import TextIO
 import structlog
 
 from nearkin.config import HIDDEN, SECRETS, Settings
+from nearkin.masking import url_secrets
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SECRET_CHARACTERS_MIN = 6
@@ -106,3 +107,5 @@ def _secrets(settings: Settings) -> Iterator[str]:
         if isinstance(value, str):
             parts = {value, *value.replace(",", " ").split()}  # several keys stand in one setting, each a secret
             yield from (part for part in parts if len(part) >= SECRET_CHARACTERS_MIN)
+    for url in filter(None, (settings.redis.url, settings.object_store.url, settings.server)):
+        yield from (secret for secret in url_secrets(url) if len(secret) >= SECRET_CHARACTERS_MIN)
