@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from nearkin.config import PROFILES, Settings
 from nearkin.config_layers import with_changes
+from nearkin.config_plain import settings_of
 from nearkin.config_reduction import ChunkerSettings
 from nearkin.errors import ConfigError, Corrupt, FormatTooNew, NotFound, Permanent
 from nearkin.formats.authentic import check_json_mac, mac_of_json
@@ -255,6 +256,9 @@ def _chunker(value: object) -> ChunkerSettings:
     for name, default in wanted.items():
         if type(value[name]) is not type(default):
             raise ValueError(f"chunker.{name} {value[name]!r:.80}")
+    plain = settings_of({"chunker": value})  # every command reads the record: pydantic takes 100 ms to import
+    if plain is not None:
+        return plain.chunker
     try:
         return with_changes(Settings(), {"chunker": value}).chunker
     except ConfigError as err:
