@@ -432,22 +432,16 @@ def stats() -> None:
     bytes beside blocks, parity and quarantine. Bases found are told by base.policy, of first-fit by super-feature too
     (SF0 is the first); a base that a round of gc gave is "gathered" or "reference".
     """
-    from dataclasses import asdict
-
-    from nearkin.cli.output import print_json, print_stats, say
+    from nearkin.cli.output import print_json, print_stats
     from nearkin.formats.answers import stats_json
-    from nearkin.store.chunking import shown_values
 
     session = current_session()
     with session.open() as store:
         found = store.stats()
-        chunking = getattr(store, "chunking", None)  # a server does not tell
     if session.as_json:
-        print_json(stats_json(found) | ({} if chunking is None else {"chunking": asdict(chunking)}))
+        print_json(stats_json(found))
         return
     print_stats(found)
-    if chunking is not None:
-        say(f"written with {shown_values(chunking.values())}")
 
 
 @nearkin.command()
