@@ -188,7 +188,9 @@ def write_out(folder: Path) -> None:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the lengths of all files below `folder`, summed (as `du --apparent-size` counts them, folders aside)."""
+    """Return the summed size of all files below `folder`, or of a file: as `du --apparent-size`, without folders."""
+    if folder.is_file():
+        return folder.stat().st_size
     return sum(
         os.stat(os.path.join(parent, name), follow_symlinks=False).st_size
         for parent, _, names in os.walk(folder)

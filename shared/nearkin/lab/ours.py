@@ -31,7 +31,7 @@ class Nearkin(Peer):
     settings = "default"
     install = "it is what you run"
     ours = True
-    inside = ("index",)
+    inside = ("index", "reserve")
     version_words = ("version",)
     profile: ClassVar[str | None] = None
     config: ClassVar[Path | None] = None
