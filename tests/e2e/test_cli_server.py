@@ -134,8 +134,8 @@ def test_a_get_that_breaks_leaves_the_file_as_it_was(gateway: ScriptedGateway, f
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("get", "none"), 1, b"key 'none': the store has none"),
-        (("info", "db/dump", "--version", "7"), 1, b"version 7"),
+        (("get", "none"), 4, b"key 'none': the store has none"),
+        (("info", "db/dump", "--version", "7"), 4, b"version 7"),
         (("get", "db/dump", "--range", "900000-"), 2, b"range starts at byte 900000"),
         (("verify",), 2, b"verify: reads the files of a local store, name it with --store"),
         (("rebuild-index",), 2, b"rebuild-index: reads the files of a local store"),

@@ -15,6 +15,7 @@ import pytest
 import nearkin
 from nearkin import metrics
 from nearkin.cli import main
+from nearkin.cli.exit_codes import ExitCode
 from nearkin.client import conversations, exchange
 from nearkin.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
 from nearkin.testing.gateways import Running, embedded, running
@@ -140,4 +141,4 @@ def test_the_command_line_works_on_a_server(
     capfd.readouterr()
     assert main([*server, "ls", "cli/", "--json"]) == 0
     assert [entry["key"] for entry in json.loads(capfd.readouterr().out)] == ["cli/blob"]
-    assert main([*server, "get", "cli/nothing"]) == 1
+    assert main([*server, "get", "cli/nothing"]) == ExitCode.NOT_FOUND

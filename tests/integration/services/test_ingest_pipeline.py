@@ -23,6 +23,7 @@ from nearkin.client.aio import AsyncRemoteStore
 from nearkin.client.remote import RemoteStore
 from nearkin.config_layers import load
 from nearkin.errors import BadInput, Denied, NotFound
+from nearkin.testing.commands import new_store
 from nearkin.testing.gateways import Running, running
 from nearkin.testing.kafka_server import users_producer
 from nearkin.testing.pipeline import Pipeline
@@ -236,6 +237,7 @@ def test_commands_print_the_same_of_a_server_as_of_a_store(
     gateway: Running, store: RemoteStore, token: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(noise(400_000, "cli").tobytes())
+    new_store(tmp_path / "store")
 
     def command(*arguments: str | Path, local: bool) -> Any:
         where = {"NEARKIN_STORE": str(tmp_path / "store")}
@@ -264,5 +266,5 @@ def test_commands_print_the_same_of_a_server_as_of_a_store(
         else:
             assert list(found) == list(expected), call
     assert (tmp_path / "out").read_bytes() == (tmp_path / "file").read_bytes()
-    with open_store(tmp_path / "store", create=True) as local_store:
+    with open_store(tmp_path / "store") as local_store:
         assert local_store.info("cli/a").digest == store.info("cli/a").digest
