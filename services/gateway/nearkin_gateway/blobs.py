@@ -13,9 +13,8 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from nearkin.errors import NotFound, PreconditionFailed
+from nearkin.errors import PreconditionFailed
 from nearkin.formats.answers import info_json
-from nearkin.reports import VersionInfo
 from nearkin.sources import CONTENT_TYPE, check_metadata, content_type
 from nearkin_gateway import models
 from nearkin_gateway.access import Caller, Reader, Writer
@@ -42,6 +41,7 @@ from nearkin_gateway.intake import (
 )
 from nearkin_gateway.keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.listing import damaged_json
+from nearkin_gateway.preconditions import check_newest
 from nearkin_gateway.problems import responses
 from nearkin_gateway.ranges import etag, last_modified, not_modified, precondition_of_put, wanted_range
 from nearkin_gateway.responses import BlobResponse
@@ -155,7 +155,7 @@ async def put_blob(
             earlier = gateway.outcomes.of_origin(origin)
         if earlier is None and precondition is not None:  # before a large body is sent in vain
             try:
-                precondition.check(key, await _newest(gateway, caller.tenant, key))
+                await check_newest(gateway, caller.tenant, key, precondition)
             except PreconditionFailed:  # what is in its way may be its own version
                 earlier = None if origin is None else await _told_soon(gateway, origin)
                 if earlier is None:
@@ -324,13 +324,6 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     return BlobResponse(
         pieces, first, 206 if wanted is not None else 200, headers, gateway.bounds, slot, gateway.downloads
     )
-
-
-async def _newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo | None:
-    try:
-        return (await asyncio.to_thread(gateway.catalogue.manifest, tenant, key)).info
-    except NotFound:
-        return None
 
 
 async def _told_soon(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from blake3 import blake3
 
 from nearkin.errors import NotFound
 from nearkin.store.objects import AlreadyExists
 from nearkin_gateway.handing_over import handed_over
+from nearkin_gateway.preconditions import check_newest, check_refused
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.resumable import ID_BYTES, Meta, Staged
 from nearkin_gateway.state import Gateway
@@ -24,10 +25,11 @@ from nearkin_gateway.state import Gateway
 
 async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> Staged:
     """Begin the final upload that `sources` make up and hand it over. Raises Problem, NotFound, NearkinError."""
-    resumable, number = gateway.resumable, final_id(meta.tenant, sources, meta.upload_metadata)
+    resumable, number = gateway.resumable, final_id(meta, sources)
     try:
         staged = await asyncio.to_thread(resumable.load, meta.tenant, number)
     except NotFound:
+        await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
         length_bytes = await asyncio.to_thread(_check_sources, gateway, meta.tenant, sources, number)
         final = replace(meta, length_bytes=length_bytes, sources=tuple(sources))
         try:
@@ -35,15 +37,19 @@ async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> 
         except AlreadyExists as err:
             raise _claimed("one of the partial uploads") from err
     if staged.pending:
-        await handed_over(gateway, meta.tenant, number)
+        await handed_over(gateway, staged.meta, number)
         staged = await asyncio.to_thread(resumable.load, meta.tenant, number)
+    await check_refused(gateway, staged)
     return staged
 
 
-def final_id(tenant: str, sources: Sequence[str], upload_metadata: str) -> str:
+def final_id(meta: Meta, sources: Sequence[str]) -> str:
     """Return the id of the final upload that a request asks for."""
+    request: list[object] = [meta.tenant, list(sources), meta.upload_metadata]
+    if meta.precondition is not None:
+        request.append(asdict(meta.precondition))
     hasher = blake3(derive_key_context="nearkin 2026 id of a concatenated upload")
-    return hasher.update(json.dumps([tenant, list(sources), upload_metadata]).encode()).digest(length=ID_BYTES).hex()
+    return hasher.update(json.dumps(request).encode()).digest(length=ID_BYTES).hex()
 
 
 def _check_sources(gateway: Gateway, tenant: str, sources: Sequence[str], number: str) -> int:

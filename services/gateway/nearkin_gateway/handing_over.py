@@ -11,12 +11,14 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from nearkin.errors import NearkinError, NotFound
+from nearkin.errors import NearkinError, NotFound, PreconditionFailed
+from nearkin.preconditions import PRECONDITION
 from nearkin.runners import tracing
 from nearkin_gateway.bodies import frames
 from nearkin_gateway.intake import one_at_a_time, take
+from nearkin_gateway.preconditions import OUTCOME_SECONDS, check_refused
 from nearkin_gateway.problems import Problem
-from nearkin_gateway.resumable import DamagedPart, Done, Staged
+from nearkin_gateway.resumable import DamagedPart, Done, Meta, Staged
 from nearkin_gateway.state import Gateway
 
 HAND_OVER_SECONDS = 20.0
@@ -25,19 +27,23 @@ SWEEP_SECONDS = 60.0
 _log = logging.getLogger("nearkin.gateway")
 
 
-async def handed_over(gateway: Gateway, tenant: str, number: str) -> None:
+async def handed_over(gateway: Gateway, meta: Meta, number: str) -> None:
     """Hand a whole upload over, and wait for that as long as an answer may wait.
 
-    Raises NotFound where it is gone, Problem 409 where a part of it is damaged: that one is to be sent again.
+    Raises NotFound where it is gone, Problem 409 where a part of it is damaged: that one is to be sent again, Problem
+    412 where its precondition refused it at the commit.
     """
-    task = _begun(gateway, tenant, number)
+    task = _begun(gateway, meta.tenant, number)
     with suppress(TimeoutError):
         ended = await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
         if isinstance(ended, Problem):
             raise ended
         if not ended:
             # It expired, or was dropped, as its last bytes came: "204, all is there" would be the last word of it.
-            await asyncio.to_thread(gateway.resumable.load, tenant, number)
+            await asyncio.to_thread(gateway.resumable.load, meta.tenant, number)
+        if meta.precondition is not None:
+            staged = await asyncio.to_thread(gateway.resumable.load, meta.tenant, number)
+            await check_refused(gateway, staged, OUTCOME_SECONDS)
 
 
 def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Problem]:
@@ -63,35 +69,14 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Probl
             if not staged.whole:
                 why = f"{staged.offset} of {staged.meta.length_bytes} bytes are there; ask HEAD where to go on"
                 return Problem(409, "wrong-offset", why)
-            meta = staged.meta
-            sha256 = None if meta.sha256 is None else bytes.fromhex(meta.sha256)
-            origin = bytes.fromhex(number)
-            with one_at_a_time(gateway, origin), tracing.span("resumable upload", None, begins=True) as trace:
+            with one_at_a_time(gateway, bytes.fromhex(number)):
                 try:
-                    earlier = gateway.outcomes.of_origin(origin)  # it was stored, and could not be noted
-                    if earlier is not None:
-                        done = Done(str(earlier["id"]))
-                    else:
-                        blob, _ = await take(
-                            gateway,
-                            frames(_parts(gateway, staged)),
-                            tenant,
-                            meta.key,
-                            metadata=meta.metadata,
-                            origin=origin,
-                            sha256=sha256,
-                            trace=None if trace is None else trace.decode(),
-                        )  # 1
-                        done = Done(blob.hex())
+                    done = await _store(gateway, staged)  # 1
                 except DamagedPart as err:
                     await asyncio.to_thread(resumable.drop, err)
                     _log.error("upload %s: %s; waiting for the client to send them again", number, err)
                     why = f"{err}; they were dropped: ask HEAD, and send them again"
                     return Problem(409, "damaged-part", why)
-                except Problem as err:
-                    if err.status != 400:
-                        raise
-                    done = Done(None, err.detail)
                 await asyncio.to_thread(resumable.finish, staged, done)  # 2, 3
     except NotFound:
         _log.info("upload %s: another gateway has handed it over, or it was terminated", number)
@@ -99,6 +84,34 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Probl
     except (NearkinError, Problem) as err:
         _log.warning("upload %s: not handed over yet: %s", number, err)
     return True
+
+
+async def _store(gateway: Gateway, staged: Staged) -> Done:
+    """Stream the parts on; return how the upload ended. Raises DamagedPart, NotFound, Problem, NearkinError."""
+    meta, origin = staged.meta, bytes.fromhex(staged.id)
+    with tracing.span("resumable upload", None, begins=True) as trace:
+        earlier = gateway.outcomes.of_origin(origin)  # it was stored, and could not be noted
+        if earlier is not None:
+            return Done(str(earlier["id"]))
+        try:
+            blob, _ = await take(
+                gateway,
+                frames(_parts(gateway, staged)),
+                meta.tenant,
+                meta.key,
+                metadata=meta.metadata,
+                origin=origin,
+                sha256=None if meta.sha256 is None else bytes.fromhex(meta.sha256),
+                trace=None if trace is None else trace.decode(),
+                precondition=meta.precondition,
+            )
+        except PreconditionFailed as err:
+            return Done(None, str(err), PRECONDITION)
+        except Problem as err:
+            if err.status != 400:
+                raise
+            return Done(None, err.detail)
+        return Done(blob.hex())
 
 
 async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[memoryview]:

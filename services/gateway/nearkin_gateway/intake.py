@@ -161,9 +161,14 @@ def check_same(outcome: Mapping[str, Any], ending: Ending) -> None:
 def check_failed(outcome: Mapping[str, Any]) -> None:
     """Say that an upload which was accepted has failed. Raises Problem."""
     if outcome["state"] == FAILED:
-        if outcome.get("reason") == PRECONDITION:
+        if is_refused(outcome):
             raise Problem(412, PRECONDITION, str(outcome["failure"]))
         raise Problem(500, "blob-failed", f"the blob was not stored: {outcome['failure']}")
+
+
+def is_refused(outcome: Mapping[str, Any]) -> bool:
+    """Return whether the precondition of an upload refused it at the commit."""
+    return bool(outcome["state"] == FAILED and outcome.get("reason") == PRECONDITION)
 
 
 async def _stream(pieces: AsyncIterator[bytearray], upload: Upload | None, with_sha256: bool) -> Ending:

@@ -349,6 +349,7 @@ class ResumableUpload(BaseModel):
         description="`staged`: whole; a partial upload stays so until its final upload is handed over."
     )
     failure: str | None
+    reason: str | None = Field(description="Of a failure: `precondition-failed` where a condition refused it.")
     status: str | None = Field(description="Where its outcome is told, once it is handed over.")
 
 

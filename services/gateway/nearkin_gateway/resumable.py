@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from nearkin.errors import Corrupt, NearkinError, NotFound
 from nearkin.frozen import frozen
 from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.preconditions import Precondition
 from nearkin.store.objects import AlreadyExists, ObjectStore
 from nearkin_gateway.limits import Holders, Holdings, Shares
 
@@ -75,6 +76,8 @@ class Meta:
     address: str = ""
     empty_expires_us: int = 0
     """When it expires while none of its bytes has arrived; 0: with the others."""
+    precondition: Precondition | None = None
+    """Checked where the version is committed."""
 
     @property
     def holders(self) -> Holders:
@@ -93,6 +96,8 @@ class Done:
 
     blob: str | None
     failure: str | None = None
+    reason: str | None = None
+    """Of a failure: PRECONDITION where the precondition refused it at the commit."""
 
 
 @frozen

@@ -24,7 +24,9 @@ from nearkin_gateway.access import Caller, Writer
 from nearkin_gateway.concatenation import create_final
 from nearkin_gateway.handing_over import handed_over
 from nearkin_gateway.intake import check_open
+from nearkin_gateway.preconditions import check_newest, check_refused
 from nearkin_gateway.problems import TUS_VERSION, Problem, responses
+from nearkin_gateway.ranges import precondition_of_put
 from nearkin_gateway.resumable import Meta, Staged
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.upload_bodies import CHECKSUMS, alone, receive
@@ -115,14 +117,28 @@ async def create(
         str | None,
         Header(description="`partial`: only a part of a final upload; `final;URL URL`: these, in order, are one blob."),
     ] = None,
+    if_match: Annotated[
+        str | None, Header(description="Only over this newest version (ETag); checked at the commit.")
+    ] = None,
+    if_none_match: Annotated[
+        str | None, Header(description="`*`: only where there is no version; checked at the commit.")
+    ] = None,
 ) -> Response:
-    """Begin a resumable upload; a body is its first part."""
+    """Begin a resumable upload; a body is its first part.
+
+    `If-Match` and `If-None-Match` are kept with the upload and checked where the version is committed, as for a put.
+    An upload that they refuse is 412 here, to the request that brings its last bytes, and to every `HEAD` after it.
+    With a partial upload they have no effect.
+    """
     gateway = gateway_of(request)
     check_version(tus_resumable)
     check_extensions(request.headers)
     await check_open(gateway, caller.tenant)
     sources = parse_concat(upload_concat, gateway.bounds.partial_uploads_max)
     meta = _new_meta(gateway, caller, upload_metadata or "", partial=sources == ())
+    precondition = precondition_of_put(request.headers)
+    if not meta.partial:  # it stores no blob; clients send the same headers with it as with its final upload
+        meta = replace(meta, precondition=precondition)
     if sources:
         if upload_length is not None or "content-type" in request.headers:
             raise Problem(400, "bad-concat", "a final upload has neither Upload-Length nor a body: its parts are there")
@@ -130,19 +146,23 @@ async def create(
         return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
     meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
     gateway.resumable.check_room(caller.holders)
+    await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
     number = await asyncio.to_thread(gateway.resumable.create, meta)
-    staged, offset = Staged(number, meta, (), None), 0
-    if with_body:
-        try:
-            offset = await receive(request, gateway, staged, caller.holders)
-        except BaseException:  # nobody was told where it is: it would keep its place, and what came, until it expires
-            with suppress(NearkinError):
-                await asyncio.shield(asyncio.to_thread(gateway.resumable.remove, number))
-            raise
+    offset = await _receive_first(request, gateway, caller, Staged(number, meta, (), None)) if with_body else 0
     if offset == meta.length_bytes and not meta.partial:
-        await handed_over(gateway, caller.tenant, number)
+        await handed_over(gateway, meta, number)
     return _answer(201, Location=f"/v1/uploads/{number}", **_progress(meta, offset))
+
+
+async def _receive_first(request: Request, gateway: Gateway, caller: Caller, staged: Staged) -> int:
+    """Stage the body of a creation; return the offset after it. Where that fails the upload is removed."""
+    try:
+        return await receive(request, gateway, staged, caller.holders)
+    except BaseException:  # no client knows its URL: it would keep its place, and its parts, until it expires
+        with suppress(NearkinError):
+            await asyncio.shield(asyncio.to_thread(gateway.resumable.remove, staged.id))
+        raise
 
 
 def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial: bool) -> Meta:
@@ -189,8 +209,9 @@ async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = N
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.pending:
         with suppress(Problem):  # a part of it is damaged, and is to be sent again: say from where
-            await handed_over(gateway, caller.tenant, id)
+            await handed_over(gateway, staged.meta, id)
         staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
+    await check_refused(gateway, staged)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
     return _answer(200, **length, **_described(staged), **_progress(staged.meta, staged.offset))
 
@@ -226,6 +247,7 @@ async def get(request: Request, id: str, caller: Writer) -> Response:
         "expires": datetime.fromtimestamp(staged.meta.expires_us / 1e6, UTC).isoformat(timespec="seconds"),
         "state": state,
         "failure": None if done is None else done.failure,
+        "reason": None if done is None else done.reason,
         "status": status,
     }
     return JSONResponse(shown)
@@ -261,13 +283,14 @@ async def patch(
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if upload_offset is None or re.fullmatch("[0-9]{1,19}", upload_offset, re.ASCII) is None:
         raise Problem(400, "bad-offset", "Upload-Offset: want where the body begins")
+    await check_refused(gateway, staged)
     if staged.done is not None or int(upload_offset) != staged.offset:
         raise Problem(409, "wrong-offset", f"Upload-Offset {upload_offset}: {staged.offset} bytes are there; ask HEAD")
     if staged.meta.final:
         raise Problem(403, "final-upload", "a final upload takes no bytes: send them to its partial uploads")
     offset = await receive(request, gateway, staged, caller.holders)
     if offset == staged.meta.length_bytes and not staged.meta.partial:
-        await handed_over(gateway, caller.tenant, id)
+        await handed_over(gateway, staged.meta, id)
     return _answer(204, **_progress(staged.meta, offset))
 
 

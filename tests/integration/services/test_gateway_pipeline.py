@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -514,3 +515,29 @@ def test_of_concurrent_first_puts_the_pipeline_commits_one(client: httpx.Client)
     assert sorted(outcome["state"] for outcome in outcomes) == ["committed"] + ["failed"] * (len(outcomes) - 1)
     assert {outcome["reason"] for outcome in outcomes if outcome["state"] == "failed"} <= {"precondition-failed"}
     assert len(client.get("/v1/blobs/only-one/versions").json()["versions"]) == 1
+
+
+def test_pipeline_checks_conditions_of_resumable_uploads(client: httpx.Client) -> None:
+    """F.16: The condition of a tus upload travels to the committer, which refuses the one that lost."""
+    tus = {"Tus-Resumable": "1.0.0", "Content-Type": "application/offset+octet-stream"}
+    described = {"Upload-Metadata": f"key {base64.b64encode(b'tus-first').decode()}", "If-None-Match": "*"}
+    urls = [
+        client.post("/v1/uploads", headers={**tus, **described, "Upload-Length": "3"}).headers["location"]
+        for _ in range(2)
+    ]
+    answers = [client.patch(url, headers={**tus, "Upload-Offset": "0"}, content=b"abc") for url in urls]
+    outcomes = [settled_upload(client, url) for url in urls]
+    assert [outcome["state"] for outcome in outcomes] == ["committed", "failed"]
+    assert outcomes[1]["reason"] == "precondition-failed"
+    assert (answers[0].status_code, answers[1].status_code in (204, 412)) == (204, True)
+    assert client.head(urls[0], headers=tus).status_code == 200
+    assert client.head(urls[1], headers=tus).status_code == 412
+    assert len(client.get("/v1/blobs/tus-first/versions").json()["versions"]) == 1
+
+
+def settled_upload(client: httpx.Client, url: str) -> dict[str, Any]:
+    """Return the outcome of a resumable upload that was handed over."""
+    told: dict[str, Any] = client.get(url).json()
+    assert told["state"] == "handed-over", told
+    outcome: dict[str, Any] = client.get(told["status"], params={"wait": 60}).json()
+    return outcome
