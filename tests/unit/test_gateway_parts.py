@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ from nearkin_gateway.outcomes import ENTRY_BYTES, Outcomes, Tickets, new_id
 from nearkin_gateway.problems import Problem, from_error
 from nearkin_gateway.ranges import etag, last_modified, wanted_range
 from nearkin_gateway.sessions import SKEW_SECONDS, Sessions
+from nearkin_gateway.threads import WorkerPools
 
 SECRET = bytes(range(32))
 
@@ -417,3 +419,25 @@ def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path
 
         listing._version_of = read_late  # type: ignore[method-assign]
         assert named(listing, "default") == [("a", 1), ("b", 1)]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_worker_pools_closed_end_their_threads() -> None:
+    """F.15: Each pool finishes what is queued and ends its threads; a late call is answered by the event loop's."""
+
+    async def use() -> list[str]:
+        pools = WorkerPools()
+        all_pools = [pools.hashing, pools.disk, pools.control]
+        names = [await pool.run(lambda: threading.current_thread().name) for pool in all_pools]
+        queued = asyncio.ensure_future(pools.disk.run(time.sleep, 0.05))
+        await asyncio.sleep(0)
+        await pools.close()
+        assert queued.done()
+        late = [await pool.run(lambda: threading.current_thread().name) for pool in all_pools]
+        assert not set(late) & set(names)
+        return names
+
+    names = asyncio.run(use())
+    assert not set(names) & {thread.name for thread in threading.enumerate()}

@@ -57,6 +57,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             await asyncio.gather(sweeper, *hand_overs, return_exceptions=True)
             await gateway.ingest.close()
             gateway.readiness.close()
+            await gateway.pools.close()
             await asyncio.to_thread(gateway.catalogue.close)
 
     app = _routed(lifespan)

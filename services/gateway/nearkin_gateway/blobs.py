@@ -148,7 +148,8 @@ async def put_blob(
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
-        pieces = check_digests(frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads)), announced)
+        body = frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads))
+        pieces = check_digests(body, announced, gateway.pools.hashing)
         earlier = None
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin))

@@ -24,7 +24,6 @@ from nearkin_gateway.access import Operator
 from nearkin_gateway.bodies import json_member
 from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_gateway.threads import CONTROL
 
 if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does without
     from nearkin_gateway.pipeline_state import PipelineState
@@ -79,8 +78,8 @@ async def show_dead(
     request: Request, letter: LetterName, _caller: Operator, preview: PreviewBytes = PREVIEW_BYTES
 ) -> Response:
     """Return a dead letter with its key, its headers and the first bytes of its value."""
-    pipeline = _pipeline(gateway_of(request))
-    found = await CONTROL.run(pipeline.letter, unquote(letter))
+    gateway = gateway_of(request)
+    found = await gateway.pools.control.run(_pipeline(gateway).letter, unquote(letter))
     return JSONResponse(content_json(found, preview))
 
 
@@ -94,8 +93,8 @@ async def show_dead(
 )
 async def replay_dead(request: Request, _caller: Operator) -> Response:
     """Send dead letters back to the topics they came from, each once."""
-    names = await _requested_letters(request)
-    replayed = await CONTROL.run(_pipeline(gateway_of(request)).replay, names)
+    gateway, names = gateway_of(request), await _requested_letters(request)
+    replayed = await gateway.pools.control.run(_pipeline(gateway).replay, names)
     return JSONResponse({"replayed": [f"{letter.partition}:{letter.offset}" for letter in replayed]})
 
 
@@ -112,8 +111,8 @@ async def drop_dead(request: Request, caller: Operator) -> Response:
 
     The records stay in the topic until its retention removes them.
     """
-    names = await _requested_letters(request)
-    dropped = await CONTROL.run(_pipeline(gateway_of(request)).drop, names, caller.name)
+    gateway, names = gateway_of(request), await _requested_letters(request)
+    dropped = await gateway.pools.control.run(_pipeline(gateway).drop, names, caller.name)
     return JSONResponse({"dropped": [f"{letter.partition}:{letter.offset}" for letter in dropped]})
 
 
@@ -121,7 +120,7 @@ async def letters_json(gateway: Gateway) -> dict[str, Any]:
     """Return the newest dead letters, newest first."""
     if gateway.pipeline is None:
         return {"embedded": True, "letters": []}
-    letters = await CONTROL.run(gateway.pipeline.letters)
+    letters = await gateway.pools.control.run(gateway.pipeline.letters)
     return {"embedded": False, "letters": [letter_json(letter) for letter in reversed(letters)]}
 
 

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from nearkin.sources import OCTET_STREAM, check_metadata, is_media_type
 from nearkin_gateway.problems import Problem
-from nearkin_gateway.threads import HASHING
+from nearkin_gateway.threads import WorkerPool
 
 META_PREFIX = "x-nearkin-meta-"
 META_HEADERS_MAX = 64
@@ -74,7 +74,9 @@ def _announce(found: dict[str, bytes], algorithm: str, text: str, name: str) -> 
         raise Problem(400, "bad-digest", f"{name}: announces two different {algorithm} digests")
 
 
-async def check_digests(pieces: AsyncIterator[bytearray], announced: Mapping[str, bytes]) -> AsyncIterator[bytearray]:
+async def check_digests(
+    pieces: AsyncIterator[bytearray], announced: Mapping[str, bytes], hashing: WorkerPool
+) -> AsyncIterator[bytearray]:
     """Yield the frames; raise Problem 400 at the end where they are not what was announced, before a commit."""
     hashers = {name: hashlib.new(name, usedforsecurity=False) for name in announced}
 
@@ -84,7 +86,7 @@ async def check_digests(pieces: AsyncIterator[bytearray], announced: Mapping[str
 
     async for frame in pieces:
         if hashers:
-            await HASHING.run(update, frame)
+            await hashing.run(update, frame)
         yield frame
     for name, hasher in hashers.items():
         if hasher.digest() != announced[name]:

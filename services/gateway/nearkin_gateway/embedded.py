@@ -41,7 +41,7 @@ from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.scrubbing import Scrubbing
 from nearkin_gateway.state import HAND_OVERS_MAX, Gateway, shares_of
-from nearkin_gateway.threads import DISK
+from nearkin_gateway.threads import WorkerPool, WorkerPools
 from nearkin_gateway.tokens import token_file
 
 GROUP_BLOBS_MAX = 256
@@ -87,7 +87,8 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     hot = HotSettings(settings, None)
     outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
     outcomes.known_since(time.time_ns() // 1_000_000)
-    ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings)
+    pools = WorkerPools()
+    ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings, pools.disk)
     return Gateway(
         hot=HotChanges(settings, hot),
         tokens=token_file(settings.auth.tokens_file),
@@ -99,6 +100,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
         resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
         collecting=ingest,
         pauses=store.pauses,
+        pools=pools,
     )
 
 
@@ -107,10 +109,12 @@ class EmbeddedIngest:
 
     commits = True
 
-    def __init__(self, store: Store, outcomes: Outcomes, settings: Callable[[], Settings]) -> None:
+    def __init__(self, store: Store, outcomes: Outcomes, settings: Callable[[], Settings], disk: WorkerPool) -> None:
         self._store = store
         self._outcomes = outcomes
         self._settings = settings
+        self.disk = disk
+        """Threads that spool bodies."""
         # Bodies of uploads, of resumable ones handed over, a word that a round is wanted, that one has ended, to stop.
         self._queue: Queue[_Job | _Wake | None] = Queue(settings().gateway.uploads_max + HAND_OVERS_MAX + 3)
         UPLOADS.watch(self, "writer")
@@ -348,7 +352,7 @@ class EmbeddedUpload:
         if self._first is None and self._file is None:
             self._first = frame
             return
-        await DISK.run(self._spool, frame)
+        await self._ingest.disk.run(self._spool, frame)
 
     async def finish(self, ending: Ending) -> None:
         """Commit the body."""
@@ -362,7 +366,7 @@ class EmbeddedUpload:
         """Drop the body: nothing of it has reached the store."""
         file, self._file, self._first = self._file, None, None
         if file is not None:
-            await DISK.run(file.close)  # to free the room of a large one takes long
+            await self._ingest.disk.run(file.close)  # to free the room of a large one takes long
 
     def _spool(self, frame: bytes | bytearray) -> None:
         try:

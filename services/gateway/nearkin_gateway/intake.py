@@ -26,7 +26,7 @@ from nearkin_gateway.ingest import FAILED, Ending, Intent, Upload
 from nearkin_gateway.outcomes import new_id
 from nearkin_gateway.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.threads import HASHING
+from nearkin_gateway.threads import WorkerPool
 
 _log = logging.getLogger("nearkin.gateway")
 
@@ -110,7 +110,7 @@ async def take(
     upload = await gateway.ingest.begin(intent)
     failpoint("intake.begun")
     try:
-        ending = await _stream(pieces, upload, with_sha256 or sha256 is not None)
+        ending = await _stream(pieces, upload, gateway.pools.hashing, with_sha256=with_sha256 or sha256 is not None)
         check_sha256(ending, sha256)
     except BaseException as err:
         await _abort(upload, err)
@@ -133,16 +133,11 @@ def check_sha256(ending: Ending, announced: bytes | None) -> None:
         )
 
 
-async def digest(pieces: AsyncIterator[bytearray], *, with_sha256: bool) -> Ending:
-    """Return what bytes are, without storing them."""
-    return await _stream(pieces, None, with_sha256)
-
-
 async def replayed(
     gateway: Gateway, earlier: Mapping[str, Any], pieces: AsyncIterator[bytearray], sha256: bytes | None
 ) -> None:
     """Check that a repeated upload has the content of the first one. Raises Problem 422."""
-    ending = await digest(pieces, with_sha256=sha256 is not None)
+    ending = await _stream(pieces, None, gateway.pools.hashing, with_sha256=sha256 is not None)
     check_sha256(ending, sha256)
     check_same(earlier, ending)
 
@@ -171,7 +166,10 @@ def is_refused(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome["state"] == FAILED and outcome.get("reason") == PRECONDITION)
 
 
-async def _stream(pieces: AsyncIterator[bytearray], upload: Upload | None, with_sha256: bool) -> Ending:
+async def _stream(
+    pieces: AsyncIterator[bytearray], upload: Upload | None, hashing: WorkerPool, *, with_sha256: bool
+) -> Ending:
+    """Hash the frames and pass them to `upload`, where there is one; return what the bytes are."""
     whole, sha256, size_bytes = blake3(), hashlib.sha256() if with_sha256 else None, 0
 
     def hash_all(frame: bytearray) -> None:
@@ -183,7 +181,7 @@ async def _stream(pieces: AsyncIterator[bytearray], upload: Upload | None, with_
         assert len(frame) <= FRAME_BYTES_MAX
         size_bytes += len(frame)
         if len(frame) > HASHED_APART_BYTES:
-            await HASHING.run(hash_all, frame)
+            await hashing.run(hash_all, frame)
         else:
             hash_all(frame)
         if upload is not None:

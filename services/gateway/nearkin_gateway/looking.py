@@ -21,7 +21,6 @@ from nearkin_gateway.bodies import json_member
 from nearkin_gateway.insight import Growth, Reduction
 from nearkin_gateway.problems import responses
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_gateway.threads import CONTROL
 
 TENANTS_SHOWN_MAX = 50
 ACTION_BYTES_MAX = 64 * 1024
@@ -202,7 +201,7 @@ def growth_json(found: Growth) -> dict[str, Any]:
 
 async def pipeline_json(gateway: Gateway) -> dict[str, Any]:
     """Return lag, speed, the last hour."""
-    stages = [] if gateway.pipeline is None else await CONTROL.run(gateway.pipeline.stages)
+    stages = [] if gateway.pipeline is None else await gateway.pools.control.run(gateway.pipeline.stages)
     return {
         "embedded": gateway.pipeline is None,
         "stages": [asdict(stage) for stage in stages],

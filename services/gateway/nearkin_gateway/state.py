@@ -23,6 +23,7 @@ from nearkin_gateway.limits import Rates, Shares, Slots
 from nearkin_gateway.outcomes import Outcomes, Tickets
 from nearkin_gateway.resumable import Resumable
 from nearkin_gateway.sessions import Sessions
+from nearkin_gateway.threads import WorkerPools
 from nearkin_gateway.tokens import TokenFile
 
 if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does without
@@ -66,6 +67,8 @@ class Gateway:
     collecting: Collecting
     """Rounds of garbage collection."""
     pauses: Pauses
+    pools: WorkerPools = field(default_factory=WorkerPools)
+    """Threads for blocking calls; closed when the application ends."""
     workers: Workers | None = None
     pipeline: PipelineState | None = None
     """How far the stages are; None where all runs in one process."""

@@ -19,7 +19,6 @@ from nearkin_gateway.limits import Holders
 from nearkin_gateway.problems import RETRY_SECONDS, Problem
 from nearkin_gateway.resumable import PART_BYTES, Staged
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.threads import DISK
 
 CHECKSUMS: dict[str, Callable[[], Any]] = {
     "sha1": lambda: hashlib.sha1(usedforsecurity=False),  # the one that the protocol demands; against accidents
@@ -89,14 +88,14 @@ async def _checked(request: Request, gateway: Gateway, staged: Staged, room_byte
         async for piece in chunks(request, gateway.bounds, bytes_max, gateway.uploads):
             hasher.update(piece)
             try:
-                await DISK.run(spool.write, piece)
+                await gateway.pools.disk.run(spool.write, piece)
             except OSError as err:
                 why = f"the body cannot be kept until its checksum is known: {err.strerror}; make room and try again"
                 raise StoreUnavailable(why) from err
         if hasher.digest() != wanted:
             raise Problem(460, "checksum-mismatch", f"Upload-Checksum: the body's {name} is another; send it again")
         spool.seek(0)
-        while part := await DISK.run(spool.read, PART_BYTES):
+        while part := await gateway.pools.disk.run(spool.read, PART_BYTES):
             offset = await _stage(gateway, staged.id, offset, part)
     return offset
 

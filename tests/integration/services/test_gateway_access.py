@@ -250,16 +250,19 @@ def test_loopback_needs_no_tokens(host: str) -> None:
 
 
 def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
-    """F.18: the threads of the catalogue, too, which read manifests of marked versions."""
+    """F.15: a body of several frames uses the pools for hashing and local files; all threads end with the gateway."""
     before = set(threading.enumerate())
     with running(embedded(tmp_path / "store")) as found, found.client() as client:
         for key in ("deleted", "k"):
             assert client.put(f"/v1/blobs/{key}", content=b"k").status_code == 201
         assert client.delete("/v1/blobs/deleted").is_success
         assert [entry["key"] for entry in client.get("/v1/blobs").json()["blobs"]] == ["k"]
+        assert client.put("/v1/blobs/large", content=bytes(2_000_000)).status_code == 201
+        assert client.get("/readyz").status_code == 200
         own = [thread for thread in threading.enumerate() if thread not in before]
-        assert {"nearkin-catalogue_0", "nearkin-gateway-writer"} <= {thread.name for thread in own}
-    assert not [thread for thread in own if thread.is_alive() and thread.name.startswith("nearkin")]
+        used = {"nearkin-catalogue_0", "nearkin-gateway-writer", "nearkin-gateway-hash_0", "nearkin-gateway-disk_0"}
+        assert used | {"nearkin-ready_0"} <= {thread.name for thread in own}
+    until(lambda: not [thread for thread in own if thread.is_alive()])
 
 
 def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -541,3 +541,14 @@ def settled_upload(client: httpx.Client, url: str) -> dict[str, Any]:
     assert told["state"] == "handed-over", told
     outcome: dict[str, Any] = client.get(told["status"], params={"wait": 60}).json()
     return outcome
+
+
+def test_pipeline_gateway_that_ended_leaves_no_thread(pipeline: Pipeline, all_scopes: str) -> None:
+    """F.15: The threads that asked Kafka for a page end with the gateway."""
+    before = set(threading.enumerate())
+    with running(load(pipeline.config_file)[0]) as found, found.client(all_scopes) as client:
+        assert client.get("/v1/pipeline").status_code == 200
+        own = [thread for thread in threading.enumerate() if thread not in before]
+    asked = [thread for thread in own if thread.name.startswith("nearkin-gateway-control")]
+    assert asked
+    assert not [thread for thread in asked if thread.is_alive()]
