@@ -409,7 +409,7 @@ class Store:
 
     def info(self, key: str, version: int | None = None) -> VersionInfo:
         """Return what is known of a version, the newest by default. Raises as `get` does."""
-        return self._manifest(key, version).info
+        return self._manifests.info(self._manifest(key, version))
 
     def explain(self, key: str, version: int | None = None) -> Explanation:
         """Return how each chunk of a version is kept. Raises as `get` does."""
@@ -479,6 +479,18 @@ class Store:
         """
         who = user_and_host() if who is None else who
         return self._deletions.undelete(self.settings.tenant, key, version, who=who, reason=reason)
+
+    def retain(
+        self, key: str, until: datetime, version: int | None = None, *, reason: str = "", who: str | None = None
+    ) -> VersionInfo:
+        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+
+        A retention is extended, never shortened. Raises NotFound, BadInput (the time is earlier than the one that
+        holds, in the past, or over 100 years away), Corrupt, Erased, StoreLocked, StoreUnavailable.
+        """
+        who = user_and_host() if who is None else who
+        until_us = us_of(until)
+        return self._deletions.extend_retention(self.settings.tenant, key, version, until_us, who=who, reason=reason)
 
     def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
         """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key.

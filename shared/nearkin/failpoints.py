@@ -176,7 +176,19 @@ PURGE_POINTS: Final = MappingProxyType(
     }
 )
 """Steps of `rm --now` and `gc --now`, which the crash engine does not call."""
-POINTS: Final = MappingProxyType({**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS, **PURGE_POINTS})
+RETENTION_POINTS: Final = MappingProxyType(
+    {
+        # extension of a retention (nearkin.store.retention_extension)
+        "retention.noted": "1 the index knows that there is a record",
+        "retention.recorded": "2 the record is durable",
+        # garbage collection (nearkin_janitor.endings)
+        "gc.retention": "2 a retention record of a version that ended is removed, its marks are there",
+    }
+)
+"""Steps of extended retentions, which the crash engine does not call."""
+POINTS: Final = MappingProxyType(
+    {**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS, **PURGE_POINTS, **RETENTION_POINTS}
+)
 
 
 @frozen

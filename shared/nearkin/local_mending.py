@@ -123,7 +123,7 @@ class Mending:
         """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
         by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
         for tenant, entry in index.catalogs():
-            if entry.sequence:
+            if entry.has_records:
                 by_key.setdefault((tenant, entry.key), []).append(entry)
         stated = []
         for (tenant, key), entries in by_key.items():

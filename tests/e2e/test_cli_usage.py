@@ -23,6 +23,7 @@ COMMANDS = (
     "rm",
     "forget",
     "undelete",
+    "retain",
     "info",
     "stats",
     "verify",

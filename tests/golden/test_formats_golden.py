@@ -18,6 +18,7 @@ from nearkin.formats.condemned import QUARANTINED, decode_record
 from nearkin.formats.manifest import decode_manifest, encode_manifest
 from nearkin.formats.mark import decode_mark, encode_mark
 from nearkin.formats.parity import mended
+from nearkin.formats.retention_record import decode_retention, encode_retention
 from nearkin.testing import samples
 
 HERE = Path(__file__).parent
@@ -95,6 +96,13 @@ def test_the_frozen_manifest_is_still_read(version: int) -> None:
     assert found.segments.containers.tolist() == made.segments.containers.tolist()
     assert found.segments.ordinals.tolist() == [4, 5, 0, 0, 1, 2, 1]
     assert found.known.tolist() == [True, True, True, False, False, True, True]
+
+
+def test_frozen_retention_record_is_read_and_made() -> None:
+    """F.29: The first format of retention records is read, and the same input gives the same bytes."""
+    frozen = (HERE / "retention_v1.bin").read_bytes()
+    assert decode_retention(frozen, "frozen", bytes(range(32))) == samples.small_retention()
+    assert encode_retention(samples.small_retention(), bytes(range(32))) == frozen
 
 
 def test_the_frozen_mark_is_still_read_and_still_made() -> None:

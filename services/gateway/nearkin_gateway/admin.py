@@ -67,8 +67,7 @@ async def status(request: Request, id: str, caller: Reader, wait: Wait = 0.0) ->
 async def info(request: Request, key: Key, caller: Reader, version: VersionQuery = None) -> Response:
     """Return what is known of a version: size, digests, time, all its metadata."""
     catalogue = gateway_of(request).catalogue
-    manifest = await asyncio.to_thread(catalogue.manifest, caller.tenant, key, version)
-    return JSONResponse(info_json(manifest.info))
+    return JSONResponse(info_json(await asyncio.to_thread(catalogue.info, caller.tenant, key, version)))
 
 
 @router.get(

@@ -156,6 +156,10 @@ class Catalogue:
         except NotFound as err:
             raise NotFound(f"key {key!r} version {version}: there is none") from err
 
+    def info(self, tenant: str, key: str, version: int | None = None) -> VersionInfo:
+        """Return a version as callers see it, with the latest end of its retention. Raises as `manifest` does."""
+        return self._manifests.info(self.manifest(tenant, key, version))
+
     def _later_versions(self, tenant: str, key: str, version: int) -> list[int]:
         """Return the versions of a key above `version` that the index lists; none while it is not whole."""
         if not self._listing.whole:
@@ -214,13 +218,14 @@ class Catalogue:
     ) -> Iterator[VersionInfo | Damage | None]:
         """Yield what a listing shows of each unit, in order.
 
-        The index is notified of a mark before the mark is written, so of a version without marks it knows all.
+        The index is notified of a mark or retention record before that is written, so of a version without any it
+        knows all.
         Manifests are read of the others, and of those of which the index keeps too little.
         """
         read = partial(shown, self._manifests, tenant, all_versions=all_versions)
         waiting: list[VersionInfo | Future[VersionInfo | Damage | None]] = []
         for unit in some:
-            info = unit[-1].info if unit[-1].sequence == 0 else None
+            info = None if unit[-1].has_records else unit[-1].info
             if info is None:
                 names = unit[-1].key, tuple(entry.version for entry in unit)
                 waiting.append(self._readers.submit(read, names))

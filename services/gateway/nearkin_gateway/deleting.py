@@ -1,4 +1,4 @@
-"""Deleting and bringing back. Invariant: 204 is said when the version is gone for every reader of every gateway.
+"""Deletion, undeletion, retention. Invariant: an answer is sent once the change holds for readers of every gateway.
 
 The marks in the object store are what readers look at (nearkin.store.deletion): no cache has to be told.
 """
@@ -6,12 +6,14 @@ The marks in the object store are what readers look at (nearkin.store.deletion):
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from nearkin.formats.answers import deletion_json
+from nearkin.formats.answers import deletion_json, info_json
+from nearkin.formats.manifest import us_of
 from nearkin_gateway import models
 from nearkin_gateway.access import Caller, Deleter, Reader
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX
@@ -99,6 +101,38 @@ async def undelete_blob(
         gateway.deletions.undelete, caller.tenant, key, version, who=caller.name, reason=reason, request=origin
     )
     return _done(gateway, caller, count)
+
+
+@router.post(
+    "/v1/retention/{key:path}",
+    responses=_PROBLEMS,
+    response_model=models.Version,
+    operation_id="extendRetention",
+)
+async def extend_retention(
+    request: Request,
+    key: Key,
+    caller: Deleter,
+    until: Annotated[datetime, Query(description="It cannot be deleted before; ISO 8601, UTC unless it says so.")],
+    version: OneVersion = None,
+    reason: Reason = "",
+) -> Response:
+    """Retain a version, the key's newest by default, until a time: a retention is extended, never shortened.
+
+    Durable once it is answered. 400 where the version is retained for longer already. A repeat changes nothing.
+    """
+    gateway = gateway_of(request)
+    check_writable(gateway)
+    info = await asyncio.to_thread(
+        gateway.deletions.extend_retention,
+        caller.tenant,
+        key,
+        version,
+        us_of(until),
+        who=caller.name,
+        reason=reason,
+    )
+    return JSONResponse(info_json(info))
 
 
 @router.get(

@@ -20,6 +20,7 @@ class Version(BaseModel):
     segments: int
     chunks: int
     metadata: dict[str, str]
+    retain_until: datetime | None = Field(default=None, description="It cannot be deleted before; null: no retention.")
 
 
 class Outcome(BaseModel):

@@ -1,17 +1,20 @@
 """Ends of versions. Invariant: one goes only behind a mark that no undeletion comes before; its number stays taken.
 
-mark: collected -> index -> manifest -> lower marks, ascending; of a key's highest version the last mark stays
+retained? kept, whatever its marks say
+mark: collected -> index -> manifest -> retention records, lower marks, ascending; of a key's highest version the last
+mark stays
 
 All in one turn: an index that was made anew in between would count marks that go right after.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-from nearkin.errors import Permanent
+from nearkin.errors import Corrupt, Permanent
 from nearkin.failpoints import failpoint
-from nearkin.formats.manifest import Manifest
+from nearkin.formats.manifest import Manifest, moment_of
 from nearkin.formats.mark import Kind, Mark
 from nearkin.frozen import frozen
 from nearkin.index.protocols import Collected
@@ -23,6 +26,7 @@ from nearkin_janitor.turns import Turns
 COLLECTED_AT_ONCE = 8
 """So many versions go in a turn: of each a durable mark, and a manifest and two marks removed, some 5 ms apiece."""
 WHO = "gc"
+_log = logging.getLogger("nearkin")
 
 
 @frozen
@@ -49,7 +53,9 @@ class Endings:
             going = []
             with turns.take() as index:
                 for version, manifest in zip(some, manifests, strict=True):
-                    if self._sentenced(version):
+                    if self._is_retained(version, manifest):
+                        kept.append(version)
+                    elif self._sentenced(version):
                         going.append((version, manifest, self._staying(version, roots)))
                     else:
                         kept.append(version)  # brought back meanwhile
@@ -59,6 +65,27 @@ class Endings:
                     versions += bool(version.committed)
                     self._remove(version, roots)
         return Ended(tuple(kept), versions)
+
+    def _is_retained(self, version: Version, manifest: Manifest | None) -> bool:
+        """Return whether a deleted version must stay: a process that ignores its retention may have deleted it.
+
+        One that a run has begun to end goes on ending. A retention record that does not verify keeps its version.
+        """
+        assert version.ended is not None
+        if manifest is None or version.ended.kind is Kind.COLLECTED:
+            return False
+        name = f"{manifest.key!r} version {manifest.version}"
+        try:
+            until_us = self._manifests.retentions.retain_until_us(manifest)
+        except Corrupt as err:
+            _log.warning("gc: %s is kept: %s", name, err)
+            return True
+        if self._now_us() >= until_us:
+            return False
+        _log.warning(
+            "gc: %s is deleted, and retained until %s: kept", name, f"{moment_of(until_us):%Y-%m-%dT%H:%M:%SZ}"
+        )
+        return True
 
     def _sentenced(self, version: Version) -> bool:
         """Make the mark by which a version never comes back; return False where an undeletion has come first."""
@@ -100,6 +127,9 @@ class Endings:
         mark = version.ended
         self._manifests.delete(mark.tenant, mark.key, mark.version)
         failpoint("gc.manifest")
+        for name in version.retentions:
+            self._manifests.retentions.delete(name)
+            failpoint("gc.retention")
         names = [name for _, name, _ in version.marks]
         if mark.kind is Kind.DELETED:
             names.append(mark_name(mark.tenant, mark.key, mark.version, mark.sequence + 1))

@@ -28,7 +28,7 @@ from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, ZERO, Bo
 from nearkin.reports import RebuildReport
 from nearkin.store.chunks import ChunkReader
 from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.manifests import ManifestStore, marked_version
+from nearkin.store.manifests import ManifestStore, marked_version, retained_manifest
 from nearkin_janitor.order import leaning_last
 from nearkin_janitor.tenants import Tenants
 
@@ -74,7 +74,7 @@ def rebuild_index(
     started = time.perf_counter()
     failpoint("rebuild.begun")
     ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
-    listed, marks = manifests.names_and_marks()
+    listed, marks, retentions = manifests.listing()
     names = [entry for entry in listed if entry[0] not in known_manifests]
     total = len(ids) + len(names)
     skipped: list[str] = []
@@ -106,7 +106,8 @@ def rebuild_index(
             progress(len(ids) + done, total)
 
     versions = _commit_versions(manifests, index, names, marks, committed, skipped)
-    index.mark_many(list(_marked(manifests, marks, known_marks, skipped)))
+    index.mark_many(list(_marked(manifests, marks, known_marks, skipped, _retention_bytes(retentions, skipped))))
+    index.mark_many(list(_retained(manifests, marks, retentions, skipped)))
     failpoint("rebuild.marks")
     return RebuildReport(len(ids), chunks, segments, versions, time.perf_counter() - started, tuple(skipped))
 
@@ -125,9 +126,10 @@ def fill_catalog(containers: ContainerStore, manifests: ManifestStore, index: In
             except Permanent:
                 skipped.append(object_name(ContainerId(container)))
         publisher.finish()
-    names, marks = manifests.names_and_marks()
+    names, marks, retentions = manifests.listing()
     _commit_versions(manifests, index, names, marks, lambda _: None, skipped)
-    index.mark_many(list(_marked(manifests, marks, NO_MARKS, skipped)))
+    index.mark_many(list(_marked(manifests, marks, NO_MARKS, skipped, _retention_bytes(retentions, skipped))))
+    index.mark_many(list(_retained(manifests, marks, retentions, skipped)))
     return skipped
 
 
@@ -216,9 +218,16 @@ def _collected(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[st
 
 
 def _marked(
-    manifests: ManifestStore, marks: list[tuple[str, int]], known: Mapping[str, int], skipped: list[str]
+    manifests: ManifestStore,
+    marks: list[tuple[str, int]],
+    known: Mapping[str, int],
+    skipped: list[str],
+    records_bytes: Mapping[str, int],
 ) -> Iterator[Marked]:
-    """Yield what an index notes of marks, from their names and the highest mark of each version."""
+    """Yield what an index notes of marks, from their names and the highest mark of each version.
+
+    `records_bytes`: of retention records, by manifest name.
+    """
     highest: dict[str, tuple[int, int, str]] = {}
     for name, size_bytes in marks:
         try:
@@ -239,7 +248,40 @@ def _marked(
             skipped.append(name)
         else:
             ending = mark.kind is Kind.COLLECTED and manifest in known  # listed until the round goes on: as deleted
-            yield Marked(mark.tenant, mark.key, mark.version, sequence - ending, marks_bytes)
+            total_bytes = marks_bytes + records_bytes.get(manifest, 0)
+            yield Marked(mark.tenant, mark.key, mark.version, sequence - ending, total_bytes)
+
+
+def _retention_bytes(retentions: list[tuple[str, int]], skipped: list[str]) -> dict[str, int]:
+    """Return the bytes of each version's retention records by its manifest's name. `skipped` gains unknown names."""
+    found: dict[str, int] = {}
+    for name, size_bytes in retentions:
+        try:
+            manifest = retained_manifest(name)
+        except Corrupt:
+            skipped.append(name)
+        else:
+            found[manifest] = found.get(manifest, 0) + size_bytes
+    return found
+
+
+def _retained(
+    manifests: ManifestStore, marks: list[tuple[str, int]], retentions: list[tuple[str, int]], skipped: list[str]
+) -> Iterator[Marked]:
+    """Yield what an index notes of versions with retention records and no mark: listings of them read the records."""
+    marked = set()
+    for name, _ in marks if retentions else ():
+        with suppress(Corrupt):  # reported by `_marked`
+            marked.add(marked_version(name)[0])
+    named = {f"{name.rsplit('.', 2)[0]}.nkm": name for name, _ in retentions}
+    for manifest, records_bytes in _retention_bytes(retentions, []).items():
+        if manifest not in marked:
+            try:
+                record = manifests.retentions.read(named[manifest])
+            except Permanent:
+                skipped.append(named[manifest])
+            else:
+                yield Marked(record.tenant, record.key, record.version, 0, records_bytes)
 
 
 def _leans_on(containers: ContainerStore, container: int) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nearkin.errors import Corrupt
 from nearkin.formats.mark import Kind, Mark
 from nearkin.frozen import frozen
-from nearkin.store.manifests import ManifestStore, marked_version
+from nearkin.store.manifests import ManifestStore, marked_version, retained_manifest
 
 
 @dataclass(slots=True)
@@ -24,6 +24,8 @@ class Version:
     """(sequence, object name, bytes), ascending."""
     ended: Mark | None = None
     """The mark that says that it is gone for good."""
+    retentions: list[str] = field(default_factory=list)
+    """Object names of its retention records, ascending."""
 
 
 @frozen
@@ -48,12 +50,15 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
     `ends`: of marks of deleted versions, those that are gone for good now, whatever time was left to undelete them.
     """
     versions: dict[str, Version] = {}
-    listed, marks = manifests.names_and_marks()
+    listed, marks, retentions = manifests.listing()
     for name, _ in listed:
         versions[name] = Version(name, committed=True)
     for name, size_bytes in marks:
         of, sequence = marked_version(name)
         versions.setdefault(of, Version(of)).marks.append((sequence, name, size_bytes))
+    for name, _ in retentions:
+        of = retained_manifest(name)
+        versions.setdefault(of, Version(of)).retentions.append(name)
     highest = {name.rpartition("/")[0]: name for name in sorted(versions)}
     kept, undeletable, ended = [], set(), []
     refused: list[str] = []

@@ -25,6 +25,7 @@ from nearkin.store.containers import ContainerStore, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names
 from nearkin.store.manifests import MARK_SUFFIX, ManifestStore
 from nearkin.store.parity import ParityObjects
+from nearkin.store.retention_records import SUFFIX as RETENTION_SUFFIX
 from nearkin.store.scrubbed import ScrubState, ScrubStates
 from nearkin_janitor.repair import ParityCheck
 from nearkin_janitor.soundness import Soundness
@@ -179,8 +180,8 @@ class Scrubber:
         """Read some manifests and marks; at their end the descriptor, and the pass."""
         state = self.state
         if self._names is None:
-            manifests, marks = self._manifests.names_and_marks()
-            self._names = sorted([*(name for name, _ in (*manifests, *marks)), *key_names(self._objects)])
+            named = [name for some in self._manifests.listing() for name, _ in some]
+            self._names = sorted([*named, *key_names(self._objects)])
         at = bisect_left(self._names, state.names_from)
         some = self._names[at : at + NAMES_STEP]
         read_bytes, damaged = 0, {}
@@ -207,6 +208,8 @@ class Scrubber:
             self._objects.keyring.check(name)
         elif name.endswith(MARK_SUFFIX):
             self._manifests.read_mark(name)
+        elif name.endswith(RETENTION_SUFFIX):
+            self._manifests.retentions.read(name)
         else:
             self._manifests.read(name)
 

@@ -27,7 +27,7 @@ from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names
 from nearkin.store.heads import VersionHeads, head_name, listed_heads, lowered
-from nearkin.store.manifests import ManifestStore, marked_version
+from nearkin.store.manifests import ManifestStore, marked_version, retained_manifest
 from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.quarantine import Quarantine
@@ -137,14 +137,13 @@ class Verifier:
         """
         started = time.perf_counter()
         # Manifests first: all that one of them names is durable by then, so a put meanwhile never looks like damage.
-        listed_manifests, listed_marks = self._manifests.names_and_marks()
-        names, marks = [name for name, _ in listed_manifests], [name for name, _ in listed_marks]
+        names, marks, retentions = ([name for name, _ in some] for some in self._manifests.listing())
         generations = self._containers.generations()
         sizes = {container: of_each[max(of_each)] for container, of_each in generations.items()}
         ids, listed = sorted(sizes), set(names)
         self._listed = np.array(ids, np.uint64)
         chosen = choice.of(ids, frozenset(container for container, of_each in generations.items() if max(of_each)))
-        total = len(ids) + len(names) + len(marks)
+        total = len(ids) + len(names) + len(marks) + len(retentions)
         for done, container in enumerate(leaning_last(ids, self._soundness.leans_on)):
             self._soundness.check(ContainerId(container), deep=container in chosen, helpers=helpers)
             if progress is not None:
@@ -157,14 +156,14 @@ class Verifier:
             self._manifest(name)
             if progress is not None:
                 progress(len(ids) + done + 1, total)
-        for done, name in enumerate(marks):
-            self._mark(name)
+        for done, name in enumerate((*marks, *retentions)):
+            (self._mark if done < len(marks) else self._check_retention)(name)
             if progress is not None:
                 progress(len(ids) + len(names) + done + 1, total)
         for name, problem in self._soundness.problems.items():
             self._findings.found(name, problem)
         self._records()
-        parity_missing = self._parity([*names, *marks], chosen)
+        parity_missing = self._parity([*names, *marks, *retentions], chosen)
         entries = self._index(index, index_whole) if index is not None and choice.everything else None
         return VerifyReport(
             containers=len(chosen),
@@ -288,6 +287,18 @@ class Verifier:
             mark = self._stored.read_mark(name)
             if self._stored.authenticates_marks and not mark.authenticated:
                 raise not_authentic(name)
+        except Permanent as err:
+            if isinstance(err, NotFound) and self._has_ended(of):
+                return
+            whose = self._seen.get(of) or self._remembered.get(of)
+            self._findings.found(name, str(err), *([whose] if whose is not None else []))
+
+    def _check_retention(self, name: str) -> None:
+        """Read a retention record; a finding names its version, which cannot be deleted until it is resolved."""
+        of = ""
+        try:
+            of = retained_manifest(name)
+            self._stored.retentions.read(name)
         except Permanent as err:
             if isinstance(err, NotFound) and self._has_ended(of):
                 return

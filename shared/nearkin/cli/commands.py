@@ -399,6 +399,27 @@ def undelete(key: str, version: int | None, reason: str) -> None:
 @nearkin.command()
 @click.argument("key", metavar="KEY")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@click.option("--until", metavar="TIME", help="Retain it until this time (UTC): 2027-11-20, 2027-11-20T18:00Z.")
+@click.option("--for", "duration", metavar="TIME", help="Retain it this long from now: 36h, 90d, 7y.")
+@click.option("--reason", metavar="TEXT", default="", help="Stored with the extension.")
+@shared_options
+def retain(key: str, version: int | None, until: str | None, duration: str | None, reason: str) -> None:
+    """Retain one version of KEY: no command, token or policy deletes it before that time.
+
+    nearkin retain db/dump --for 90d
+    nearkin retain db/dump --version 2 --until 2034-01-01 --reason "tax audit"
+
+    A retention is extended, never shortened: an earlier time than the one that holds is refused. Through a gateway
+    this needs a token with the scope delete.
+    """
+    from nearkin.cli.retaining import retain as extend
+
+    extend(key, version, until, duration, reason)
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @shared_options
 def info(key: str, version: int | None) -> None:
     """Show one version: size, digests, time, metadata.

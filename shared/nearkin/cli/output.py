@@ -113,6 +113,8 @@ def info_lines(info: VersionInfo) -> Iterable[str]:
                 yield f"{'meta':<12}{printable(f'{meta_name}={meta_value}')}"
         elif name == "size_bytes":
             yield f"{'size':<12}{info.size_bytes:,} bytes"
+        elif name == "retain_until" and value is not None:
+            yield f"{'retained':<12}until {value}"
         elif value is not None and value is not False:
             yield f"{name:<12}{printable(str(value))}"
 

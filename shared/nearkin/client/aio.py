@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from datetime import datetime
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -138,6 +139,14 @@ class AsyncRemoteStore:
         Raises NotFound (nothing of it is deleted, or its time is over), Denied, Erased, StoreUnavailable.
         """
         return await self._hold(conversations.undelete(key, version, reason))
+
+    async def retain(self, key: str, until: datetime, version: int | None = None, *, reason: str = "") -> VersionInfo:
+        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+
+        A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
+        NotFound, BadInput (the time is earlier than the one that holds), Denied, Erased, StoreUnavailable.
+        """
+        return await self._hold(conversations.retain(key, until, version, reason))
 
     async def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
         """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""

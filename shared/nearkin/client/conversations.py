@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -199,6 +200,19 @@ def delete(key: str, version: int | None, reason: str) -> Conversation[int]:
 def undelete(key: str, version: int | None, reason: str) -> Conversation[int]:
     """Bring back a version, or what the latest deletion of the key took."""
     return (yield from _change("POST", blob_path(key, "/v1/undelete"), key, version, reason))
+
+
+def retain(key: str, until: datetime, version: int | None, reason: str) -> Conversation[VersionInfo]:
+    """Extend the retention of a version, the newest by default; a repeat after a break changes nothing."""
+    check_key(key)
+    check_reason(reason)
+    if version is not None:
+        check_version(version)
+    aware = until if until.tzinfo is not None else until.replace(tzinfo=UTC)
+    params = {"until": aware.astimezone(UTC).isoformat()}
+    params |= ({} if version is None else {"version": str(version)}) | ({"reason": reason} if reason else {})
+    answer = yield Call("POST", blob_path(key, "/v1/retention"), params, patience_seconds=60.0)
+    return _read(answer, lambda: answers.info_from(answer.json()))
 
 
 def _change(method: str, path: str, key: str, version: int | None, reason: str) -> Conversation[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -140,6 +141,14 @@ class RemoteStore:
         Raises NotFound (nothing of it is deleted, or its time is over), Denied, Erased, StoreUnavailable.
         """
         return self._hold(conversations.undelete(key, version, reason))
+
+    def retain(self, key: str, until: datetime, version: int | None = None, *, reason: str = "") -> VersionInfo:
+        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+
+        A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
+        NotFound, BadInput (the time is earlier than the one that holds), Denied, Erased, StoreUnavailable.
+        """
+        return self._hold(conversations.retain(key, until, version, reason))
 
     def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
         """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""

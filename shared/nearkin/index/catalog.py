@@ -30,6 +30,7 @@ class CatalogEntry:
     sequence: int = 0
     """Of the highest mark that was announced: odd where the version was to be deleted. The marks themselves decide."""
     marks_bytes: int = 0
+    """Of its marks and retention records."""
     listed: bytes = b""
     """What a listing shows (`nearkin.index.listed`); empty in what an earlier release wrote."""
 
@@ -37,6 +38,11 @@ class CatalogEntry:
     def info(self) -> VersionInfo | None:
         """Return the version as a listing shows it; None where its manifest has to be read. Raises Corrupt."""
         return unpack_listed(self.key, self.version, self.ledger, self.listed)
+
+    @property
+    def has_records(self) -> bool:
+        """Return whether marks or retention records may say otherwise than `listed`."""
+        return bool(self.sequence or self.marks_bytes)
 
     @property
     def deleted(self) -> bool:

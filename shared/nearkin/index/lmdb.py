@@ -280,16 +280,15 @@ class LmdbIndex:
         with self._writing() as txn:
             for mark in marks:
                 name = MARK_HEAD + self._names.version_key(mark.tenant, mark.key, mark.version)
-                held, _ = MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta))
-                if mark.sequence > held:
+                if (mark.sequence, mark.marks_bytes) > MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta)):
                     txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
 
     def restate_marks(self, marks: Sequence[Marked]) -> None:
-        """Put what is known of marks in place of what was noted, lower or not; sequence 0: there are none."""
+        """Put what is known of marks in place of what was noted, lower or not; 0 and no bytes: there are none."""
         with self._writing() as txn:
             for mark in marks:
                 name = MARK_HEAD + self._names.version_key(mark.tenant, mark.key, mark.version)
-                if mark.sequence:
+                if mark.sequence or mark.marks_bytes:
                     txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
                 else:
                     txn.delete(name, db=self._meta)

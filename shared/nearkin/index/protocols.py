@@ -42,7 +42,7 @@ class ContainerSummary:
 
 @frozen
 class Marked:
-    """That a version has marks: which is the highest, and the bytes of all."""
+    """That a version has marks or retention records: which mark is the highest, 0 for none, and the bytes of all."""
 
     tenant: str
     key: str

@@ -27,6 +27,7 @@ from nearkin.sources import check_key, check_reason, check_version
 from nearkin.store.manifests import History, ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
 from nearkin.store.reserve import SpaceReserve
+from nearkin.store.retention_extension import RetentionExtender
 
 MARK_THREADS = 8
 """Syncs of the marks of one call wait side by side."""
@@ -143,7 +144,7 @@ class Deletions:
                     )
                 if condition is not None:
                     condition(self._manifests.get(tenant, key, wanted[-1].version).info)
-                self._check_retained(tenant, key, [history.version for history in wanted])
+                self._check_retained(tenant, key, wanted)
                 now_us = int(self._clock() * 1e6)
                 until_us = now_us + int(undelete_seconds * 1e6)
                 marks = [
@@ -250,26 +251,41 @@ class Deletions:
                     at, until = moment_of(mark.at_us), moment_of(mark.until_us)
                     yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
 
-    def _check_retained(self, tenant: str, key: str, versions: Iterable[int]) -> None:
-        """Refuse to delete a version that its manifest retains, or the settings. Raises Retained, Corrupt.
+    def _check_retained(self, tenant: str, key: str, histories: Iterable[History]) -> None:
+        """Refuse to delete a version that its manifest, a retention record or the settings retain.
 
-        What a damaged manifest retains is not known; it may be deleted where the settings retain nothing.
+        Up to when a damaged manifest retains its version is not known; it may be deleted where the settings retain
+        nothing and it has no retention record. Raises Retained, Corrupt.
         """
         check = None if self._guard is None else self._guard(tenant, key)
-        for version in versions:
+        for history in histories:
             try:
-                info = self._manifests.get(tenant, key, version).info
+                manifest = self._manifests.get(tenant, key, history.version)
             except Corrupt:
-                if check is not None:
+                if check is not None or history.retention:
                     raise
                 continue
+            info = self._manifests.info(manifest, history.retention)
             if check is not None:
                 check(info)
             if info.retain_until is not None and self._clock() < info.retain_until.timestamp():
                 raise Retained(
-                    f"key {key!r} version {version}: is retained until {info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its "
-                    "manifest says so, whatever the settings are now); nothing was deleted"
+                    f"key {key!r} version {history.version}: is retained until "
+                    f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its manifest says so, or `nearkin retain`, whatever the "
+                    "settings are now); nothing was deleted"
                 )
+
+    def extend_retention(
+        self, tenant: str, key: str, version: int | None, retain_until_us: int, *, who: str = "", reason: str = ""
+    ) -> VersionInfo:
+        """Retain a version, the newest by default, until a time (microseconds since 1970); return it, durably changed.
+
+        A time that holds already changes nothing. Raises NotFound, BadInput (the time is earlier than the one that
+        holds: a retention is never shortened), Corrupt, StoreUnavailable.
+        """
+        extender = RetentionExtender(self._manifests, self._note, self._notes.noted_in_vain, self._clock)
+        with self._exclusive(tenant, key):
+            return extender.extend(tenant, key, version, retain_until_us, who, reason)
 
     @contextmanager
     def _exclusive(self, tenant: str, key: str) -> Iterator[None]:

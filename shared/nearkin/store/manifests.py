@@ -4,6 +4,7 @@ seen unless its highest mark says that it was deleted.
     manifests/ab/abcd.../0000000000000001.nkm          version 1
     manifests/ab/abcd.../0000000000000001.0001.nkt     deleted
     manifests/ab/abcd.../0000000000000001.0002.nkt     undeleted: it is there again
+    manifests/ab/abcd.../0000000000000001.0001.nkr     its retention was extended (retention_records.py)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -24,17 +26,21 @@ from nearkin.formats.manifest import (
     check_manifest_bytes,
     decode_manifest,
     encode_manifest,
+    moment_of,
 )
 from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.frozen import frozen
 from nearkin.preconditions import Precondition
+from nearkin.reports import VersionInfo
 from nearkin.store.key_locks import KeyLocks, ProcessKeyLocks
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
 from nearkin.store.passing import record_key_of, takes_bytes
+from nearkin.store.retention_records import SUFFIX as RETENTION_SUFFIX
+from nearkin.store.retention_records import RetentionRecords
 
 MARK_SUFFIX = ".nkt"
-_NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.nkt)")
+_NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.(nkt|nkr))")
 
 
 @frozen
@@ -47,7 +53,17 @@ class History:
     sequence: int = 0
     """Of its highest mark, 0 for none."""
     marks_bytes: int = 0
-    """Of all its marks."""
+    """Of all its marks and retention records."""
+    retention: int = 0
+    """Sequence of its last retention record, 0 for none."""
+
+
+class Listing(NamedTuple):
+    """(object name, bytes) of all objects of versions, each list sorted."""
+
+    manifests: list[tuple[str, int]]
+    marks: list[tuple[str, int]]
+    retentions: list[tuple[str, int]]
 
 
 def key_digest(tenant: str, key: str) -> str:
@@ -69,9 +85,18 @@ def marked_version(name: str) -> tuple[str, int]:
     """Return (object name of the manifest, sequence) of a mark's name. Raises Corrupt."""
     folder, _, last = name.rpartition("/")
     matched = _NAME.fullmatch(last)
-    if matched is None or matched[2] is None:
+    if matched is None or matched[3] != "nkt":
         raise Corrupt(f"{name}: not a mark's name; move it out of the store")
     return f"{folder}/{matched[1]}.nkm", int(matched[2], 16)
+
+
+def retained_manifest(name: str) -> str:
+    """Return the object name of the manifest that a retention record's name belongs to. Raises Corrupt."""
+    folder, _, last = name.rpartition("/")
+    matched = _NAME.fullmatch(last)
+    if matched is None or matched[3] != "nkr":
+        raise Corrupt(f"{name}: not a retention record's name; move it out of the store")
+    return f"{folder}/{matched[1]}.nkm"
 
 
 def _folder(tenant: str, key: str) -> str:
@@ -96,6 +121,7 @@ class ManifestStore:
         self._objects = objects
         self.locks = locks or ProcessKeyLocks()
         self._given_key = record_key
+        self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
 
     @property
     def authenticates_marks(self) -> bool:
@@ -128,6 +154,16 @@ class ManifestStore:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
 
+    def info(self, manifest: Manifest, sequence: int | None = None) -> VersionInfo:
+        """Return a version as callers see it, with the latest end of its retention.
+
+        `sequence` as in `RetentionRecords.retain_until_us`. Raises Corrupt, StoreUnavailable.
+        """
+        until_us = self.retentions.retain_until_us(manifest, sequence)
+        if until_us == manifest.retain_until_us:
+            return manifest.info
+        return replace(manifest.info, retain_until=moment_of(until_us))
+
     def size_bytes(self, manifest: Manifest) -> int:
         """Return how many bytes a stored manifest takes. Raises NotFound or StoreUnavailable."""
         return self._objects.size_bytes(object_name(manifest.tenant, manifest.key, manifest.version))
@@ -156,9 +192,13 @@ class ManifestStore:
             history = found.get(version, History(version))
             if matched[2] is None:
                 found[version] = replace(history, committed=True)
+                continue
+            sequence, marks_bytes = int(matched[2], 16), history.marks_bytes + size_bytes
+            if matched[3] == "nkr":
+                last = max(history.retention, sequence)
+                found[version] = replace(history, retention=last, marks_bytes=marks_bytes)
             else:
-                highest = max(history.sequence, int(matched[2], 16))
-                found[version] = replace(history, sequence=highest, marks_bytes=history.marks_bytes + size_bytes)
+                found[version] = replace(history, sequence=max(history.sequence, sequence), marks_bytes=marks_bytes)
         return found
 
     def find_previous(self, tenant: str, key: str, histories: Mapping[int, History]) -> Previous:
@@ -183,13 +223,25 @@ class ManifestStore:
 
     def names(self) -> Iterator[tuple[str, int]]:
         """Yield (object name, bytes) of every manifest, in no order."""
-        return ((name, size) for name, size in self._objects.names("manifests") if not name.endswith(MARK_SUFFIX))
+        others = MARK_SUFFIX, RETENTION_SUFFIX
+        return ((name, size) for name, size in self._objects.names("manifests") if not name.endswith(others))
 
     def names_and_marks(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
         """Return (object name, bytes) of every manifest, and of every mark, sorted."""
-        listed = sorted(self._objects.names("manifests"))
-        marks = [entry for entry in listed if entry[0].endswith(MARK_SUFFIX)]
-        return [entry for entry in listed if not entry[0].endswith(MARK_SUFFIX)], marks
+        listed = self.listing()
+        return listed.manifests, listed.marks
+
+    def listing(self) -> Listing:
+        """Return (object name, bytes) of every manifest, mark and retention record, sorted. Raises StoreUnavailable."""
+        found = Listing([], [], [])
+        for entry in sorted(self._objects.names("manifests")):
+            if entry[0].endswith(MARK_SUFFIX):
+                found.marks.append(entry)
+            elif entry[0].endswith(RETENTION_SUFFIX):
+                found.retentions.append(entry)
+            else:
+                found.manifests.append(entry)
+        return found
 
     def read(self, name: str) -> Manifest:
         """Return the manifest that lies under an object name. Raises NotFound, Corrupt or StoreUnavailable."""

@@ -21,6 +21,7 @@ from nearkin.formats import sealed as fmt
 from nearkin.formats.layout import HEADER as CONTAINER_HEADER
 from nearkin.formats.manifest import tenant_of_manifest
 from nearkin.formats.mark import tenant_of_mark
+from nearkin.formats.retention_record import tenant_of_retention
 from nearkin.limits import MIB
 from nearkin.store import descriptor
 from nearkin.store.keyring import Keyring
@@ -300,4 +301,6 @@ def domain_of_object(name: str, data: Payload) -> bytes | None:
         return domain_of(tenant_of_manifest(data))
     if name.startswith("manifests/") and head == b"NKT1":
         return domain_of(tenant_of_mark(data))
+    if name.startswith("manifests/") and head == b"NKR1":
+        return domain_of(tenant_of_retention(data))
     return None

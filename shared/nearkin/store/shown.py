@@ -90,7 +90,7 @@ def _read(
         return None
     try:
         if sequence == 0 or manifests.is_seen(tenant, key, version):
-            return manifests.get(tenant, key, version).info
+            return manifests.info(manifests.get(tenant, key, version))
     except NotFound:
         return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
     except Permanent as err:

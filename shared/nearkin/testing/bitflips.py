@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ def kind_of(name: str) -> str:
         "nkc": "container",
         "nkm": "manifest",
         "nkt": "mark",
+        "nkr": "retention record",
         "json": "descriptor",
         "nkg": "condemned",
         "nkk": "key",
@@ -98,6 +100,7 @@ def filled(root: Path, chosen: Settings) -> None:
         store.gc()
         store.put("deleted", b"soon")
         store.delete("deleted")
+        store.retain("alone", datetime.now(UTC) + timedelta(days=1))
 
 
 class _Parts(NamedTuple):

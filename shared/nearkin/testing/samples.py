@@ -20,6 +20,7 @@ from nearkin.formats.directory import ChunkTable, Directory, PrefixTable, Segmen
 from nearkin.formats.manifest import Manifest, Previous
 from nearkin.formats.mark import Kind, Mark
 from nearkin.formats.parity import Scheme, encode_parity
+from nearkin.formats.retention_record import RetentionRecord
 from nearkin.kernels.frames import FrameEncoder
 from nearkin.records import NAME_BYTES, U8, ZERO, ContainerId, Locations
 from nearkin.reports import Ledger
@@ -177,6 +178,20 @@ def small_mark() -> Mark:
         request=bytes(range(16)),
         who="kim@db-1",
         reason="wrong höst",
+    )
+
+
+def small_retention() -> RetentionRecord:
+    """Return an extension of a retention."""
+    return RetentionRecord(
+        tenant="default",
+        key="backups/täglich.tar",
+        version=3,
+        sequence=2,
+        at_us=1_764_000_000_123_456,
+        retain_until_us=1_795_536_000_000_000,
+        who="kim@db-1",
+        reason="Prüfung",
     )
 
 

@@ -63,7 +63,8 @@ def api(gateway: Running, token: str) -> Any:
 
 
 OPERATIONS = (
-    "putBlob", "postBlob", "getBlob", "headBlob", "deleteBlob", "undeleteBlob", "listDeleted",
+    "putBlob", "postBlob", "getBlob", "headBlob", "deleteBlob", "undeleteBlob", "extendRetention",
+    "listDeleted",
     "listBlobs", "listVersions", "getInfo", "getStatus",
     "explain", "getStats", "listWorkers", "getScrub", "getConfig", "patchConfig", "livez", "readyz",
     "getReduction", "listTenants", "getGrowth", "getPipeline", "listDead", "showDead", "replayDead", "dropDead",
