@@ -38,6 +38,7 @@ from nearkin.config_rules import (
     Token,
 )
 from nearkin.config_services import (
+    AuditSettings,
     AuthSettings,
     DashboardSettings,
     GatewaySettings,
@@ -112,6 +113,7 @@ class Settings:
     gateway: GatewaySettings = GatewaySettings()
     dashboard: DashboardSettings = DashboardSettings()
     auth: AuthSettings = AuthSettings()
+    audit: AuditSettings = AuditSettings()
     monitor: MonitorSettings = MonitorSettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()

@@ -238,6 +238,25 @@ class AuthSettings:
 
 
 @held
+class AuditSettings:
+    """The audit log of a gateway (docs/audit.md)."""
+
+    __pydantic_config__ = FORBID_OTHERS
+
+    enabled: bool = True
+    """Write it: logins, failed authentication, reads, changes of blobs and settings (logger `nearkin.audit`)."""
+    reads: bool = True
+    """Record reads, listings and pages of the dashboard too; changes and authentication always are."""
+    per_second: Annotated[int, Between(0, 100_000)] = 100
+    """The most records a second of each tenant and event, in bursts of as many; further ones are counted. Changes are
+    never left out. 0: no bound."""
+    window_seconds: Annotated[int, Between(1, 3600)] = 60
+    """Repeated use, and repeated failure, of one token from one address is summed up in one record a window."""
+    path: Annotated[str, Text(4096)] | None = None
+    """File for its records, as JSON with mode 0600; opened again after it was moved. Unset: with the other logs."""
+
+
+@held
 class MonitorSettings:
     """Where a service tells how it is: `/livez`, `/readyz`, `/metrics`."""
 

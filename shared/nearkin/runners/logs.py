@@ -1,6 +1,7 @@
 """What a service writes on stderr. Invariant: no secret of the settings and no token is in it, whoever logs it and how.
 
 text   2026-01-31 12:00:00,000 INFO nearkin.gateway: ...
+       2026-01-31 12:00:00,000 INFO nearkin.audit: blob.read tenant="shop" bytes=5     (`log_event`; in json: fields)
 json   one object a line: timestamp, level, logger, event; of work on a blob also blob, tenant, and where there is a
        trace trace_id and span_id; exception
 """
@@ -9,21 +10,32 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
+import os
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
+from pathlib import Path
 from typing import TextIO
 
 import structlog
 
+from nearkin import metrics
 from nearkin.config import HIDDEN, SECRETS, Settings
+from nearkin.errors import ConfigError, StoreUnavailable
 from nearkin.masking import url_secrets
+from nearkin.store.private_files import open_private
+
+AUDIT = "nearkin.audit"
+"""Logger of the audit log (nearkin_gateway.audit)."""
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SECRET_CHARACTERS_MIN = 6
 """Shorter ones are left: to hide `a` everywhere would hide the log, and say what the secret is."""
+_log = logging.getLogger("nearkin.logs")
 _TOKEN = re.compile(r"(nk_[0-9a-f]{8})_[A-Za-z0-9_-]{20,}")
 _BEARER = re.compile(r"(?i)(bearer\s+)(?!nk_[0-9a-f]{8})[A-Za-z0-9._~+/=-]{6,}")
 
@@ -53,6 +65,67 @@ def start(settings: Settings, level: int, stream: TextIO | None = None) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
+def log_event(logger: logging.Logger, level: int, event: str, fields: Mapping[str, object]) -> None:
+    """Log an event with fields: of their own in a line of JSON, `name=JSON` in a line of text."""
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s%s", event, _Pairs(fields), extra={"fields": {"event": event, **fields}})
+
+
+class _Pairs:
+    """Fields as text, made only where a formatter wants the message."""
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        self._fields = fields
+
+    def __str__(self) -> str:
+        return "".join(f" {name}={json.dumps(value)}" for name, value in self._fields.items())
+
+
+@contextmanager
+def audit_file(settings: Settings) -> Iterator[None]:
+    """Write the audit log to `audit.path` while the block runs, where that is set. Raises ConfigError."""
+    if settings.audit.path is None or not settings.audit.enabled:
+        yield
+        return
+    path = Path(settings.audit.path).expanduser()
+    try:
+        handler = _PrivateFile(path)
+    except (OSError, StoreUnavailable) as err:
+        raise ConfigError(f'audit.path "{path}": cannot be opened for appending: {err}') from err
+    handler.setFormatter(Hiding(_json(), _secrets(settings)))
+    logger = logging.getLogger(AUDIT)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+        handler.close()
+
+
+class _PrivateFile(logging.handlers.WatchedFileHandler):
+    """Appends to a file that its owner alone may read; opens it again after it was moved or removed."""
+
+    _SILENT_SECONDS = 60.0
+
+    def __init__(self, path: Path) -> None:
+        self._reported: float | None = None
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+
+    def _open(self) -> TextIO:  # type: ignore[override]
+        descriptor = open_private(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the base class names it
+        """Report, now and then, that records cannot be written; requests go on."""
+        metrics.AUDIT_LOST.inc()
+        now = time.monotonic()
+        if self._reported is None or now - self._reported >= self._SILENT_SECONDS:
+            self._reported = now
+            _log.error("audit.path %s: records are lost: %s", self.baseFilename, sys.exc_info()[1])
+
+
 @contextmanager
 def about(blob: bytes, tenant: str, trace: bytes | str | None) -> Iterator[None]:
     """Say in what is logged inside which blob it is about. `trace`: the W3C traceparent, where there is one."""
@@ -77,10 +150,17 @@ def _known(blob: bytes, tenant: str, trace: bytes | str | None) -> dict[str, str
     return known
 
 
+def _event_fields(_logger: object, _method: str, event_dict: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Add the fields of `log_event` to a line of JSON."""
+    fields = getattr(event_dict["_record"], "fields", None)
+    return event_dict if fields is None else {**event_dict, **fields}
+
+
 def _json() -> logging.Formatter:
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[
             structlog.contextvars.merge_contextvars,
+            _event_fields,
             structlog.stdlib.add_log_level,
             structlog.stdlib.add_logger_name,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
