@@ -16,7 +16,10 @@ from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from nearkin.frozen import frozen
+from nearkin_gateway.audit import Actor
+from nearkin_gateway.audit_requests import identify
 from nearkin_gateway.cross_origin import is_allowed_origin
+from nearkin_gateway.intake import FOREIGN_TENANT, check_open
 from nearkin_gateway.limits import Holders
 from nearkin_gateway.problems import Problem
 from nearkin_gateway.sessions import (
@@ -49,11 +52,18 @@ class Caller:
     token: str = ""
     """The token's id; "" where no tokens are configured."""
     scopes: frozenset[str] = frozenset(SCOPES)
+    via: str = "open"
+    """How the request was authenticated: bearer, session, or open where no tokens are configured."""
 
     @property
     def holders(self) -> Holders:
         """Return whose shares of the gateway's limits the request counts against."""
         return Holders(self.tenant, self.token, self.address)
+
+    @property
+    def actor(self) -> Actor:
+        """Return the origin of the request for the audit log."""
+        return Actor(self.tenant, self.token, self.address)
 
     @property
     def is_operator(self) -> bool:
@@ -68,38 +78,65 @@ def needs(*scopes: str) -> Callable[..., Awaitable[Caller]]:
     async def caller(request: Request, given: _Given) -> Caller:
         gateway = gateway_of(request)
         if gateway.tokens is None:
-            return open_caller(request, gateway)
-        if given is None:
-            session = session_of(request, gateway)
-            if session is None:
-                raise _unauthorized("", "want Authorization: Bearer with a token of `nearkin token create`", "no-token")
-            gateway.rates.take(session.token.id)
-            if request.method not in SAFE_METHODS:
-                check_same_origin(request, must_say=True)
-                if not hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), session.csrf.encode()):
-                    raise Problem(403, "bad-csrf", f"{CSRF_HEADER}: is not this session's; load the page again")
-            token = session.token
+            found = open_caller(request, gateway)
         else:
-            token = shown_token(request, gateway, given.credentials)
-        if not set(scopes) & set(token.scopes):
-            raise Problem(
-                403,
-                "missing-scope",
-                f"the token {token.id} has not the scope {scope}",
-                headers={"WWW-Authenticate": f'Bearer realm="nearkin", error="insufficient_scope", scope="{scope}"'},
-            )
-        return Caller(token.tenant, token.id, address_of(request), token.id, frozenset(token.scopes))
+            if given is None:
+                via, token = "session", _session_token(request, gateway)
+            else:
+                via, token = "bearer", shown_token(request, gateway, given.credentials, "bearer")
+            if not set(scopes) & set(token.scopes):
+                record_refusal(request, gateway, via, "scope", token)
+                raise _missing_scope(token, scope)
+            found = Caller(token.tenant, token.id, address_of(request), token.id, frozenset(token.scopes), via)
+            gateway.audit.record_success(found.actor, via)
+        identify(request, found.actor)
+        return found
 
     return caller
+
+
+def _session_token(request: Request, gateway: Gateway) -> Token:
+    """Return the token of the session that a request belongs to. Raises Problem 401, 403 or 429."""
+    session = session_of(request, gateway)
+    if session is None:
+        record_refusal(request, gateway, "session", "missing" if cookie_of(request) is None else "session")
+        raise _unauthorized("", "want Authorization: Bearer with a token of `nearkin token create`", "no-token")
+    gateway.rates.take(session.token.id)
+    if request.method not in SAFE_METHODS:
+        try:
+            check_same_origin(request, must_say=True)
+        except Problem as err:
+            record_refusal(request, gateway, "session", err.name, session.token)
+            raise
+        if not hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), session.csrf.encode()):
+            record_refusal(request, gateway, "session", "bad-csrf", session.token)
+            raise Problem(403, "bad-csrf", f"{CSRF_HEADER}: is not this session's; load the page again")
+    return session.token
+
+
+def _missing_scope(token: Token, scope: str) -> Problem:
+    challenge = f'Bearer realm="nearkin", error="insufficient_scope", scope="{scope}"'
+    why = f"the token {token.id} has not the scope {scope}"
+    return Problem(403, "missing-scope", why, headers={"WWW-Authenticate": challenge})
+
+
+def record_refusal(request: Request, gateway: Gateway, via: str, reason: str, token: Token | None = None) -> None:
+    """Record a refused request; `token` only where its secret was proved."""
+    known = ("", "") if token is None else (token.tenant, token.id)
+    gateway.audit.record_failure(Actor(*known, address_of(request)), via, reason)
 
 
 def open_caller(request: Request, gateway: Gateway) -> Caller:
     """Return who asks a gateway without tokens. Raises Problem: 403 for what another site's page brought here, 429."""
     address = address_of(request)
     gateway.rates.take(address)
-    check_loopback_host(request)
-    if request.method not in SAFE_METHODS and not is_allowed_origin(request.headers, gateway.bounds.cors_origins):
-        check_same_origin(request, must_say=False)
+    try:
+        check_loopback_host(request)
+        if request.method not in SAFE_METHODS and not is_allowed_origin(request.headers, gateway.bounds.cors_origins):
+            check_same_origin(request, must_say=False)
+    except Problem as err:
+        record_refusal(request, gateway, "open", err.name)
+        raise
     return Caller(gateway.settings.tenant, address, address)
 
 
@@ -111,17 +148,29 @@ def session_of(request: Request, gateway: Gateway) -> Session | None:
     return gateway.sessions.read(cookie, time.time())
 
 
-def shown_token(request: Request, gateway: Gateway, text: str) -> Token:
+def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> Token:
     """Return the token that `text` is, counted. Raises Problem 401 or 429."""
     assert gateway.tokens is not None
     token = gateway.tokens.find(text)
     if token is None:
+        record_refusal(request, gateway, via, "unknown")
         gateway.rates.take(address_of(request))  # whoever guesses is slowed down by address
         raise _unauthorized("invalid_token", "the token is not known, or was revoked", "bad-token")
     if token.expired(time.time()):
+        record_refusal(request, gateway, via, "expired", token)
         raise _unauthorized("invalid_token", f"the token {token.id} has expired", "expired-token")
     gateway.rates.take(token.id)
     return token
+
+
+async def check_open_to(request: Request, gateway: Gateway, caller: Caller) -> None:
+    """Refuse an upload where none is taken of the caller. Raises Problem, Erased, StoreUnavailable."""
+    try:
+        await check_open(gateway, caller.tenant)
+    except Problem as err:
+        if err.name == FOREIGN_TENANT:
+            gateway.audit.record_failure(caller.actor, caller.via, FOREIGN_TENANT)
+        raise
 
 
 def address_of(request: Request) -> str:

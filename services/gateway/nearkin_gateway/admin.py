@@ -15,6 +15,7 @@ from nearkin.config_layers import shown
 from nearkin.formats.answers import explain_json, info_json, stats_json
 from nearkin_gateway import models
 from nearkin_gateway.access import Operator, Reader
+from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.blobs import VersionQuery, Wait, outcome_json
 from nearkin_gateway.bodies import whole
 from nearkin_gateway.keys import Key
@@ -67,6 +68,7 @@ async def status(request: Request, id: str, caller: Reader, wait: Wait = 0.0) ->
 async def info(request: Request, key: Key, caller: Reader, version: VersionQuery = None) -> Response:
     """Return what is known of a version: size, digests, time, all its metadata."""
     catalogue = gateway_of(request).catalogue
+    annotate(request, key=key, version=version)
     return JSONResponse(info_json(await asyncio.to_thread(catalogue.info, caller.tenant, key, version)))
 
 
@@ -86,6 +88,7 @@ async def explain(
 ) -> Response:
     """Return how a version is kept: duplicates, deltas and their bases, raw chunks."""
     gateway = gateway_of(request)
+    annotate(request, key=key, version=version)
 
     def explained() -> bytes:
         found = gateway.catalogue.explain(caller.tenant, key, version)
@@ -161,6 +164,8 @@ async def patch_config(request: Request, caller: Operator) -> Response:
     if not isinstance(patch, dict):
         raise Problem(422, "bad-setting", 'want an object of sections, such as {"features": {"algorithm": "odess"}}')
     await gateway.hot.patch(patch, caller.name)
+    # Only once it was found to be of hot settings: none of these is a secret.
+    annotate(request, changes=json.dumps(patch, sort_keys=True), revision=gateway.hot.revision)
     return JSONResponse(_config_json(gateway))
 
 

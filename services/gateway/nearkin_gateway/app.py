@@ -18,6 +18,7 @@ from nearkin.errors import NearkinError
 from nearkin.runners.tracing import current
 from nearkin_gateway import admin, blobs, dead_letters, deleting, looking, uploads
 from nearkin_gateway.access_log import AccessLog
+from nearkin_gateway.audit_requests import AuditRequests
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.cross_origin import allow_origins
 from nearkin_gateway.handing_over import sweep_for_ever
@@ -45,16 +46,19 @@ def create_app(gateway: Gateway) -> FastAPI:
             gateway.failure = err
             raise
         sweeper = asyncio.create_task(sweep_for_ever(gateway))
+        summaries = asyncio.create_task(gateway.audit.summarize_for_ever())
         try:
             yield
         finally:
             gateway.stopping = True
             sweeper.cancel()
+            summaries.cancel()
             if hand_overs := list(gateway.background.values()):
                 await asyncio.wait(hand_overs, timeout=gateway.bounds.shutdown_seconds)
             for task in hand_overs:  # what is left another gateway takes up
                 task.cancel()
-            await asyncio.gather(sweeper, *hand_overs, return_exceptions=True)
+            await asyncio.gather(sweeper, summaries, *hand_overs, return_exceptions=True)
+            gateway.audit.summarize()
             await gateway.ingest.close()
             gateway.readiness.close()
             await gateway.pools.close()
@@ -102,7 +106,8 @@ def served(app: FastAPI) -> ASGIApp:
     counted = Counted(allow_origins(app, app.state.gateway.bounds.cors_origins))
     gateway: Gateway = app.state.gateway
     answered = AnswerCutRequests(counted if tracing is None else Traced(counted, tracing), lambda: gateway.stopping)
-    return PathAsSent(AccessLog(answered, enabled=gateway.bounds.access_log))
+    audited = AuditRequests(answered, gateway.audit)
+    return PathAsSent(AccessLog(audited, enabled=gateway.bounds.access_log))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from nearkin.errors import PreconditionFailed
 from nearkin.formats.answers import info_json
 from nearkin.sources import CONTENT_TYPE, check_metadata, content_type
 from nearkin_gateway import models
-from nearkin_gateway.access import Caller, Reader, Writer
+from nearkin_gateway.access import Caller, Reader, Writer, check_open_to
+from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.bodies import check_declared, chunks, frames
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX, Listed
 from nearkin_gateway.digests import (
@@ -33,7 +34,6 @@ from nearkin_gateway.digests import (
 from nearkin_gateway.intake import (
     check_failed,
     check_idempotency_key,
-    check_open,
     check_same,
     one_at_a_time,
     replayed,
@@ -137,7 +137,8 @@ async def put_blob(
     """
     gateway = gateway_of(request)
     bytes_max = int(gateway.bounds.body_bytes_max)
-    await check_open(gateway, caller.tenant)
+    annotate(request, key=key)
+    await check_open_to(request, gateway, caller)
     check_declared(request, bytes_max)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
     if (media_type := content_type_of(request.headers)) is not None:
@@ -163,6 +164,7 @@ async def put_blob(
                     raise
         if earlier is not None:
             await replayed(gateway, earlier, pieces, sha256)
+            annotate(request, blob=earlier["id"], version=earlier["version"], replay=True)
             return created(gateway, caller.tenant, earlier, replay=True)
         blob, ending = await take(
             gateway,
@@ -176,11 +178,13 @@ async def put_blob(
             trace=_trace(request),
             precondition=precondition,
         )
+    annotate(request, blob=blob.hex())
     outcome = await gateway.outcomes.wait(blob, wait)
     if outcome is None:
         return accepted(gateway, caller.tenant, blob, key)
     check_failed(outcome)
     check_same(outcome, ending)
+    annotate(request, version=outcome["version"])
     return created(gateway, caller.tenant, outcome)
 
 
@@ -205,7 +209,9 @@ async def list_versions(
 ) -> Response:
     """List the versions of a key, oldest first, with digests and metadata."""
     catalogue = gateway_of(request).catalogue
+    annotate(request, key=key)
     listed, following = await asyncio.to_thread(catalogue.versions, caller.tenant, key, after, limit)
+    annotate(request, entries=len(listed))
     return JSONResponse({"versions": [info_json(info) for info in listed.found], "next": following, **_damaged(listed)})
 
 
@@ -231,9 +237,11 @@ async def list_blobs(
 ) -> Response:
     """List keys in order with their versions. A key put meanwhile never moves others between pages."""
     catalogue = gateway_of(request).catalogue
+    annotate(request, prefix=prefix)
     listed, following = await asyncio.to_thread(
         catalogue.listed, caller.tenant, prefix, after, limit, all_versions=versions == "all"
     )
+    annotate(request, entries=len(listed))
     headers = {}
     if following is not None:
         query = urlencode({"prefix": prefix, "after": following, "limit": limit, "versions": versions})
@@ -285,8 +293,10 @@ async def head_blob(request: Request, key: BlobKey, caller: Reader, version: Ver
 
 async def _read(request: Request, key: str, caller: Caller, version: int | None) -> Response:
     gateway, tenant = gateway_of(request), caller.tenant
+    annotate(request, key=key, version=version)
     manifest = await asyncio.to_thread(gateway.catalogue.manifest, tenant, key, version)
     info = manifest.info
+    annotate(request, version=info.version)
     headers = {
         "ETag": etag(info),
         "Last-Modified": last_modified(info),
@@ -309,6 +319,7 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     wanted = wanted_range(request.headers, info) if request.method == "GET" else None
     start, stop = wanted if wanted is not None else (0, info.size_bytes)
     if wanted is not None:
+        annotate(request, range=f"{start}-{stop - 1}")
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.size_bytes}"
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":

@@ -21,6 +21,7 @@ from nearkin.runners.kafka.letter_json import (
 )
 from nearkin_gateway import models
 from nearkin_gateway.access import Operator
+from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.bodies import json_member
 from nearkin_gateway.problems import Problem, responses
 from nearkin_gateway.state import Gateway, gateway_of
@@ -78,6 +79,7 @@ async def show_dead(
     request: Request, letter: LetterName, _caller: Operator, preview: PreviewBytes = PREVIEW_BYTES
 ) -> Response:
     """Return a dead letter with its key, its headers and the first bytes of its value."""
+    annotate(request, letters=unquote(letter))
     gateway = gateway_of(request)
     found = await gateway.pools.control.run(_pipeline(gateway).letter, unquote(letter))
     return JSONResponse(content_json(found, preview))
@@ -130,7 +132,9 @@ async def _requested_letters(request: Request) -> list[str]:
     names = await json_member(request, gateway_of(request).bounds, BODY_BYTES_MAX, "letters", want)
     if not isinstance(names, list) or not 1 <= len(names) <= LETTERS_MAX:
         raise BadInput(f"letters: want a list of 1 to {LETTERS_MAX}")
-    return [str(name) for name in names]
+    letters = [str(name) for name in names]
+    annotate(request, letters=" ".join(letters), entries=len(letters))
+    return letters
 
 
 def _pipeline(gateway: Gateway) -> PipelineState:

@@ -16,6 +16,7 @@ from nearkin.formats.answers import deletion_json, info_json
 from nearkin.formats.manifest import us_of
 from nearkin_gateway import models
 from nearkin_gateway.access import Caller, Deleter, Reader
+from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX
 from nearkin_gateway.intake import check_idempotency_key, check_writable
 from nearkin_gateway.keys import BlobKey, Key, KeysInQuery
@@ -61,6 +62,7 @@ async def delete_blob(
     retention.min_age_seconds: none is deleted then.
     """
     gateway = gateway_of(request)
+    annotate(request, key=key, version=version, reason=reason)
     check_writable(gateway)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     tags = None if if_match is None else listed(request.headers, "if-match")
@@ -75,7 +77,7 @@ async def delete_blob(
         request=origin,
         condition=None if tags is None else lambda info: check_match(tags, info),
     )
-    return _done(gateway, caller, count)
+    return _done(request, gateway, caller, count)
 
 
 @router.post(
@@ -95,12 +97,13 @@ async def undelete_blob(
 ) -> Response:
     """Bring back a deleted version, or all that the latest deletion of the key took; 404 once their time is over."""
     gateway = gateway_of(request)
+    annotate(request, key=key, version=version, reason=reason)
     check_writable(gateway)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
     count = await asyncio.to_thread(
         gateway.deletions.undelete, caller.tenant, key, version, who=caller.name, reason=reason, request=origin
     )
-    return _done(gateway, caller, count)
+    return _done(request, gateway, caller, count)
 
 
 @router.post(
@@ -122,6 +125,7 @@ async def extend_retention(
     Durable once it is answered. 400 where the version is retained for longer already. A repeat changes nothing.
     """
     gateway = gateway_of(request)
+    annotate(request, key=key, version=version, until=until.isoformat(), reason=reason)
     check_writable(gateway)
     info = await asyncio.to_thread(
         gateway.deletions.extend_retention,
@@ -132,6 +136,7 @@ async def extend_retention(
         who=caller.name,
         reason=reason,
     )
+    annotate(request, version=info.version)
     return JSONResponse(info_json(info))
 
 
@@ -151,14 +156,17 @@ async def list_deleted(
 ) -> Response:
     """List the versions that are deleted and whose bytes are still there, by key."""
     gateway = gateway_of(request)
+    annotate(request, prefix=prefix)
     found, damaged, following = await asyncio.to_thread(
         gateway.catalogue.deleted, gateway.deletions, caller.tenant, prefix, after, limit
     )
+    annotate(request, entries=len(found))
     return JSONResponse(
         {"deleted": [deletion_json(entry) for entry in found], "next": following, "damaged": damaged_json(damaged)}
     )
 
 
-def _done(gateway: Gateway, caller: Caller, count: int) -> Response:
+def _done(request: Request, gateway: Gateway, caller: Caller, count: int) -> Response:
+    annotate(request, versions=count)
     gateway.catalogue.forget_stats(caller.tenant)
     return Response(status_code=204, headers={"X-Nearkin-Versions": str(count)})

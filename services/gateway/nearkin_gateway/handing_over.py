@@ -14,6 +14,7 @@ from contextlib import suppress
 from nearkin.errors import NearkinError, NotFound, PreconditionFailed
 from nearkin.preconditions import PRECONDITION
 from nearkin.runners import tracing
+from nearkin_gateway.audit import Actor
 from nearkin_gateway.bodies import frames
 from nearkin_gateway.intake import one_at_a_time, take
 from nearkin_gateway.preconditions import OUTCOME_SECONDS, check_refused
@@ -111,7 +112,15 @@ async def _store(gateway: Gateway, staged: Staged) -> Done:
             if err.status != 400:
                 raise
             return Done(None, err.detail)
-        return Done(blob.hex())
+        done = Done(blob.hex())
+        _record_stored(gateway, staged, done)
+        return done
+
+
+def _record_stored(gateway: Gateway, staged: Staged, done: Done) -> None:
+    meta = staged.meta
+    fields = {"key": meta.key, "blob": done.blob, "upload": staged.id, "bytes": meta.length_bytes}
+    gateway.audit.record("blob.stored", Actor(meta.tenant, meta.token, meta.address), fields)
 
 
 async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[memoryview]:

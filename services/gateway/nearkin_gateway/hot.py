@@ -10,7 +10,6 @@ whole again, which is what is left once the topic is compacted.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -26,7 +25,6 @@ from nearkin_gateway.problems import Problem
 HEARD_SECONDS = 15.0
 """How long a change may take from the topic back to here."""
 SETTLE_MAX = 8
-_audit = logging.getLogger("nearkin.audit")
 
 Publish = Callable[[bytes], Awaitable[None]]
 
@@ -68,7 +66,6 @@ class HotChanges:
         except BadInput as err:  # a ConfigError is one
             metrics.CONFIG_REFUSED.inc()
             raise ConfigError(str(err)) from err
-        _audit.info("config: by=%s at=%s revision=%s patch=%s", by, at, self.revision, dict(patch))
 
     async def _in_turn(self, patch: Mapping[str, Mapping[str, Any]], by: str, at: str) -> None:
         async with self._turn:

@@ -34,6 +34,8 @@ HASHED_APART_BYTES = 256 * 1024
 """Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
 ABORT_SECONDS = 10.0
 IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
+FOREIGN_TENANT = "foreign-tenant"
+"""Name of the problem of a tenant that this gateway does not store for."""
 
 
 def check_writable(gateway: Gateway) -> None:
@@ -51,7 +53,7 @@ async def check_open(gateway: Gateway, tenant: str) -> None:
     if not gateway.ingest.accepts(tenant):
         raise Problem(
             403,
-            "foreign-tenant",
+            FOREIGN_TENANT,
             f"this gateway runs embedded and stores for tenant {gateway.settings.tenant!r} alone, not for {tenant!r}",
         )
     if gateway.settings.storage.encryption != "none":  # before a byte is taken that no stage could store

@@ -147,8 +147,18 @@ class Rates:
 
     def take(self, caller: str) -> None:
         """Count a request. Raises Problem 429."""
+        if not self.allows(caller):
+            raise Problem(
+                429,
+                "too-many-requests",
+                f"at most {self._per_second} requests a second; slow down",
+                headers={"Retry-After": "1"},
+            )
+
+    def allows(self, caller: str) -> bool:
+        """Count one more of a caller and return whether its rate allows it."""
         if not self._per_second:
-            return
+            return True
         now = time.monotonic()
         left, since = self._buckets.pop(caller, (float(self._per_second), now))
         left = min(float(self._per_second), left + (now - since) * self._per_second)
@@ -156,13 +166,7 @@ class Rates:
         self._buckets[caller] = (left - 1 if allowed else left, now)
         if len(self._buckets) > CALLERS_MAX:
             self._buckets.popitem(last=False)
-        if not allowed:
-            raise Problem(
-                429,
-                "too-many-requests",
-                f"at most {self._per_second} requests a second; slow down",
-                headers={"Retry-After": "1"},
-            )
+        return allowed
 
 
 class Budget:

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from nearkin.errors import BadInput, NotFound
 from nearkin_gateway import models
 from nearkin_gateway.access import Admin, Operator, Reader
+from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.bodies import json_member
 from nearkin_gateway.insight import Growth, Reduction
 from nearkin_gateway.problems import responses
@@ -24,7 +25,8 @@ from nearkin_gateway.state import Gateway, gateway_of
 
 TENANTS_SHOWN_MAX = 50
 ACTION_BYTES_MAX = 64 * 1024
-GC_ACTIONS = ("run", "pause", "resume")
+GC_EVENTS = {"run": "gc.requested", "pause": "gc.paused", "resume": "gc.resumed"}
+GC_ACTIONS = tuple(GC_EVENTS)
 _GC: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -120,6 +122,7 @@ async def change_gc(request: Request, caller: Operator) -> Response:
     action = await json_member(request, gateway.bounds, ACTION_BYTES_MAX, "action", want)
     if action not in GC_ACTIONS:
         raise BadInput(f"action {str(action)[:60]!r}: choose {', '.join(GC_ACTIONS)}")
+    annotate(request, event=GC_EVENTS[action])
     return JSONResponse(await asyncio.to_thread(_gc_changed, gateway, action, caller.name), status_code=202)
 
 

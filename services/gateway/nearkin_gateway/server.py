@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nearkin.config import Settings
 from nearkin.config_services import GatewaySettings
 from nearkin.errors import ConfigError
-from nearkin.runners import tracing
+from nearkin.runners import logs, tracing
 from nearkin.runners.monitor import Monitor
 from nearkin.runners.readiness import Check
 from nearkin_gateway.app import create_app, served
@@ -163,23 +163,34 @@ def serve(
     tracing.start(settings, "gateway", socket.gethostname())
     make_room_for_files(settings.gateway)
     try:
-        gateway = make_gateway(settings, config_file, lock_wait_seconds)
-        server = make_server(settings, gateway, ready)
-        monitor.connected(_checks(settings))
-        # uvicorn stops by it, then raises it again: a stop is no failure. Not sooner, or a start could not be stopped.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
-            server.run()
-        except SystemExit as end:  # uvicorn's, for a start that failed
-            if gateway.failure is not None:
-                raise gateway.failure from end
-            host, port = settings.gateway.host, settings.gateway.port
-            raise ConfigError(
-                f'gateway.port "{port}" on {host}: cannot be listened on: another program does, or {host} is not here'
-            ) from end
+        with logs.audit_file(settings):
+            _run(settings, config_file, ready, lock_wait_seconds, monitor)
     finally:
         tracing.stop()
         monitor.stop()
+
+
+def _run(
+    settings: Settings,
+    config_file: Path | None,
+    ready: Callable[[str], None] | None,
+    lock_wait_seconds: float,
+    monitor: Monitor,
+) -> None:
+    gateway = make_gateway(settings, config_file, lock_wait_seconds)
+    server = make_server(settings, gateway, ready)
+    monitor.connected(_checks(settings))
+    # uvicorn stops by it, then raises it again: a stop is no failure. Not sooner, or a start could not be stopped.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run()
+    except SystemExit as end:  # uvicorn's, for a start that failed
+        if gateway.failure is not None:
+            raise gateway.failure from end
+        host, port = settings.gateway.host, settings.gateway.port
+        raise ConfigError(
+            f'gateway.port "{port}" on {host}: cannot be listened on: another program does, or {host} is not here'
+        ) from end
 
 
 def _checks(settings: Settings) -> dict[str, Check]:

@@ -15,6 +15,7 @@ from nearkin.errors import NearkinError
 from nearkin.runners.readiness import Check, Readiness
 from nearkin.store.deletion import Deletions
 from nearkin.store.pauses import Pauses
+from nearkin_gateway.audit import AuditLog
 from nearkin_gateway.catalogue import Catalogue
 from nearkin_gateway.hot import HotChanges
 from nearkin_gateway.ingest import Ingest
@@ -88,6 +89,9 @@ class Gateway:
         """Make the counters of the limits."""
         bounds = self.bounds
         self.rates = Rates(bounds.requests_per_second)
+        self.audit = AuditLog(self.settings.audit)
+        if self.tokens is not None:
+            self.tokens.on_change = self.audit.record_token_changes
         shares, rates = shares_of(bounds), (bounds.slow_bytes_per_second, bounds.busy_bytes_per_second)
         self.uploads = Slots("uploads", bounds.uploads_max, shares, rates)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)

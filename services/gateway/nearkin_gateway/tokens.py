@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -122,6 +122,8 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.on_change: Callable[[list[Token], list[Token]], None] | None = None
+        """Called with the tokens that a change of the file added and removed."""
         self._seen = self._mark()  # before it is read: what changes in between is seen by the next look
         self._tokens = _read(path)
         self._failed: tuple[int, ...] | None = None
@@ -155,8 +157,10 @@ class TokenFile:
         if mark == self._seen:
             return
         try:
-            self._tokens, self._failed = _read(self._path), None
+            before, self._tokens, self._failed = self._tokens, _read(self._path), None
             _log.info("%s: read again, %d tokens", self._path, len(self._tokens))
+            if self.on_change is not None:
+                self.on_change(_missing_from(before, self._tokens), _missing_from(self._tokens, before))
         except ConfigError as err:
             if mark != self._failed:
                 _log.error("%s; the tokens read before stay", err)
@@ -176,6 +180,11 @@ class TokenFile:
 def token_file(name: str | None) -> TokenFile | None:
     """Return the tokens of `auth.tokens_file`, where there is one. Raises ConfigError."""
     return None if name is None else TokenFile(Path(name).expanduser())
+
+
+def _missing_from(tokens: dict[str, Token], others: dict[str, Token]) -> list[Token]:
+    """Return those of `others` that `tokens` lacks; a token that differs is another one."""
+    return [token for number, token in others.items() if tokens.get(number) != token]
 
 
 def _digest(text: str) -> str:

@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response
 
 from nearkin.errors import NearkinError
 from nearkin_gateway import models
-from nearkin_gateway.access import Caller, Writer
+from nearkin_gateway.access import Caller, Writer, check_open_to
+from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.concatenation import create_final
 from nearkin_gateway.handing_over import handed_over
-from nearkin_gateway.intake import check_open
 from nearkin_gateway.preconditions import check_newest, check_refused
 from nearkin_gateway.problems import TUS_VERSION, Problem, responses
 from nearkin_gateway.ranges import precondition_of_put
@@ -133,9 +133,10 @@ async def create(
     gateway = gateway_of(request)
     check_version(tus_resumable)
     check_extensions(request.headers)
-    await check_open(gateway, caller.tenant)
+    await check_open_to(request, gateway, caller)
     sources = parse_concat(upload_concat, gateway.bounds.partial_uploads_max)
     meta = _new_meta(gateway, caller, upload_metadata or "", partial=sources == ())
+    annotate(request, key=meta.key)
     precondition = precondition_of_put(request.headers)
     if not meta.partial:  # it stores no blob; clients send the same headers with it as with its final upload
         meta = replace(meta, precondition=precondition)
@@ -143,12 +144,14 @@ async def create(
         if upload_length is not None or "content-type" in request.headers:
             raise Problem(400, "bad-concat", "a final upload has neither Upload-Length nor a body: its parts are there")
         final = await create_final(gateway, meta, sources)
+        annotate(request, upload=final.id)
         return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
     meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
     gateway.resumable.check_room(caller.holders)
     await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
     number = await asyncio.to_thread(gateway.resumable.create, meta)
+    annotate(request, upload=number)
     offset = await _receive_first(request, gateway, caller, Staged(number, meta, (), None)) if with_body else 0
     if offset == meta.length_bytes and not meta.partial:
         await handed_over(gateway, meta, number)
@@ -205,6 +208,7 @@ def _length(text: str | None, bytes_max: int) -> int:
 async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
     """Say how much of an upload is durable. One that is whole is handed over, should that not have happened."""
     gateway = gateway_of(request)
+    annotate(request, upload=id)
     check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.pending:
@@ -231,6 +235,7 @@ def _described(staged: Staged) -> dict[str, str]:
 async def get(request: Request, id: str, caller: Writer) -> Response:
     """Say how far an upload is; `status` is where its outcome is told, once it is handed over (not part of tus)."""
     gateway = gateway_of(request)
+    annotate(request, upload=id)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     done = staged.done
     state = "receiving" if not staged.whole else "staged"
@@ -276,8 +281,9 @@ async def patch(
 ) -> Response:
     """Add bytes at the end. The last ones hand the whole over; `GET` tells where its outcome will be."""
     gateway = gateway_of(request)
+    annotate(request, upload=id)
     check_version(tus_resumable)
-    await check_open(gateway, caller.tenant)
+    await check_open_to(request, gateway, caller)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OFFSET_MEDIA:
         raise Problem(415, "bad-media-type", f"Content-Type: want {OFFSET_MEDIA}")
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
@@ -304,6 +310,7 @@ async def patch(
 async def terminate(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
     """Drop an upload; what was handed over before stays."""
     gateway = gateway_of(request)
+    annotate(request, upload=id)
     check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.claim is not None:

@@ -46,8 +46,9 @@ def test_an_upload_is_told_with_its_blob_tenant_and_trace_and_without_secrets(tm
         process.wait(60)
     written = log.read_text()
     told = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
-    access = [line for line in told if line["logger"] == "nearkin.access"]  # names paths, so keys: its own setting
-    assert any(line["trace_id"] == TRACE for line in access)
+    # These name keys: each has a setting of its own.
+    access = [line for line in told if line["logger"] in ("nearkin.access", "nearkin.audit")]
+    assert any(line.get("trace_id") == TRACE for line in access)
     (about,) = (line for line in told if "blob" in line and line not in access)
     assert (about["tenant"], about["trace_id"], len(about["blob"])) == ("default", TRACE, 32)
     assert "13000 bytes taken" in about["event"]

@@ -18,7 +18,10 @@ from starlette.responses import RedirectResponse, Response
 
 from nearkin.errors import BadInput, NearkinError, NotFound
 from nearkin.limits import KEY_BYTES_MAX
-from nearkin_gateway.access import address_of, open_caller, session_of, shown_token
+from nearkin_gateway.access import address_of, open_caller, record_refusal, session_of, shown_token
+from nearkin_gateway.audit import Actor
+from nearkin_gateway.audit_events import REASONS
+from nearkin_gateway.audit_requests import annotate, identify
 from nearkin_gateway.bodies import whole
 from nearkin_gateway.dashboard import charts, forms
 from nearkin_gateway.dashboard.reference import read_document
@@ -59,7 +62,12 @@ def _page(path: str, scope: str | None = None) -> Callable[[_Show], _Show]:
                 if visitor is None:
                     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
                     return RedirectResponse(page_url("/login", next=None if here == "/" else here), 303)
-                _check_scope(visitor, scope)
+                try:
+                    _check_scope(visitor, scope)
+                except Problem:
+                    _record_missing_scope(request, gateway, visitor)
+                    raise
+                annotate(request, "page.viewed", page=path)
                 return await show(request, gateway, visitor)
             except (Problem, NearkinError) as err:
                 problem = from_error(err)
@@ -71,6 +79,10 @@ def _page(path: str, scope: str | None = None) -> Callable[[_Show], _Show]:
     return wrap
 
 
+def _record_missing_scope(request: Request, gateway: Gateway, visitor: Visitor) -> None:
+    gateway.audit.record_failure(Actor(visitor.tenant, visitor.name, address_of(request)), "session", "scope")
+
+
 def _check_scope(visitor: Visitor, scope: str | None) -> None:
     if scope is not None and scope not in visitor.scopes:
         raise Problem(403, "missing-scope", f"this page needs a token with the scope {scope}")
@@ -80,11 +92,17 @@ def _visitor(request: Request, gateway: Gateway) -> Visitor | None:
     """Return who looks; None who must log in first. Raises Problem."""
     if gateway.tokens is None:
         caller = open_caller(request, gateway)
+        identify(request, caller.actor)
         return Visitor(caller.tenant, caller.name, frozenset(SCOPES), "", open=True)
     session = session_of(request, gateway)
     if session is None:
+        if cookie_of(request) is not None:
+            record_refusal(request, gateway, "session", "session")
         return None
     gateway.rates.take(session.token.id)
+    actor = Actor(session.token.tenant, session.token.id, address_of(request))
+    gateway.audit.record_success(actor, "session")
+    identify(request, actor)
     return Visitor(session.token.tenant, session.token.id, frozenset(session.token.scopes), session.csrf)
 
 
@@ -110,11 +128,15 @@ async def login(request: Request) -> Response:
         check_same_origin(request, must_say=True)
         given = await _form(request, gateway)
         following = _inside(given.get("next"))
-        token = shown_token(request, gateway, given.get("token", "").strip())
+        token = shown_token(request, gateway, given.get("token", "").strip(), "login")
     except (Problem, BadInput) as err:
         problem = from_error(err)
+        if problem.name in REASONS:  # a refused token is recorded already
+            record_refusal(request, gateway, "login", problem.name)
         failure = f"{problem.detail[:1].upper()}{problem.detail[1:]}."
         return page("login.html", None, problem.status, title="Log in", next=following, failure=failure)
+    identify(request, Actor(token.tenant, token.id, address_of(request)))
+    annotate(request, "session.login")
     if not token.tenant and following == "/":
         following = "/ui/pipeline"  # the overview is of a tenant
     now = time.time()
@@ -147,8 +169,12 @@ async def logout(request: Request) -> Response:
             _check_csrf(given.get("csrf", ""), session.csrf)
         except (Problem, BadInput) as err:
             problem = from_error(err)
+            if problem.name in REASONS:
+                record_refusal(request, gateway, "session", problem.name, session.token)
             return page("problem.html", None, problem.status, title="Not logged out", problem=problem)
         gateway.sessions.close(cookie)
+        identify(request, Actor(session.token.tenant, session.token.id, address_of(request)))
+        annotate(request, "session.logout")
     answer = RedirectResponse("/login", 303)
     for name in (COOKIE, SECURE_COOKIE):
         answer.delete_cookie(name, path="/", secure=name == SECURE_COOKIE, httponly=True, samesite="strict")
@@ -242,6 +268,7 @@ async def deleted(request: Request, gateway: Gateway, visitor: Visitor) -> Respo
 async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show a key: its versions, what became of deleted ones, and how one version is kept."""
     key = _asked(request, "key")
+    annotate(request, key=key)
     if not 1 <= len(key.encode(errors="replace")) <= KEY_BYTES_MAX:
         raise NotFound("no key is named; start from the list of blobs")
     after, number = _number(request, "after") or 0, _number(request, "version")

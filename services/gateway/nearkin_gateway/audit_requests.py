@@ -1,0 +1,87 @@
+"""Record each request that was authenticated, once it has ended, with its status and the bytes that passed.
+
+The route's operation chooses the event (OPERATIONS); handlers add what they know by `annotate`, before the answer. A
+request that was refused because of who sent it is recorded by nearkin_gateway.access as auth.failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nearkin_gateway.audit import Actor, AuditLog
+from nearkin_gateway.audit_events import EVENTS, OPERATIONS
+
+NOTE = "nearkin.audit"
+"""Key of the note in a request's scope."""
+
+
+@dataclass(slots=True)
+class RequestNote:
+    """What is known of a request for its record."""
+
+    actor: Actor | None = None
+    event: str = ""
+    """An event other than that of the operation."""
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+def identify(request: HTTPConnection, actor: Actor) -> None:
+    """Note who sent a request."""
+    if (note := request.scope.get(NOTE)) is not None:
+        note.actor = actor
+
+
+def annotate(request: HTTPConnection, event: str = "", **fields: object) -> None:
+    """Note fields of a request's record, or that it is of another event than its operation's."""
+    if (note := request.scope.get(NOTE)) is not None:
+        note.event = event or note.event
+        note.fields |= fields
+
+
+class AuditRequests:
+    """Wraps the application; inside of what binds the id of the request."""
+
+    def __init__(self, app: ASGIApp, audit: AuditLog) -> None:
+        self._app, self._audit = app, audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and record it."""
+        if scope["type"] != "http" or not self._audit.enabled:
+            await self._app(scope, receive, send)
+            return
+        note = scope[NOTE] = RequestNote()
+        status, received_bytes, sent_bytes, is_whole = 0, 0, 0, False
+
+        async def received() -> Message:
+            nonlocal received_bytes
+            message = await receive()
+            received_bytes += len(message.get("body", b""))
+            return message
+
+        async def sent(message: Message) -> None:
+            nonlocal status, sent_bytes, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            sent_bytes += len(message.get("body", b""))
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self._app(scope, received, sent)
+        finally:
+            counts = {"received": received_bytes, "sent": sent_bytes}
+            self._record(scope, note, status if is_whole else f"{status} cut short", counts)
+
+    def _record(self, scope: Scope, note: RequestNote, result: int | str, counts: dict[str, int]) -> None:
+        operation = getattr(scope.get("route"), "operation_id", None) or ""
+        name = note.event or OPERATIONS.get(operation)
+        if name is None or note.actor is None:
+            return
+        event = EVENTS[name]
+        fields = {"operation": operation} if "operation" in event.fields else {}
+        if event.counted:
+            fields["bytes"] = counts[event.counted]
+        self._audit.record(name, note.actor, {**fields, **note.fields, "result": result})
