@@ -24,6 +24,7 @@ from nearkin.limits import GIB, KEY_BYTES_MAX, KIB, MIB
 
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 KAFKA_PROTOCOLS = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
+UNAUTHENTICATED_RECORDS = ("refuse", "accept")
 KAFKA_COMPRESSIONS = ("none", "lz4", "zstd")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 LOG_FORMATS = ("text", "json")
@@ -97,6 +98,9 @@ class KafkaSettings:
     """PEM certificates of who has issued the brokers'."""
     compression: Annotated[str, OneOf(KAFKA_COMPRESSIONS)] = "lz4"
     """lz4 halves the work of the broker for 5 % more of ours, on data that compress at all (bench/pipeline.py)."""
+    unauthenticated: Annotated[str, OneOf(UNAUTHENTICATED_RECORDS)] = "refuse"
+    """What becomes of records on internal topics that carry no MAC: "accept" is for an upgrade from a release that
+    sends none. Records with a wrong MAC are always refused."""
     batch_messages: Annotated[int, Between(1, 256)] = 32
     """Messages a worker takes at a time: 32 MiB at their largest."""
     session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000

@@ -108,6 +108,10 @@ class KeysLost(Corrupt):
     """A tenant's data keys are gone, and nobody erased them: what they sealed is unread until they are back."""
 
 
+class NotAuthentic(Permanent):
+    """A record of an internal topic was not made by a process of this store: it is not acted on."""
+
+
 class FormatTooNew(Permanent):
     """Written by a later Nearkin: names the format version found and the one this code reads."""
 

@@ -29,6 +29,7 @@ STEP_SECONDS = Histogram("nearkin_step_seconds", "Work on one batch of records."
 RECORD_AGE = Gauge("nearkin_record_age_seconds", "Age of the newest batch's oldest record; 0 while idle.", ["stage"])
 RESTARTS = Counter("nearkin_restarts", "Times a stage lost a dependency for long and began anew.", ["stage"])
 DEAD_LETTERS = Counter("nearkin_dead_letters", "Records that were put aside.", ["stage"])
+UNAUTHENTICATED = Counter("nearkin_unauthenticated", "Records refused for a missing or wrong MAC.", ["stage"])
 CORRUPT = Counter("nearkin_corrupt", "Times that stored or sent bytes were not what they should be.", ["where"])
 
 # --- what became of blobs: the committer -----------------------------------------------------------------------------
@@ -90,6 +91,7 @@ for _counter, _label in (
     *((CORRUPT, where) for where in ("scrub", "restore", "record", "rollback")),
     *((counter, outcome) for counter in (GC_ROUNDS, REBUILDS) for outcome in ("done", "failed")),
     (DEAD_LETTERS, "ingest"),
+    *((UNAUTHENTICATED, reader) for reader in ("config", "committed", "workers")),
 ):
     _counter.labels(_label)  # there from the start: a first one that comes as 1 is no increase to Prometheus
 

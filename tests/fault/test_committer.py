@@ -61,7 +61,7 @@ class Log:
             self.found.fingerprint_bits,
             self.index.for_domain,
         )
-        self.handler = CommitHandler(self.settings, self.manifests, made, "w", Nothing())
+        self.handler = CommitHandler(self.settings, self.manifests, made, "w", Nothing(), None)
         self.handler.assigned(0, "")
         told: Any = self.handler._outbox
         self.told: Kept = told

@@ -54,7 +54,7 @@ class Fleet:
             self.index.for_domain,
         )
         manifests = ManifestStore(self.objects, self.locks)
-        handler = CommitHandler(self.settings, manifests, made, "w", Nothing(), self.locks)
+        handler = CommitHandler(self.settings, manifests, made, "w", Nothing(), None, self.locks)
         handler.assigned(0, "")
         return handler
 

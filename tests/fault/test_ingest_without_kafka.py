@@ -30,7 +30,7 @@ def test_a_record_waits_for_a_kafka_that_does_not_describe_its_topic(
 ) -> None:
     monkeypatch.setattr(ingest_consumer, "ADMIN_SECONDS_MAX", 1.0)
     changes = {"kafka": {"bootstrap_servers": f"127.0.0.1:{silent_port}"}, "ingest": {"topics": ["t"]}}
-    worker = IngestConsumer(with_changes(Settings(), changes), None, "w")
+    worker = IngestConsumer(with_changes(Settings(), changes), None, "w", None)
     worker._mine = {("t", 0)}
     with pytest.raises((StoreUnavailable, KafkaException)):
         worker._one(UserRecord("t", 0, 7, b"k", b"value"))

@@ -18,7 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from nearkin.runners.kafka.clients import Outbox, create_named
-from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
+from nearkin.testing.pipeline import SERVICES, Pipeline, store_authenticator, uploading
 from nearkin.testing.samples import noise
 from nearkin.testing.server import free_port
 from nearkin.testing.waiting import until
@@ -146,7 +146,7 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
     with uploading(pipeline.settings) as uploader:
         for number in range(8):
             uploader.put(f"late{number}", [noise(50_000, f"late {number}").tobytes()])
-    outbox = Outbox(pipeline.settings, "test")
+    outbox = Outbox(pipeline.settings, "test", store_authenticator(pipeline.settings))
     outbox.send("segments", b"x" * 16, b"no message of ours", {})
     outbox.flush()
     outbox.close()

@@ -214,6 +214,8 @@ def test_cluster_node_of_older_dump_is_noticed(tmp_path: Path) -> None:
 class Kept:
     """An outbox whose events are looked at instead of sent."""
 
+    authenticator = None
+
     def __init__(self, *_: object) -> None:
         self.sent: list[tuple[str, bytes]] = []
 
@@ -242,7 +244,7 @@ def test_committer_refuses_freed_containers(single: tuple[RedisServer, Fleet], m
     collect(fleet)
     monkeypatch.setattr(committing, "Outbox", Kept)
     of_all = lanes(CHOSEN, fleet.objects, fleet.secret, fleet.bits, fleet.index.for_domain)
-    handler = CommitHandler(CHOSEN, fleet.manifests, of_all, "w", Idle())
+    handler = CommitHandler(CHOSEN, fleet.manifests, of_all, "w", Idle(), None)
     handler.assigned(0, "")
     envelope, began_us = Envelope(b"0123456789abcdef", "default", "a", 0), time.time_ns() // 1000
     placed = Placed(envelope, manifest.segments, manifest.known, manifest.lengths, manifest.ledger)

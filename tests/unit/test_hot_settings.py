@@ -39,7 +39,7 @@ def message(read_only: bool) -> bytes:
 def started(tmp_path: Path) -> tuple[HotSettings, Path, Any]:
     file = tmp_path / "nearkin.toml"
     file.write_text('[delta]\ncodec = "none"\n')
-    hot = HotSettings(load(file)[0], file)
+    hot = HotSettings(load(file)[0], file, None)
     return hot, file, hot
 
 

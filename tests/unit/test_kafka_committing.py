@@ -65,6 +65,8 @@ def test_a_kafka_that_is_away_is_not_asked_for_each_partition() -> None:
 class Kept:
     """An outbox whose events are looked at instead of sent."""
 
+    authenticator = None
+
     def __init__(self, *_: object) -> None:
         self.events: list[dict[str, Any]] = []
 
@@ -108,7 +110,7 @@ def waiting_for_a_segment(
     monkeypatch.setattr(committing, "Outbox", Kept)
     monkeypatch.setattr(committing, "time", clock)
     unused: Any = None
-    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog)
+    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog, None)
     handler.assigned(0, "")
     for number, blob in enumerate(blobs):
         end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))

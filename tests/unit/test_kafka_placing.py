@@ -69,7 +69,7 @@ class World:
         self.outboxes: list[Memory] = []
         self.lanes = found
         monkeypatch.setattr(placing, "Outbox", self._outbox)
-        self.handler = PlaceHandler(SETTINGS, lambda: SETTINGS, found, "w")
+        self.handler = PlaceHandler(SETTINGS, lambda: SETTINGS, found, "w", None)
         self.handler.assigned(0, "")
 
     def _outbox(self, *_: object) -> Memory:

@@ -342,7 +342,7 @@ def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(message) for message in messages(random_bytes(MIB, 7))])
     values = handled(resemblance_work(tenants, lambda: SETTINGS), fresh.values).values
     before = [sys.getrefcount(value) for value in values]
-    worker = PlaceHandler(SETTINGS, lambda: SETTINGS, tenants, "w")
+    worker = PlaceHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)
     worker.assigned(0, "")
     worker.handle(records(values))
     held = worker._open["t"].held
@@ -399,9 +399,9 @@ def test_a_grace_by_which_no_container_is_young_enough_is_refused_at_the_start(
     chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}, "kafka": {"linger_ms": linger_ms}})
     if refused:
         with pytest.raises(ConfigError, match=r'gc\.grace_seconds "\d".*want >= 3'):
-            PlaceHandler(chosen, lambda: chosen, tenants, "w")
+            PlaceHandler(chosen, lambda: chosen, tenants, "w", None)
     else:
-        PlaceHandler(chosen, lambda: chosen, tenants, "w").close()
+        PlaceHandler(chosen, lambda: chosen, tenants, "w", None).close()
 
 
 def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_next(
@@ -425,7 +425,7 @@ def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_
         return handled(resemblance_work(tenants, lambda: chosen), fresh).values
 
     first, second = paired(7, b"a" * 16), paired(8, b"b" * 16)
-    worker = PlaceHandler(chosen, lambda: chosen, tenants, "w")
+    worker = PlaceHandler(chosen, lambda: chosen, tenants, "w", None)
     worker.assigned(0, "")
     monkeypatch.setattr(LmdbIndex, "publish", refuse)
     worker.handle(records(first))

@@ -14,7 +14,7 @@ def handler(context: Context) -> ChunkHandler:
     def stage_of(tenant: str) -> ChunkerStage:
         return ChunkerStage(context.settings, tenants[tenant].fingerprinter)
 
-    outbox = Outbox(context.settings, f"chunker-{context.worker}")
+    outbox = Outbox(context.settings, f"chunker-{context.worker}", context.authenticator)
     return ChunkHandler(context.settings, stage_of, outbox, Backlog(context.settings))
 
 

@@ -7,7 +7,7 @@ from nearkin.runners.kafka.worker import Context, Part, command
 
 def handler(context: Context) -> RelayHandler:
     """Return the handler of topic `segments`."""
-    outbox = Outbox(context.settings, f"dedup-{context.worker}")
+    outbox = Outbox(context.settings, f"dedup-{context.worker}", context.authenticator)
     return RelayHandler(context.settings, "dedup", "fresh", dedup_work(context.settings, context.lanes()), outbox)
 
 

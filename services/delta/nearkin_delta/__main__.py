@@ -10,14 +10,16 @@ from nearkin.store.manifests import ManifestStore
 
 def placer(context: Context) -> PlaceHandler:
     """Return the handler of topic `paired`."""
-    return PlaceHandler(context.settings, context.current, context.lanes(), f"delta-{context.worker}")
+    worker = f"delta-{context.worker}"
+    return PlaceHandler(context.settings, context.current, context.lanes(), worker, context.authenticator)
 
 
 def committer(context: Context) -> CommitHandler:
     """Return the handler of topic `placed`."""
     locks = RedisKeyLocks(context.index)
     manifests, worker = ManifestStore(context.objects, locks), f"committer-{context.worker}"
-    return CommitHandler(context.settings, manifests, context.lanes(), worker, Backlog(context.settings), locks)
+    backlog, authenticator = Backlog(context.settings), context.authenticator
+    return CommitHandler(context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks)
 
 
 if __name__ == "__main__":

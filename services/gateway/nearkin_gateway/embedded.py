@@ -84,7 +84,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)
 
-    hot = HotSettings(settings, None)
+    hot = HotSettings(settings, None, None)
     outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
     outcomes.known_since(time.time_ns() // 1_000_000)
     pools = WorkerPools()

@@ -35,9 +35,11 @@ from nearkin import metrics
 from nearkin.config import Settings
 from nearkin.errors import BadInput, Retryable, StoreUnavailable
 from nearkin.runners import tracing
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator
 from nearkin.runners.kafka.clients import (
     ADMIN_SECONDS_MAX,
     Outbox,
+    as_bytes,
     connection,
     consumer,
     group,
@@ -47,7 +49,6 @@ from nearkin.runners.kafka.clients import (
     unavailable,
 )
 from nearkin.runners.kafka.dead_letters import send_dead_letter
-from nearkin.runners.kafka.loop import as_bytes
 from nearkin.runners.kafka.membership import SecondRound
 from nearkin.store.objects import ObjectStore
 from nearkin_gateway.ingest_frames import STAGE, Away, attempt_id, frames_of, header_pairs, object_frames, send_blob
@@ -84,7 +85,12 @@ class IngestConsumer:
     """One consumer of the group. Not to be shared between threads."""
 
     def __init__(
-        self, settings: Settings, objects: ObjectStore | None, worker: str, beat: Callable[[], None] = lambda: None
+        self,
+        settings: Settings,
+        objects: ObjectStore | None,
+        worker: str,
+        authenticator: EnvelopeAuthenticator | None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """`objects` is where claim checks lie; `worker` a name of its own that stays over a restart (KIP-345).
 
@@ -94,7 +100,7 @@ class IngestConsumer:
         self._objects = objects
         self._tenants = tenants_of(settings)
         self._beat = beat
-        self._outbox = Outbox(settings, f"{worker}-ingest")
+        self._outbox = Outbox(settings, f"{worker}-ingest", authenticator)
         self._consumer: Consumer = consumer(
             settings,
             settings.ingest.group or group(settings, STAGE),

@@ -22,7 +22,8 @@ from confluent_kafka import Message as KafkaMessage
 from nearkin.config import Settings
 from nearkin.errors import NearkinError, StoreUnavailable
 from nearkin.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
-from nearkin.runners.kafka.clients import is_final, producer, topic, unavailable, undelivered
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator
+from nearkin.runners.kafka.clients import is_final, producer, signed_headers, topic, unavailable, undelivered
 from nearkin.runners.kafka.handling import headers_of
 from nearkin.sources import check_key, check_metadata
 from nearkin_gateway.ingest import Ending, Intent
@@ -45,8 +46,10 @@ class KafkaIngest:
 
     commits = False
 
-    def __init__(self, settings: Settings, client_id: str) -> None:
+    def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
+        """`authenticator` signs every message."""
         self._settings = settings
+        self._authenticator = authenticator
         self.frames = topic(settings, "frames")
         self.budget = Budget(int(settings.gateway.unacknowledged_bytes))
         self.upload_bytes_max = int(settings.gateway.upload_unacknowledged_bytes)
@@ -108,9 +111,10 @@ class KafkaIngest:
                 loop.call_soon_threadsafe(tracker.delivered, room_bytes, failure)
 
         deadline = time.monotonic() + ROOM_SECONDS_MAX
+        signed: list[tuple[str, str | bytes | None]] = [*signed_headers(self._authenticator, full, key, value, headers)]
         while True:
             try:
-                self._producer.produce(full, value, key, headers=list(headers.items()), on_delivery=delivered)
+                self._producer.produce(full, value, key, headers=signed, on_delivery=delivered)
             except BufferError as err:
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(f"kafka: {full}: no room to send for {ROOM_SECONDS_MAX:.0f} s") from err

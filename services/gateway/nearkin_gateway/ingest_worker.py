@@ -17,8 +17,9 @@ import click
 
 from nearkin.config import Settings
 from nearkin.config_layers import load
-from nearkin.errors import BadInput, ConfigError, NearkinError, Retryable
+from nearkin.errors import BadInput, ConfigError, NearkinError, NoStore, Retryable
 from nearkin.runners import logs, tracing
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.clients import create_topics
 from nearkin.runners.kafka.hot import HotSettings
@@ -26,7 +27,7 @@ from nearkin.runners.kafka.loop import run_forever
 from nearkin.runners.kafka.reporting import report
 from nearkin.runners.monitor import Monitor
 from nearkin.store.objects import ObjectStore
-from nearkin.store.opening import open_objects
+from nearkin.store.opening import open_objects, read_descriptor
 from nearkin_gateway.ingest_consumer import IngestConsumer
 from nearkin_gateway.ingest_frames import STAGE
 
@@ -70,10 +71,10 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
         raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
     monitor = Monitor(settings.monitor)
     monitor.start()
-    objects = _connected(settings, stop)
-    hot = HotSettings(settings, config_file)
+    objects, authenticator = _connected(settings, stop)
+    hot = HotSettings(settings, config_file, authenticator)
     hot.start()
-    reporting = (settings, hot, STAGE, worker, stop)
+    reporting = (settings, hot, authenticator, STAGE, worker, stop)
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
     _log.warning("%s %s: ready, revision %s, topics %s", STAGE, worker, hot.revision, ", ".join(settings.ingest.topics))
@@ -81,7 +82,7 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
     monitor.connected({name: check for name, check in checks_of(settings).items() if name != "redis"})
     try:
         run_forever(
-            lambda: IngestConsumer(settings, objects, worker, pulse.beat),
+            lambda: IngestConsumer(settings, objects, worker, authenticator, pulse.beat),
             stop,
             lambda: hot.settings.service.read_only or hot.settings.service.paused,
             STAGE,
@@ -94,14 +95,20 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
         monitor.stop()
 
 
-def _connected(settings: Settings, stop: threading.Event) -> ObjectStore | None:
-    """Return the object store where records may name objects. Waits a while for servers that are not up yet."""
+def _connected(settings: Settings, stop: threading.Event) -> tuple[ObjectStore | None, EnvelopeAuthenticator]:
+    """Return the object store, where records may name objects, and what signs messages for the pipeline.
+
+    Waits a while for servers that are not up yet, and for the pipeline's workers to create the store. Raises NoStore.
+    """
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:
         try:
             create_topics(settings)
-            return open_objects(settings) if settings.ingest.dataref_prefix is not None else None
-        except Retryable as err:
+            authenticator = authenticator_of(settings, read_descriptor(settings))
+            return open_objects(settings) if settings.ingest.dataref_prefix is not None else None, authenticator
+        except (Retryable, NoStore) as err:
+            if isinstance(err, NoStore) and not settings.storage.create:
+                raise
             if stop.is_set() or time.monotonic() > deadline:
                 raise
             _log.warning("%s: waiting: %s", STAGE, err)

@@ -18,6 +18,7 @@ from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.key_locks import RedisKeyLocks
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.retention import guard_of
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin.runners.kafka.checking import redis_memory_check
 from nearkin.runners.kafka.fleet import connect_fleet
 from nearkin.runners.kafka.hot import HotSettings
@@ -47,8 +48,16 @@ _log = logging.getLogger("nearkin.gateway")
 class PipelineIngest(KafkaIngest):
     """The same, with what else a gateway reads and keeps open."""
 
-    def __init__(self, settings: Settings, client_id: str, watch: Watch, hot: HotSettings, index: RedisIndex) -> None:
-        super().__init__(settings, client_id)
+    def __init__(
+        self,
+        settings: Settings,
+        client_id: str,
+        authenticator: EnvelopeAuthenticator,
+        watch: Watch,
+        hot: HotSettings,
+        index: RedisIndex,
+    ) -> None:
+        super().__init__(settings, client_id, authenticator)
         self._watch, self._hot, self._index = watch, hot, index
         self.state = PipelineState(settings)
 
@@ -72,9 +81,10 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
     objects, found, index = _connected(settings)
     client_id = f"gateway-{socket.gethostname()}"
     outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
-    watch = Watch(settings, outcomes, client_id)
-    hot = HotSettings(settings, config_file)
-    ingest = PipelineIngest(settings, client_id, watch, hot, index)
+    authenticator = authenticator_of(settings, found)
+    watch = Watch(settings, outcomes, client_id, authenticator)
+    hot = HotSettings(settings, config_file, authenticator)
+    ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index)
 
     async def publish(message: bytes) -> None:
         await ingest.publish("config", CONFIG_KEY, message)

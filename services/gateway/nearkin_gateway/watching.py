@@ -20,8 +20,9 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaExcepti
 from confluent_kafka import Message as KafkaMessage
 
 from nearkin.config import Settings
-from nearkin.errors import StoreUnavailable
-from nearkin.runners.kafka.clients import consumer, group, topic, unavailable
+from nearkin.errors import NotAuthentic, StoreUnavailable
+from nearkin.runners.kafka.authentication import MAC_HEADER, EnvelopeAuthenticator
+from nearkin.runners.kafka.clients import as_bytes, consumer, group, topic, unavailable
 from nearkin_gateway.outcomes import Outcomes
 
 BATCH_MESSAGES = 500
@@ -40,8 +41,11 @@ _log = logging.getLogger("nearkin.gateway")
 class Watch:
     """Reads both topics on a thread of its own and tells the loop."""
 
-    def __init__(self, settings: Settings, outcomes: Outcomes, client_id: str) -> None:
+    def __init__(
+        self, settings: Settings, outcomes: Outcomes, client_id: str, authenticator: EnvelopeAuthenticator
+    ) -> None:
         self._settings = settings
+        self._authenticator = authenticator
         self._outcomes = outcomes
         self._client_id = client_id
         self._committed, self._workers_topic = topic(settings, "committed"), topic(settings, "workers")
@@ -135,6 +139,8 @@ class Watch:
             _log.warning("%s: %s", message.topic(), problem.str())
             return
         value = message.value()
+        if not self._is_authentic(message):
+            return
         if message.topic() == self._workers_topic:
             key = message.key()
             self._heard(key.decode(errors="replace") if isinstance(key, bytes) else "", value)
@@ -149,6 +155,18 @@ class Watch:
             _log.error("%s[%s] offset %s: %s", message.topic(), message.partition(), message.offset(), err)
             return
         events.append((event, value or b""))
+
+    def _is_authentic(self, message: KafkaMessage) -> bool:
+        """Return whether a process of this store sent a message; log one that none has sent."""
+        headers = {str(header[0]): as_bytes(header[1]) for header in message.headers() or ()}
+        full, key, value = message.topic() or "", as_bytes(message.key()), as_bytes(message.value())
+        reader = "workers" if full == self._workers_topic else "committed"
+        try:
+            self._authenticator.check(reader, full, key, value, headers.get(MAC_HEADER))
+        except NotAuthentic as err:
+            _log.error("%s[%s] offset %s: passed over: %s", full, message.partition(), message.offset(), err)
+            return False
+        return True
 
     def _heard(self, name: str, value: bytes | None) -> None:
         if value is None:

@@ -7,7 +7,7 @@ from nearkin.runners.kafka.worker import Context, Part, command
 
 def handler(context: Context) -> RelayHandler:
     """Return the handler of topic `fresh`."""
-    outbox = Outbox(context.settings, f"resemblance-{context.worker}")
+    outbox = Outbox(context.settings, f"resemblance-{context.worker}", context.authenticator)
     work = resemblance_work(context.lanes(), context.current)
     return RelayHandler(context.settings, "resemblance", "paired", work, outbox)
 

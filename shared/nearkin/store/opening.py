@@ -123,6 +123,14 @@ def open_store_of(
     return objects, found
 
 
+def read_descriptor(settings: Settings) -> descriptor.Descriptor:
+    """Return the descriptor of the services' store, which is only read. Raises NoStore, and as `open_store_of`."""
+    inner = open_objects(settings)
+    if not _has_store(inner):
+        raise no_store(str(settings.object_store.url or settings.store), services=True)
+    return descriptor.read(as_set(inner, settings))
+
+
 def _has_store(objects: ObjectStore) -> bool:
     """Return whether a store is there. Raises Corrupt if one has lost its descriptor, StoreUnavailable."""
     try:

@@ -28,6 +28,8 @@ class Nothing(Backlog):
 class Kept:
     """An outbox whose events and dead letters are looked at instead of sent."""
 
+    authenticator = None
+
     def __init__(self, *_: object) -> None:
         self.events: list[dict[str, Any]] = []
         self.letters: list[dict[str, bytes | None]] = []

@@ -24,7 +24,9 @@ from nearkin.config_layers import load
 from nearkin.failpoints import VARIABLE
 from nearkin.formats.message import End, Envelope, Frame, encode
 from nearkin.limits import FRAME_BYTES_MAX
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, topic
+from nearkin.store.opening import open_store_of
 
 SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
 GATEWAY = "gateway"
@@ -111,13 +113,18 @@ def _aborted(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
+def store_authenticator(settings: Settings) -> EnvelopeAuthenticator:
+    """Return what signs messages for the pipeline of a store, which is created where it is missing."""
+    return authenticator_of(settings, open_store_of(settings)[1])
+
+
 class Uploader:
     """Puts blobs on the topic `frames`, and hears what became of them."""
 
     def __init__(self, settings: Settings, tenant: str = "default") -> None:
         self._settings = settings
         self._tenant = tenant
-        self.outbox = Outbox(settings, f"uploader-{os.getpid()}")
+        self.outbox = Outbox(settings, f"uploader-{os.getpid()}", store_authenticator(settings))
         self._events: dict[str, list[dict[str, Any]]] = {}
         self._consumer = consumer(settings, f"uploader-{secrets.token_hex(4)}", "uploader")
         full = topic(settings, "committed")

@@ -33,7 +33,7 @@ class World:
         self.settings, self.users = settings, users
 
     def reject(self, *records: UserRecord) -> None:
-        outbox = Outbox(self.settings, "test")
+        outbox = Outbox(self.settings, "test", None)
         for record in records:
             send_dead_letter(self.settings, outbox, record, "ingest", BadInput(f"refused {record.offset}"))
         outbox.flush()
@@ -277,7 +277,7 @@ def test_a_kafka_that_is_not_there_is_told_in_one_line(
 def test_what_a_replay_leaves_behind_its_records_is_no_record_that_waits(world: World) -> None:
     """Its marker takes an offset: an upload that stopped there was never ended, and lag grew for ever."""
     settings, full = world.settings, topic(world.settings, "segments")
-    outbox = Outbox(settings, "test")
+    outbox = Outbox(settings, "test", None)
     outbox.send("segments", b"k" * 16, b"value", {})
     outbox.flush()
     (partition,) = (part for part in range(settings.kafka.partitions) if _end(settings, full, part))

@@ -23,7 +23,7 @@ from nearkin.config_layers import load, with_changes
 from nearkin.runners.kafka.clients import Outbox, consumer, topic
 from nearkin.runners.kafka.lag import WAITS
 from nearkin.testing.gateways import Running, process, running
-from nearkin.testing.pipeline import Pipeline
+from nearkin.testing.pipeline import Pipeline, store_authenticator
 from nearkin.testing.servers import Kafka
 from nearkin.testing.waiting import until
 from nearkin_gateway import tokens
@@ -353,7 +353,8 @@ def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -
 
 def test_what_is_no_outcome_and_no_workers_word_is_passed_over(client: httpx.Client, pipeline: Pipeline) -> None:
     """Whoever hears outcomes goes on hearing them: every status would be pending for ever."""
-    outbox = Outbox(load(pipeline.config_file)[0], "test")
+    settings = load(pipeline.config_file)[0]
+    outbox = Outbox(settings, "test", store_authenticator(settings))
     event = {"id": "00" * 16, "origin": "00" * 16, "state": "committed", "tenant": "t", "key": "k"}
     outbox.send("workers", b"a worker", b"[" * 100_000, {})
     for wrong in (
@@ -376,7 +377,7 @@ def test_a_dead_letter_is_seen_sent_back_once_and_marked(
     client: httpx.Client, gateway: Running, pipeline: Pipeline, all_scopes: str
 ) -> None:
     settings = load(pipeline.config_file)[0]
-    outbox = Outbox(settings, "test")
+    outbox = Outbox(settings, "test", store_authenticator(settings))
     outbox.send("frames", os.urandom(16), b"<script>not a message</script>", {})
     outbox.flush()
     outbox.close()
@@ -428,7 +429,7 @@ def test_dead_letters_are_shown_and_dropped_by_operators(
     if others := [entry["letter"] for entry in waiting()]:  # of other tests
         assert client.post("/v1/dead/drop", json={"letters": others}).json() == {"dropped": others}
     settings = load(pipeline.config_file)[0]
-    outbox = Outbox(settings, "test")
+    outbox = Outbox(settings, "test", store_authenticator(settings))
     for _ in range(2):
         outbox.send("frames", os.urandom(16), b"\xff" * 10_000, {})
     outbox.flush()

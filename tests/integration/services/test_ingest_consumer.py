@@ -142,7 +142,7 @@ class World:
 
         def run() -> None:
             try:
-                run_forever(lambda: IngestConsumer(chosen, objects, worker), stop, paused.is_set, "ingest")
+                run_forever(lambda: IngestConsumer(chosen, objects, worker, None), stop, paused.is_set, "ingest")
             except BaseException as err:
                 failures.append(err)
 

@@ -179,7 +179,7 @@ def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, A
     file.symlink_to(Path("..data", "nearkin.toml"))
     settings = load(file)[0]
     prepare_topics(settings)
-    hot = HotSettings(settings, file)
+    hot = HotSettings(settings, file, None)
     hot.start()
     try:
         first = hot.revision
@@ -203,7 +203,7 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
     settings = load(file)[0]
     prepare_topics(settings)
     file.write_text(f"[kafka]\n{kafka}\n[service]\npaused = true\n")
-    hot = HotSettings(settings, file)
+    hot = HotSettings(settings, file, None)
     hot.start()
     try:
         until(lambda: hot.settings.service.paused)
@@ -255,7 +255,7 @@ def test_changes_are_heard_after_the_topic_could_not_be_read(
     monkeypatch.setattr(hot_module, "consumer", made)
     tell("ntransform")
     tell("odess")
-    hot = HotSettings(settings, None)
+    hot = HotSettings(settings, None, None)
     hot.start()
     try:
         assert hot.settings.features.algorithm == "odess"
@@ -279,7 +279,7 @@ def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, di
     settings = load(file)[0]
     prepare_topics(settings)
     shutil.rmtree(file.parent)
-    hot = HotSettings(settings, file)
+    hot = HotSettings(settings, file, None)
     hot.start()
     try:
         time.sleep(1.0)
@@ -328,8 +328,8 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
         {"block": {"level": 7}}, {"features": {"algorithm": "odess"}}, {"service": {"paused": True}},
         {"block": {"raw_bytes": "1MiB"}}, {"delta": {"max_depth": 2}}, {"service": {"read_only": True}},
     ]  # fmt: skip
-    both = [HotSettings(settings, None) for _ in range(2)]
-    late = HotSettings(settings, None)
+    both = [HotSettings(settings, None, None) for _ in range(2)]
+    late = HotSettings(settings, None, None)
 
     async def patched() -> None:
         gateways = [HotChanges(settings, hot, publish) for hot in both]

@@ -37,7 +37,7 @@ def settings(kafka: object, topic_prefix: str) -> Settings:
 
 
 def test_a_message_that_a_topic_refuses_as_too_large_is_a_permanent_error(settings: Settings) -> None:
-    outbox = Outbox(settings, "test")
+    outbox = Outbox(settings, "test", None)
     outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
     with pytest.raises(Permanent, match=REFUSED):
         outbox.flush()
@@ -47,7 +47,7 @@ def test_a_message_that_a_topic_refuses_as_too_large_is_a_permanent_error(settin
 
 
 def test_a_message_that_no_topic_takes_is_refused_before_it_is_sent(settings: Settings) -> None:
-    outbox = Outbox(settings, "test")
+    outbox = Outbox(settings, "test", None)
     with pytest.raises(Permanent, match=re.escape(f"a message of {TOPIC_BYTES_MAX} bytes was refused as too large")):
         outbox.send("frames", b"key", bytes(TOPIC_BYTES_MAX), {})
     outbox.send("frames", b"key", b"small", {})
@@ -64,7 +64,7 @@ def test_a_worker_does_not_start_over_for_it_again_and_again(settings: Settings)
             begun += 1
             if begun > 3:
                 stop.set()
-            outbox = Outbox(settings, "test")
+            outbox = Outbox(settings, "test", None)
             outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
             outbox.flush()
 
@@ -75,7 +75,7 @@ def test_a_worker_does_not_start_over_for_it_again_and_again(settings: Settings)
 
 def test_an_upload_through_a_gateway_is_told_so(settings: Settings) -> None:
     async def upload() -> None:
-        ingest = KafkaIngest(settings, "test")
+        ingest = KafkaIngest(settings, "test", None)
         await ingest.open()
         try:
             one = await ingest.begin(Intent("t", "key", bytes(16), bytes(16), 1))

@@ -30,6 +30,7 @@ from nearkin.hot_rules import changes_schema
 from nearkin.preconditions import DIGESTS_MAX, PRECONDITION
 from nearkin.reports import LEDGER_FIELDS, Ledger, VersionInfo
 from nearkin.runners.kafka import dead_letters
+from nearkin.runners.kafka.authentication import MAC_HEADER
 from nearkin.runners.kafka.clients import COMPACTED, TOPICS, topic
 from nearkin.runners.kafka.dead_replay import DROPPED_HEADER, MARK_HEADER
 from nearkin.runners.kafka.lag import WAITS
@@ -248,6 +249,7 @@ def _headers(kind: str, more: Json | None = None) -> Json:
         "ce_source": {"type": "string", "pattern": "^/nearkin/[a-z]+$"},
         "ce_id": {"type": "string", "description": "BLOB/KIND/SEQUENCE/POSITION: equal for a repeat."},
         "traceparent": {"type": "string", "description": "W3C trace context, where the caller gave one."},
+        MAC_HEADER: {"type": "string", "format": "binary", "description": "Authenticates topic, key and value."},
         **(more or {}),
     }
     return {"type": "object", "properties": properties, "required": [name for name in properties if name[:3] == "ce_"]}

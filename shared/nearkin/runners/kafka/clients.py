@@ -17,6 +17,7 @@ from confluent_kafka.cimpl import NewTopic
 from nearkin.certificates import check_certificates
 from nearkin.config import Settings
 from nearkin.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
+from nearkin.runners.kafka.authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin.runners.kafka.offsets import PartitionOffsets
 
 _log = logging.getLogger("nearkin.kafka")
@@ -276,6 +277,11 @@ def on_parts(settings: Settings, told: OnParts) -> OnParts:
     return call
 
 
+def as_bytes(value: str | bytes | None) -> bytes | None:
+    """Return what a client gave as bytes; it gives nothing else unless told to."""
+    return value.encode() if isinstance(value, str) else value
+
+
 def undelivered(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:
     """Return the error for a message that did not reach a topic: Permanent where it is larger than that takes."""
     if problem.code() == KafkaError.MSG_SIZE_TOO_LARGE:
@@ -296,11 +302,25 @@ def is_final(problem: KafkaError) -> bool:
     return problem.fatal() or problem.code() in (KafkaError._FATAL, KafkaError.FENCED_INSTANCE_ID)
 
 
+def signed_headers(
+    authenticator: EnvelopeAuthenticator | None, full: str, key: bytes, value: bytes, headers: Headers
+) -> list[tuple[str, bytes | None]]:
+    """Return the headers of a message, with its MAC where there is an authenticator."""
+    found: list[tuple[str, bytes | None]] = [(name, text) for name, text in headers.items() if name != MAC_HEADER]
+    if authenticator is not None:
+        found.append((MAC_HEADER, authenticator.mac_of(full, key, value)))
+    return found
+
+
 class Outbox:
     """Messages on their way to Kafka. Not to be shared between threads."""
 
-    def __init__(self, settings: Settings, client_id: str) -> None:
+    authenticator: EnvelopeAuthenticator | None = None
+
+    def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
+        """`authenticator` signs what `send` takes; None: for a process that sends only to topics of others."""
         self._settings = settings
+        self.authenticator = authenticator
         self._producer = producer(settings, client_id)
         self._failure: NearkinError | None = None
         self._unanswered = PartitionOffsets()
@@ -313,8 +333,12 @@ class Outbox:
         return self._unanswered.committable or 0
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
-        """Queue a message for one of TOPICS; waits while the queue is full. Raises StoreUnavailable, Permanent."""
-        self.send_to(topic(self._settings, name), key, value, list(headers.items()))
+        """Sign and queue a message for one of TOPICS; waits while the queue is full.
+
+        Raises StoreUnavailable, Permanent.
+        """
+        full = topic(self._settings, name)
+        self.send_to(full, key, value, signed_headers(self.authenticator, full, key, value, headers))
 
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]

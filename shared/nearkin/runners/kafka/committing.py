@@ -31,6 +31,7 @@ from nearkin.preconditions import PRECONDITION
 from nearkin.records import U32, Bools, Locations
 from nearkin.reports import LEDGER_FIELDS, Ledger
 from nearkin.retention import retain_until_us
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.conditions import Refusals, check_precondition
 from nearkin.runners.kafka.handling import RecordGuard, headers_of, trace_of
@@ -114,6 +115,7 @@ class CommitHandler:
         lanes: Lanes,
         worker: str,
         backlog: Backlog,
+        authenticator: EnvelopeAuthenticator | None,
         refusals: Refusals | None = None,
     ) -> None:
         """`backlog`: asked before a blob is failed for want of segments; `refusals`: of conditional puts."""
@@ -122,7 +124,7 @@ class CommitHandler:
         self._backlog = backlog
         self._manifests = manifests
         self._lanes = lanes
-        self._outbox = Outbox(settings, f"{worker}-committed")
+        self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: OrderedDict[_Name, _Open] = OrderedDict()

@@ -19,7 +19,7 @@ from confluent_kafka import Message as KafkaMessage
 from nearkin.config import Settings
 from nearkin.errors import BadInput, NotFound, Permanent
 from nearkin.frozen import frozen
-from nearkin.runners.kafka.clients import connection, topic, unavailable
+from nearkin.runners.kafka.clients import as_bytes, connection, topic, unavailable
 from nearkin.runners.kafka.dead_letters import (
     CLASS_HEADER,
     MESSAGE_HEADER,
@@ -32,7 +32,6 @@ from nearkin.runners.kafka.dead_letters import (
     STAGE_HEADER,
     TOPIC_HEADER,
 )
-from nearkin.runners.kafka.loop import as_bytes
 
 MARK_HEADER = "__nearkin.replay.of"
 REPLAYED_HEADER = "__nearkin.replayed.from"

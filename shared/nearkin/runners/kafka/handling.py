@@ -11,10 +11,11 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from nearkin import metrics
 from nearkin.config import Settings
-from nearkin.errors import Corrupt, NearkinError, Permanent, Retryable
+from nearkin.errors import Corrupt, NearkinError, NotAuthentic, Permanent, Retryable
 from nearkin.formats.message import End, Envelope, Kind, Message, Opened, Paired, decode, encode, opened, read
 from nearkin.formats.message_batches import read_paired
 from nearkin.runners import tracing
+from nearkin.runners.kafka.authentication import MAC_HEADER
 from nearkin.runners.kafka.clients import Headers, Outbox
 from nearkin.runners.kafka.dead_letters import send_dead_letter
 from nearkin.runners.kafka.loop import Record, patiently
@@ -90,11 +91,26 @@ class RecordGuard:
         self._outbox = outbox
         self._next_topic = next_topic
         self._next_key = next_key
-        for counter in (metrics.DEAD_LETTERS, metrics.CORRUPT):
+        for counter in (metrics.DEAD_LETTERS, metrics.CORRUPT, metrics.UNAUTHENTICATED):
             counter.labels(stage)  # there from the start, so that the first one is seen as a change
 
     def decoded(self, record: Record) -> Message | None:
         """Return the record's message, or None after putting it aside."""
+        try:
+            self._authenticate(record)
+        except NotAuthentic as err:
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            return None
+        return self._decoded(record)
+
+    def _authenticate(self, record: Record) -> None:
+        """Refuse a record that no process of this store has sent. Raises NotAuthentic."""
+        authenticator = self._outbox.authenticator
+        if authenticator is not None:
+            mac = record.headers.get(MAC_HEADER)
+            authenticator.check(self._stage, record.topic, record.key, record.value, mac)
+
+    def _decoded(self, record: Record) -> Message | None:
         try:
             return decode(record.value, record.named)
         except Permanent as err:
@@ -104,6 +120,7 @@ class RecordGuard:
     def opened(self, record: Record) -> Opened | None:
         """Return the record's message, its columns unread unless it is an end; None after putting it aside."""
         try:
+            self._authenticate(record)
             found = opened(record.value, record.named)
             if found.kind is Kind.END:
                 read(found)
@@ -121,7 +138,7 @@ class RecordGuard:
         except Corrupt as err:
             _log.debug("%d messages from %s", len(pairs), pairs[0].what, exc_info=err)
             return [
-                self.decoded(record) if message is not None else None
+                self._decoded(record) if message is not None else None
                 for record, message in zip(records, found, strict=True)
             ]
         return [
@@ -129,7 +146,7 @@ class RecordGuard:
             if message is None
             else Paired(message.envelope, next(batches))
             if message.kind is Kind.PAIRED
-            else self.decoded(record)
+            else self._decoded(record)
             for record, message in zip(records, found, strict=True)
         ]
 

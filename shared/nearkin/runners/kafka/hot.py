@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Message as KafkaMessage
 from tenacity import RetryCallState, Retrying, sleep_using_event, stop_when_event_set, wait_random_exponential
 from watchfiles import watch
 
 from nearkin import metrics
 from nearkin.config import HOT_FIELDS, Settings
 from nearkin.config_layers import load, with_changes
-from nearkin.errors import BadInput, NearkinError
-from nearkin.runners.kafka.clients import consumer, group, is_final, topic
+from nearkin.errors import BadInput, NearkinError, NotAuthentic
+from nearkin.runners.kafka.authentication import MAC_HEADER, EnvelopeAuthenticator
+from nearkin.runners.kafka.clients import as_bytes, consumer, group, is_final, topic
 
 _log = logging.getLogger("nearkin.config")
 
@@ -90,8 +92,15 @@ class HotSettings:
     """The settings in force. `start` watches; `current` may be read by any thread at any time."""
 
     def __init__(
-        self, settings: Settings, config_file: Path | None, *, reload: Callable[[], Settings] | None = None
+        self,
+        settings: Settings,
+        config_file: Path | None,
+        authenticator: EnvelopeAuthenticator | None,
+        *,
+        reload: Callable[[], Settings] | None = None,
     ) -> None:
+        """`authenticator` checks the messages of the topic; None: only where no topic is read."""
+        self._authenticator = authenticator
         self._started = settings
         self._file = config_file
         self._reload = reload or (lambda: load(config_file)[0])
@@ -288,6 +297,20 @@ class HotSettings:
         for _ in found:
             self.reread()
 
+    def _is_authentic(self, message: KafkaMessage, what: str) -> bool:
+        """Return whether a gateway of this store made a message; log one that none has made."""
+        if self._authenticator is None:
+            return True
+        headers = {str(header[0]): as_bytes(header[1]) for header in message.headers() or ()}
+        key, value = as_bytes(message.key()), as_bytes(message.value())
+        try:
+            self._authenticator.check("config", message.topic() or "", key, value, headers.get(MAC_HEADER))
+        except NotAuthentic as err:
+            metrics.CONFIG_REFUSED.inc()
+            _log.error("%s: refused, revision %s stays: %s", what, self.revision, err)
+            return False
+        return True
+
     def _watch_topic(self) -> None:
         full = topic(self._started, "config")
         client = consumer(
@@ -306,7 +329,8 @@ class HotSettings:
                     if offset != self._next_offset:  # compaction took what came before: this one stands for it
                         self._heard = None
                     self._next_offset = offset + 1
-                    self.told(value if isinstance(value, bytes) else b"", f"{full} offset {offset}")
+                    if self._is_authentic(message, f"{full} offset {offset}"):
+                        self.told(value if isinstance(value, bytes) else b"", f"{full} offset {offset}")
                 elif problem.code() == KafkaError._PARTITION_EOF:
                     self._caught_up.set()
                 elif problem.code() == KafkaError.OFFSET_OUT_OF_RANGE:

@@ -24,7 +24,7 @@ from nearkin.errors import Retryable, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.message import is_end
 from nearkin.frozen import frozen
-from nearkin.runners.kafka.clients import consumer, group, is_final, on_parts, topic, unavailable
+from nearkin.runners.kafka.clients import as_bytes, consumer, group, is_final, on_parts, topic, unavailable
 from nearkin.runners.kafka.membership import SecondRound
 from nearkin.runners.kafka.traced import traced
 from nearkin.runners.tracing import current
@@ -306,11 +306,6 @@ def _age_seconds(message: KafkaMessage | None) -> float:
 
 def _ends(message: KafkaMessage) -> bool:
     return is_end(as_bytes(message.value()) or b"")
-
-
-def as_bytes(value: str | bytes | None) -> bytes | None:
-    """Return what a client gave as bytes; it gives nothing else unless told to."""
-    return value.encode() if isinstance(value, str) else value
 
 
 def patiently(work: Callable[[], Made]) -> Made:

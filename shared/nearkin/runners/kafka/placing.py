@@ -26,6 +26,7 @@ from nearkin.index.catalog import summarise
 from nearkin.reports import Ledger
 from nearkin.runners import tracing
 from nearkin.runners.counted import count_sealed
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.handling import TENANTS_MAX, RecordGuard, headers_of, trace_of
 from nearkin.runners.kafka.loop import IDLE_SECONDS, Record, patiently
@@ -124,14 +125,21 @@ def check_grace(settings: Settings) -> None:
 class PlaceHandler:
     """Encodes and stores."""
 
-    def __init__(self, settings: Settings, current: Callable[[], Settings], lanes: Lanes, worker: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        current: Callable[[], Settings],
+        lanes: Lanes,
+        worker: str,
+        authenticator: EnvelopeAuthenticator | None,
+    ) -> None:
         """Raises ConfigError where no container would be young enough to be published."""
         check_grace(settings)
         self._settings = settings
         self._current = current
         self._lanes = lanes
-        self._outbox = Outbox(settings, f"{worker}-aside")
-        self._placed_outbox = Outbox(settings, f"{worker}-placed")
+        self._outbox = Outbox(settings, f"{worker}-aside", authenticator)
+        self._placed_outbox = Outbox(settings, f"{worker}-placed", authenticator)
         self._guard = RecordGuard(settings, "delta", self._outbox, "placed", placed_key)
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: dict[str, _Open] = {}

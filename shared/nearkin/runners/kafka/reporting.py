@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from nearkin.config import Settings
 from nearkin.errors import NearkinError
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator
 from nearkin.runners.kafka.clients import Outbox
 from nearkin.runners.kafka.hot import HotSettings
 
@@ -30,9 +31,16 @@ def word(service: str, worker: str, revision: str, started: str, state: str) -> 
     }
 
 
-def report(settings: Settings, hot: HotSettings, service: str, worker: str, stop: threading.Event) -> None:
+def report(
+    settings: Settings,
+    hot: HotSettings,
+    authenticator: EnvelopeAuthenticator,
+    service: str,
+    worker: str,
+    stop: threading.Event,
+) -> None:
     """Tell, now and then until `stop`, what this worker runs: gateways list it."""
-    outbox = Outbox(settings, f"{service}-{worker}-report")
+    outbox = Outbox(settings, f"{service}-{worker}-report", authenticator)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     name = f"{service}/{worker}"
     while True:
@@ -44,7 +52,7 @@ def report(settings: Settings, hot: HotSettings, service: str, worker: str, stop
         except NearkinError as err:
             _log.warning("report: %s", err)
             outbox.close()
-            outbox = Outbox(settings, f"{service}-{worker}-report")
+            outbox = Outbox(settings, f"{service}-{worker}-report", authenticator)
         if stop.wait(REPORT_SECONDS) and told["state"] == "stopped":
             outbox.close()
             return

@@ -24,6 +24,7 @@ from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.rounds import ToldRounds
 from nearkin.interrupts import wait_for
 from nearkin.runners import logs, tracing
+from nearkin.runners.kafka.authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin.runners.kafka.checking import checks_of
 from nearkin.runners.kafka.fleet import connect_fleet
 from nearkin.runners.kafka.hot import HotSettings
@@ -53,6 +54,7 @@ class Context:
     index: RedisIndex
     worker: str
     monitor: Monitor
+    authenticator: EnvelopeAuthenticator
 
     @property
     def secret(self) -> bytes:
@@ -135,7 +137,7 @@ def run_worker(
         return 0
     failures: list[BaseException] = []
     threads = [_thread(context, part, stop, failures) for part in parts]
-    reporting = (settings, context.hot, service, worker, stop)
+    reporting = (settings, context.hot, context.authenticator, service, worker, stop)
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
     monitor.connected(checks_of(settings))
@@ -184,9 +186,10 @@ def _connected(
             _log.warning("%s: waiting: %s", service, err)
             stop.wait(1.0)
             continue
-        hot = HotSettings(settings, config_file)
+        authenticator = authenticator_of(settings, found)
+        hot = HotSettings(settings, config_file, authenticator)
         hot.start()
-        return Context(settings, hot, objects, found, index, worker, monitor)
+        return Context(settings, hot, objects, found, index, worker, monitor, authenticator)
     return None
 
 
