@@ -21,7 +21,7 @@ from nearkin.errors import BadInput, ConfigError, NearkinError, NoStore, Retryab
 from nearkin.runners import logs, tracing
 from nearkin.runners.kafka.authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin.runners.kafka.checking import checks_of
-from nearkin.runners.kafka.clients import create_topics
+from nearkin.runners.kafka.clients import check_durability, create_topics
 from nearkin.runners.kafka.hot import HotSettings
 from nearkin.runners.kafka.loop import run_forever
 from nearkin.runners.kafka.reporting import report
@@ -98,12 +98,14 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
 def _connected(settings: Settings, stop: threading.Event) -> tuple[ObjectStore | None, EnvelopeAuthenticator]:
     """Return the object store, where records may name objects, and what signs messages for the pipeline.
 
-    Waits a while for servers that are not up yet, and for the pipeline's workers to create the store. Raises NoStore.
+    Waits a while for servers that are not up yet, and for the pipeline's workers to create the store. Raises NoStore,
+    and ConfigError for topics that may lose acknowledged messages.
     """
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:
         try:
             create_topics(settings)
+            check_durability(settings)
             authenticator = authenticator_of(settings, read_descriptor(settings))
             return open_objects(settings) if settings.ingest.dataref_prefix is not None else None, authenticator
         except (Retryable, NoStore) as err:

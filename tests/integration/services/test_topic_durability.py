@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from nearkin.config import Settings
-from nearkin.config_layers import load
+from nearkin.config_layers import load, with_changes
 from nearkin.errors import ConfigError
 from nearkin.runners.kafka.clients import (
     check_durability,
@@ -24,8 +26,10 @@ from nearkin.runners.kafka.clients import (
     durability_problem,
     topic,
 )
+from nearkin.runners.kafka.fleet import connect_fleet
 from nearkin.runners.kafka.loop import patiently
 from nearkin.runners.kafka.topics import prepare_topics
+from nearkin_gateway import ingest_worker
 
 
 @pytest.fixture
@@ -55,6 +59,18 @@ def test_unclean_election_is_refused_and_put_right(made: Settings) -> None:
         check_durability(made)
     assert prepare_topics(made)[1] == [topic(made, "placed")]
     check_durability(made)
+
+
+def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, key_prefix: str, tmp_path: Path) -> None:
+    """F.31: stages, gateways and the ingest consumer check their topics before they connect to anything else."""
+    alter(made, "frames", unclean_leader_election_enable="true")
+    changes = {"object_store": {"url": str(tmp_path)}, "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")}}
+    settings = with_changes(made, {**changes, "storage": {"create": True}})
+    with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
+        connect_fleet(settings)
+    with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
+        ingest_worker._connected(settings, threading.Event())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_stricter_topics_are_kept(made: Settings) -> None:

@@ -10,7 +10,7 @@ from nearkin.errors import ConfigError
 from nearkin.index.redis import RedisIndex
 from nearkin.index.redis.owner import claim_index, read_owner
 from nearkin.index.redis.server import Server
-from nearkin.runners.kafka.clients import create_topics
+from nearkin.runners.kafka.clients import check_durability, create_topics
 from nearkin.store.condemned import GcGeneration
 from nearkin.store.descriptor import Descriptor
 from nearkin.store.opening import open_store_of
@@ -21,9 +21,10 @@ def connect_fleet(settings: Settings) -> tuple[ParityObjects, Descriptor, RedisI
     """Return the object store, its descriptor and the index of the services.
 
     Raises NotFound: no store, and it may not be created (`storage.create`); ConfigError: the index belongs to another
-    store; Retryable while a server is not up.
+    store, or topics may lose acknowledged messages; Retryable while a server is not up.
     """
     create_topics(settings)
+    check_durability(settings)
     prefix = settings.redis.prefix
     server = Server(settings.redis)
     try:
