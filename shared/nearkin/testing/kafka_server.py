@@ -52,10 +52,12 @@ class Kafka(Server):
         detached: bool = False,
         controller_port: int | None = None,
         properties: Mapping[str, object] | None = None,
+        log_levels: Mapping[str, str] | None = None,
     ) -> None:
-        """`properties` are the node's own, over those that are chosen here."""
+        """`properties` are the node's own, over those that are chosen here; `log_levels` of its loggers, by name."""
         super().__init__(folder, port=port, owner_pid=owner_pid, detached=detached)
         self._properties = dict(properties or {})
+        self._log_levels = dict(log_levels or {})
         self.controller_port = controller_port or free_port()
 
     @property
@@ -68,7 +70,11 @@ class Kafka(Server):
         self._configuration.write_text(
             "".join(f"{name}={value}\n" for name, value in {**self._chosen(), **self._properties}.items())
         )
-        (self.folder / "log4j2.properties").write_text(_LOGGING)
+        levels = [
+            f"logger.l{number}.name = {name}\nlogger.l{number}.level = {level}\n"
+            for number, (name, level) in enumerate(self._log_levels.items())
+        ]
+        (self.folder / "log4j2.properties").write_text(_LOGGING + "".join(levels))
         if (self._data / "meta.properties").exists():
             return
         done = subprocess.run(

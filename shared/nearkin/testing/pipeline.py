@@ -38,8 +38,15 @@ POLL_SECONDS = 0.05
 class Pipeline:
     """One worker of each service, as processes of their own, under one config file."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Mapping[str, object]],
+        environments: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """`environments`: additional environment variables of a service's process, by service."""
         self.folder = folder
+        self._environments = dict(environments or {})
         folder.mkdir(parents=True, exist_ok=True)
         self.config_file = folder / "nearkin.toml"
         self.config = {section: dict(values) for section, values in config.items()}
@@ -77,7 +84,8 @@ class Pipeline:
             command += ["--worker", "w1", "--verbose"]
         with (self.folder / f"{service}.log").open("ab") as log:
             more = {"PYTHONFAULTHANDLER": "1"} | ({} if failpoint is None else {VARIABLE: failpoint})
-            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **more})
+            environment = {**os.environ, **more, **self._environments.get(service, {})}
+            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def kill(self, service: str) -> None:
         """End a worker as a power cut would."""
