@@ -36,7 +36,8 @@ soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 ki
 	@$(BIN)/python -m nearkin.testing.planted
 	@$(BIN)/python tests/support/mutation.py
 	@$(BIN)/python -m nearkin.testing.soak --disk
-	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_races.py tests/fault/test_rounds_beside_puts.py
+	@$(BIN)/python -m pytest -q -m soak
+	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_gc_death.py tests/fault/test_races.py tests/fault/test_rounds_beside_puts.py
 	@$(BIN)/python -m nearkin.testing.soak --kills 2000
 	@$(BIN)/python -m nearkin.testing.deaths --kills 90
 	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000

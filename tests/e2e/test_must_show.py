@@ -75,7 +75,10 @@ def entries(root: Path, store: Store) -> dict[str, dict[bytes, bytes]]:
         index.close()
 
 
-@pytest.mark.parametrize(("corpus", "ratio_least"), [("botocore", 20.0), ("redis", 2.5), ("vm", 2.5)])
+@pytest.mark.parametrize(
+    ("corpus", "ratio_least"),
+    [("botocore", 20.0), ("redis", 2.5), pytest.param("vm", 2.5, marks=pytest.mark.soak)],
+)
 def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_least, tmp_path):
     paths = sources(corpus)
     root = tmp_path / "store"
@@ -167,6 +170,7 @@ else:
 """
 
 
+@pytest.mark.soak
 def test_gigabytes_of_zeros_take_bounded_memory_and_almost_no_room(tmp_path):
     process_of_its_own = process(ZEROS, tmp_path / "store")
     said, complained = process_of_its_own.communicate(timeout=600)

@@ -27,6 +27,7 @@ def solid_bytes(files: list[Path]) -> int:
     return sum(len(compressor.compress(path.read_bytes())) for path in files) + len(compressor.flush())
 
 
+@pytest.mark.soak
 def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at_random(tmp_path: Path) -> None:
     try:
         releases = corpora.botocore(3)

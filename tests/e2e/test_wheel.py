@@ -96,6 +96,7 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     assert wheel.stat().st_size < 4 * 1024 * 1024
 
 
+@pytest.mark.soak
 def test_it_puts_and_gets_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (tmp_path / "locked.txt").write_text(locked(project["dependencies"]))

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nearkin.testing.chaos import Chaos
 
 
+@pytest.mark.soak
 def test_what_was_promised_is_kept_while_everything_dies(
     tmp_path: Path, need: Callable[[Callable[[], Any]], Any], capsys: Any
 ) -> None:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
+import pytest
+
 from nearkin.testing.planted import BUGS
 
+SAMPLE = 3
+"""Planted bugs in one run of `make test`, another choice each time; `make soak` hunts all of them."""
 
-def test_every_planted_bug_is_caught() -> None:
+
+def test_planted_bugs_of_a_sample_are_caught() -> None:
     """All from one process, which forks before anything is opened."""
+    names = random.SystemRandom().sample(sorted(BUGS), SAMPLE)
     memory = ["--folder", "/dev/shm"] if os.path.isdir("/dev/shm") else []
     done = subprocess.run(
-        [sys.executable, "-m", "nearkin.testing.planted", *memory],
+        [sys.executable, "-m", "nearkin.testing.planted", *memory, *names],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     outcomes = {line.split("\t")[0]: line.split("\t")[2] for line in done.stdout.splitlines()}
-    assert outcomes == dict.fromkeys(BUGS, "caught"), done.stdout + done.stderr
+    assert outcomes == dict.fromkeys(names, "caught"), done.stdout + done.stderr
     assert done.returncode == 0
-    assert len(BUGS) >= 10
 
 
+@pytest.mark.soak
 def test_without_a_mistake_the_same_hunts_find_nothing() -> None:
     """Those of the hunts that no other test does: one of each engine."""
     script = """

@@ -339,6 +339,7 @@ def test_who_verifies_while_rounds_end_versions_and_remove_containers_is_told_of
     assert steps > 6
 
 
+@pytest.mark.soak
 def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def knows_its_tokens(client: httpx.Client) -> bool:
         return False
 
 
+@pytest.mark.soak
 def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear(
     rendered: Render, promtool: Callable[..., str], pipeline: Pipeline, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def node(tmp_path: Path, s3: S3) -> Iterator[Node]:
     made.stop()
 
 
+@pytest.mark.soak
 def test_what_the_chart_runs_is_ready_stores_blobs_and_is_toggled_in_place(
     rendered: Render, node: Node, kafka: Any, redis: Redis, s3: S3, bucket: str, topic_prefix: str, key_prefix: str
 ) -> None:

@@ -33,7 +33,7 @@ def kept(root, changes, history=HISTORY):
         return counts, stats.depths, stats.containers, stats.segments, explained
 
 
-@pytest.mark.parametrize("algorithm", ["finesse", "odess"])
+@pytest.mark.parametrize("algorithm", ["finesse", pytest.param("odess", marks=pytest.mark.soak)])
 def test_the_same_puts_are_kept_the_same_way_whatever_the_queues_hold(algorithm, tmp_path):
     def kept_with(name: str, queue_batches: int):
         changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
@@ -72,7 +72,7 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, far):
     if crowded:  # blocks are handed over in the midst of a batch, and more are closed than may wait
         monkeypatch.setattr("nearkin_delta.builder.HANDED_BYTES", 64 << 10)

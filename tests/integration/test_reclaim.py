@@ -70,7 +70,7 @@ def leaning_and_shared(root: Path, clock: Clock, mode: str) -> tuple[int, int]:
     return deep, sum(count > 1 for count in named.values())
 
 
-@pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
+@pytest.mark.parametrize("mode", [pytest.param("mark-sweep", marks=pytest.mark.soak), "hybrid"])
 def test_what_was_told_of_any_deletion_set_goes_in_the_end_to_the_byte(mode: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # no power cut is tested here
     clock, draw = Clock(), random.Random(f"reclaim {mode}")

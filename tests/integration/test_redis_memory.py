@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "redis_index.py"
 BYTES_PER_CHUNK_MAX = 64
 
 
+@pytest.mark.soak
 def test_a_unique_chunk_takes_at_most_64_bytes(tmp_path: Path) -> None:
     """The benchmark at a tenth of its size: what does not grow with the chunks weighs ten times as much here."""
     made = tmp_path / "out.json"

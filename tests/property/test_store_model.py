@@ -338,7 +338,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
 TestStoreBesideADictionary = StoreBesideADictionary.TestCase
 TestStoreBesideADictionary.settings = runs(
-    max_examples=200 if "SOAK" in os.environ else int(os.environ.get("MODEL_EXAMPLES", "20")),
+    max_examples=200 if "SOAK" in os.environ else int(os.environ.get("MODEL_EXAMPLES", "8")),
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

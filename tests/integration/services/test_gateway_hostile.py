@@ -351,6 +351,7 @@ def test_streaming_160_megabytes_takes_bounded_memory(tmp_path: Path) -> None:
     assert peak - before < 110 * MIB, f"{(peak - before) / MIB:.0f} MiB more than at rest"
 
 
+@pytest.mark.soak
 def test_many_tiny_uploads_are_all_there(tmp_path: Path) -> None:
     count, failures = 2000, []
     environment = {"NEARKIN_STORE": str(tmp_path / "store"), "NEARKIN_GATEWAY__INGEST": "embedded"}

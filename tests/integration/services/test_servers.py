@@ -78,6 +78,7 @@ def test_a_topic_is_not_made_by_its_first_use(kafka: Any, topic_prefix: str) -> 
     assert topic_prefix + "none" not in admin.list_topics(timeout=10).topics
 
 
+@pytest.mark.soak
 def test_kafka_killed_and_started_again_has_what_it_acknowledged(tmp_path: Path, need: Any) -> None:
     with need(lambda: Kafka(tmp_path / "kafka")) as server:
         make_topic(server.bootstrap, "kept")
