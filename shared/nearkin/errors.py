@@ -100,6 +100,10 @@ class SourceFailed(Retryable):
     """The caller's file or stream failed while it was read; the cause is the error it gave. Nothing was stored."""
 
 
+class TenantCollision(BadInput):
+    """The hash of a tenant's name is taken by another name; the later tenant is refused."""
+
+
 class Erased(Permanent):
     """A tenant's keys were erased: what they sealed is there, perhaps, and can never be read again. No damage."""
 

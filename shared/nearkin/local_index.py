@@ -92,7 +92,7 @@ class LocalIndex(Notes):
         self._raw = raw
         self._map_bytes = int(settings.index.map_bytes)
         self._names = entry_names_of(objects)
-        self._domain = fingerprinter(settings.tenant).domain
+        self._tenant, self._domain = settings.tenant, fingerprinter(settings.tenant).domain
         self._containers = containers
         self._manifests = manifests
         self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
@@ -156,9 +156,13 @@ class LocalIndex(Notes):
                 self._lock.release()
 
     def put_begins(self) -> LmdbIndex:
-        """Return the index for a put, whole, and count as behind until the put says that all it stored is in it."""
+        """Return the index for a put, whole, and count as behind until the put says that all it stored is in it.
+
+        Raises TenantCollision too, before anything is stored.
+        """
         with self._changing:
             index = self.writable()
+            index.check_owner(self._tenant)
             self._puts += 1
             self.putting = self.behind = True
             return index

@@ -5,6 +5,7 @@ They are shown in logs, metrics, listings and problems, one a line: what breaks 
 
 from __future__ import annotations
 
+from nearkin.errors import TenantCollision
 from nearkin.limits import TENANT_BYTES_MAX
 
 
@@ -14,3 +15,11 @@ def tenant_problem(tenant: str) -> str | None:
     if 1 <= size_bytes <= TENANT_BYTES_MAX and tenant.isprintable():
         return None
     return f"want 1 to {TENANT_BYTES_MAX} bytes of UTF-8 that can be printed, without line ends and control characters"
+
+
+def collision_of(tenant: str, where: str) -> TenantCollision:
+    """Return the error for a tenant whose hash belongs to another name `where`; it does not tell which name."""
+    return TenantCollision(
+        f"tenant {tenant!r}: another name has the same hash in {where}, so their data could not be kept apart: "
+        "choose another name for this tenant"
+    )

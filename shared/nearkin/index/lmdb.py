@@ -16,6 +16,7 @@ import json
 import os
 import struct
 import threading
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -53,6 +54,7 @@ from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
 from nearkin.records import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
+from nearkin.tenants import collision_of
 
 VERSION = 6
 """Of an index of another version the store makes a new one, as if it were lost. Before 6 its pages carried memory of
@@ -258,7 +260,10 @@ class LmdbIndex:
                     txn.put(name, MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
                 else:
                     txn.delete(name, db=self._meta)
-                if not txn.delete(key, db=self._versions) or version.manifest is None:
+                if not self._is_listed(txn, key, version.tenant):
+                    continue
+                txn.delete(key, db=self._versions)
+                if version.manifest is None:
                     continue
                 held = held_segments(version.manifest)
                 cursor = txn.cursor(self._counts)
@@ -271,9 +276,39 @@ class LmdbIndex:
     def forget_tenants(self, tenants: Collection[str]) -> None:
         """Let go of tenants' versions, and of all that is known of marks, in one transaction."""
         with self._writing() as txn:
-            for head in map(self._names.tenant_head, tenants):
-                drop_under(txn, self._versions, head)
-                drop_under(txn, self._meta, MARK_HEAD + head)
+            for tenant in tenants:
+                head = self._names.tenant_head(tenant)
+                owners = list(self._owners_under(txn, head))
+                if all(owner == tenant for _, owner in owners):
+                    drop_under(txn, self._versions, head)
+                    drop_under(txn, self._meta, MARK_HEAD + head)
+                    continue
+                for key in (key for key, owner in owners if owner == tenant):
+                    txn.delete(key, db=self._versions)
+                    txn.delete(MARK_HEAD + key, db=self._meta)
+
+    def check_owner(self, tenant: str) -> None:
+        """Refuse a tenant whose hash only another tenant's versions have. Raises TenantCollision."""
+        with self._reading() as txn:
+            first = next((owner for _, owner in self._owners_under(txn, self._names.tenant_head(tenant))), tenant)
+            if first != tenant and not any(
+                owner == tenant for _, owner in self._owners_under(txn, self._names.tenant_head(tenant))
+            ):
+                raise collision_of(tenant, "the index")
+
+    def _owners_under(self, txn: Any, head: bytes) -> Iterator[tuple[bytes, str]]:
+        """Yield (key in `versions`, tenant) of all keys that start with `head`: tenants may share a hash."""
+        cursor = txn.cursor(self._versions)
+        if cursor.set_range(head):
+            for key, value in cursor:
+                if not key.startswith(head):
+                    return
+                yield bytes(key), self._names.decode(key, value)["tenant"]
+
+    def _is_listed(self, txn: Any, key: bytes, tenant: str) -> bool:
+        """Return whether a version is in the catalog, and not another tenant's under the same hash."""
+        value = txn.get(key, db=self._versions)
+        return value is not None and self._names.decode(key, value)["tenant"] == tenant
 
     def mark_many(self, marks: Sequence[Marked]) -> None:
         """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
@@ -294,22 +329,27 @@ class LmdbIndex:
                     txn.delete(name, db=self._meta)
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
-        """Return the version numbers of a key, ascending."""
+        """Return the version numbers of a key, ascending; no tenant's of the same hash is the first or last."""
         start = self._names.version_key(tenant, key, 0)
-        found = []
+        found: deque[bytes] = deque()
         with self._reading() as txn:
             cursor = txn.cursor(self._versions)
             if cursor.set_range(start):
                 for entry in cursor.iternext(keys=True, values=False):
                     if not entry.startswith(start[:-8]):
                         break
-                    found.append(int.from_bytes(entry[-8:], "big"))
-        return found
+                    found.append(entry)
+            # Only at the ends: to compare the tenant of each of 30,000 versions would take 0.2 s.
+            while found and not self._is_listed(txn, found[-1], tenant):
+                found.pop()
+            while found and not self._is_listed(txn, found[0], tenant):
+                found.popleft()
+        return [int.from_bytes(entry[-8:], "big") for entry in found]
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version."""
-        found = [entry for _, entry in self._said(self._names.prefix_head(tenant, prefix))]
-        wanted = [entry for entry in found if entry.key.startswith(prefix)]
+        found = self._said(self._names.prefix_head(tenant, prefix))
+        wanted = [entry for owner, entry in found if owner == tenant and entry.key.startswith(prefix)]
         wanted.sort(key=lambda entry: (entry.key.encode(), entry.version))
         return iter(wanted)
 
@@ -351,11 +391,11 @@ class LmdbIndex:
             for row in page:
                 mine = row[0][: row[0].index(b"\0", len(head)) + 1]
                 if mine != group:
-                    yield from self._in_order(held, prefix, key, after)
+                    yield from self._in_order(held, tenant, prefix, key, after)
                     group, held = mine, []
                 held.append(row)
             if len(page) < count or (held and not self._may_follow(group, head, prefix)):
-                yield from self._in_order(held, prefix, key, after)
+                yield from self._in_order(held, tenant, prefix, key, after)
                 return
             start, count = page[-1][0] + b"\0", ENTRIES_A_PAGE
 
@@ -377,9 +417,12 @@ class LmdbIndex:
                     found.append((key, value, txn.get(MARK_HEAD + key, _NO_MARKS, db=self._meta)))
         return found
 
-    def _in_order(self, rows: Sequence[Row], prefix: str, key: str, after: tuple[bytes, int]) -> list[CatalogEntry]:
+    def _in_order(
+        self, rows: Sequence[Row], tenant: str, prefix: str, key: str, after: tuple[bytes, int]
+    ) -> list[CatalogEntry]:
         """Return the entries of one group that are wanted, by key and version."""
-        found = [entry_from(self._names.decode(name, value), MARKED.unpack(mark)) for name, value, mark in rows]
+        opened = [(self._names.decode(name, value), MARKED.unpack(mark)) for name, value, mark in rows]
+        found = [entry_from(fields, mark) for fields, mark in opened if fields["tenant"] == tenant]
         wanted = [entry for entry in found if entry.key.startswith(prefix) and (not key or _order(entry) > after)]
         return sorted(wanted, key=_order)
 

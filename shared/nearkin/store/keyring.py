@@ -16,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -35,6 +36,7 @@ from nearkin.store.key_heads import KeyHeads
 from nearkin.store.objects import AlreadyExists
 from nearkin.store.parity import FOLDER as PARITY
 from nearkin.store.parity import ParityObjects, parity_name, read_decoded
+from nearkin.tenants import collision_of
 from nearkin.wrapping import KeyWrapper
 
 FRESH_SECONDS = 60.0
@@ -157,7 +159,10 @@ class Keyring:
         return blake3(domain, key=self._naming_key()).digest(OWNER_BYTES)
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise Erased where a tenant's keys were erased. Its name is kept beside a key that is made for it later."""
+        """Raise Erased where a tenant's keys were erased, TenantCollision where they are another tenant's.
+
+        Its name is kept beside a key that is made for it later.
+        """
         domain = domain_of(tenant)
         owner = self.owner_of(domain)
         with self._lock:
@@ -165,7 +170,9 @@ class Keyring:
                 self._tenants[owner] = tenant
                 if len(self._tenants) > TENANTS_MAX:
                     self._tenants.popitem(last=False)
-            self._looked_at(owner)
+            named = {key.tenant for key in self._looked_at(owner).keys.values()} - {None}
+            if tenant not in (named or {self._tenants.get(owner)}):
+                raise collision_of(tenant, f"{fmt.FOLDER}/")
 
     def check_not_lost(self, tenant: str, holds_some: Callable[[], bool]) -> None:
         """Raise KeysLost where a tenant has no key and, as `holds_some` says, what one has sealed.
@@ -377,8 +384,11 @@ class Keyring:
 
         From now on no process reads or writes what they seal: other processes stop within FRESH_SECONDS. The keys are
         removed once `grace_seconds` are over, by `finish_erasures`; until then `cancel_erasure` brings all back. An
-        earlier erasure keeps its grace, unless the new one is due before. Raises StoreUnavailable.
+        earlier erasure keeps its grace, unless the new one is due before. Raises TenantCollision,
+        StoreUnavailable.
         """
+        with suppress(Erased, Corrupt):  # it ends what was cut short, and what a forged record has blocked
+            self.check_tenant(tenant)
         owner = self.owner_of(domain_of(tenant))
         with self._lock:
             now_us = int(self._wall() * 1e6)

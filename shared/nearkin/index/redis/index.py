@@ -10,6 +10,7 @@ A publish is three: a container's numbers, its entries, its summary. A commit is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -30,6 +31,7 @@ from nearkin.index.redis.partitions import VERSIONS_LETTER
 from nearkin.index.redis.rows import CHUNKS, COUNTS, FEATURES, SEGMENTS, U16, Keys, Table
 from nearkin.index.redis.server import Command, Server
 from nearkin.records import U8, U32, U64, Bools, ContainerId, Locations
+from nearkin.tenants import collision_of
 
 KEYS_A_SCRIPT = 512
 """A script holds up everyone else: some 2 ms for so many keys."""
@@ -39,6 +41,9 @@ MEMBERS_FIRST_MIN = 16
 """Read at least at once: a key may have some versions."""
 COUNTED_SECONDS = 3600
 """How long it is remembered that a version's segments were counted, should its commit have to be repeated midway."""
+FOREIGN = -1
+"""Answer of a script where the tag of a tenant is that of another tenant's name."""
+_log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Numbered = tuple[Keys, U64]
@@ -199,10 +204,12 @@ class RedisIndex:
     def _committed(self, epoch: Epoch, versions: Sequence[tuple[Manifest, int]]) -> None:
         starts = [catalog.member_start(manifest.key, manifest.version) for manifest, _ in versions]
         homes = [self._home(epoch, manifest.tenant) for manifest, _ in versions]
-        asked = [Server.call("committed", home, start) for home, start in zip(homes, starts, strict=True)]
-        known = self.server.run(asked)  # 1
+        tenants = [manifest.tenant for manifest, _ in versions]
+        known = self._are_committed(homes, starts, tenants)  # 1
         if None in known:
             raise EpochGone
+        for tenant in {tenant for tenant, there in zip(tenants, known, strict=True) if there == FOREIGN}:
+            _log.error("not listed: %s", collision_of(tenant, "the index"))
         new = [row for row, there in enumerate(known) if not there]
         calls: list[Command] = []
         for row in new:
@@ -298,20 +305,31 @@ class RedisIndex:
     def _collected(self, epoch: Epoch, versions: Sequence[Collected]) -> None:
         starts = [catalog.member_start(version.key, version.version) for version in versions]
         homes = [self._home(epoch, version.tenant) for version in versions]
-        asked = [Server.call("committed", home, start) for home, start in zip(homes, starts, strict=True)]
-        known = self.server.run(asked)  # 1
+        known = self._are_committed(homes, starts, [version.tenant for version in versions])  # 1
         counts: list[Command] = []
         for version, start, there in zip(versions, starts, known, strict=True):
-            if there and version.manifest is not None:
+            if there == 1 and version.manifest is not None:
                 counts += _counts(epoch, version.manifest, start, "uncount")
         if None in known or None in self.server.run(counts):  # 2
             raise EpochGone
         going = [
             Server.call("collect", [*home, _marks_of(home[1])], start, version.sequence, version.marks_bytes)
-            for version, home, start in zip(versions, homes, starts, strict=True)
+            for version, home, start, there in zip(versions, homes, starts, known, strict=True)
+            if there != FOREIGN
         ]
         if None in self.server.run(going):  # 3
             raise EpochGone
+
+    def _are_committed(
+        self, homes: Sequence[list[str]], starts: Sequence[bytes], tenants: Sequence[str]
+    ) -> list[int | None]:
+        """Return for each version 1 where it is in the catalog, else 0, FOREIGN, or None for a partition lost."""
+        owners = ((catalog.tenant_tag(tenant), tenant) for tenant in tenants)
+        rows = zip(homes, starts, owners, strict=True)
+        found: list[int | None] = self.server.run(
+            [Server.call("committed", home, start, *owner) for home, start, owner in rows]
+        )
+        return found
 
     def _home(self, epoch: Epoch, tenant: str) -> list[str]:
         """Return the keys of the partition that holds a tenant's versions, and of the versions themselves."""
@@ -370,11 +388,14 @@ class RedisIndex:
             ("ZRANGEBYLEX", versions, above, below, "LIMIT", 0, count),
             ("EXISTS", partition),
             ("EXISTS", marks),
+            ("HGET", partition, catalog.tenant_tag(tenant)),
         ]
-        value, page, there, any_marks = self.server.run(asked)
+        value, page, there, any_marks, owner = self.server.run(asked)
         self.epochs.seen(epoch, value)
         if not there:
             raise EpochGone
+        if owner is not None and owner.decode() != tenant:
+            raise collision_of(tenant, "the index")
         found: list[bytes] = page
         if not found or not any_marks:
             return found, [None] * len(found)

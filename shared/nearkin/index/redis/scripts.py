@@ -426,18 +426,23 @@ return 1
 
 COMMITTED = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local owner = redis.call('HGET', KEYS[1], ARGV[2])
+if owner and owner ~= ARGV[3] then return -1 end
 return #redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255', 'LIMIT', 0, 1)
 """
-"""KEYS partition, versions; ARGV start of a member: 1 where a version is there, else 0; or nil."""
+"""KEYS partition, versions; ARGV start of a member, tenant's tag and name: 1 where a version is there, else 0; -1 where
+the tag is another tenant's; or nil."""
 
 COMMIT = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local owner = redis.call('HGET', KEYS[1], ARGV[3])
+if owner and owner ~= ARGV[4] then return -1 end
 if #redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255', 'LIMIT', 0, 1) > 0 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[3], ARGV[4])
 return redis.call('ZADD', KEYS[2], 0, ARGV[1] .. ARGV[2])
 """
-"""KEYS partition, versions; ARGV start and rest of a member, tenant's tag and name: add it unless the version is there;
-or nil."""
+"""KEYS partition, versions; ARGV start and rest of a member, tenant's tag and name: add it unless the version is there,
+or the tag is another tenant's (-1); or nil."""
 
 MARK = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end

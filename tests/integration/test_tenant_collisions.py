@@ -1,0 +1,157 @@
+"""Two tenants whose names have one hash: nothing of the first is shown to the second, which is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nearkin import fingerprints, open_store
+from nearkin.api import Store
+from nearkin.claims import feature_keys
+from nearkin.config_services import RedisSettings
+from nearkin.errors import NotFound, TenantCollision
+from nearkin.formats.manifest import Manifest
+from nearkin.index import lmdb, pending
+from nearkin.index.entry_names import PlainNames, SealedNames
+from nearkin.index.protocols import Collected
+from nearkin.index.redis import RedisIndex, catalog
+from nearkin.records import U8, U64
+from nearkin.store import keyring, sealing
+from nearkin.testing.generated import mutated, text_like
+from nearkin.testing.servers import Redis
+from nearkin.testing.stores import ENCRYPTED, SMALL, objects, settings
+
+NO_CHANGES: Mapping[str, Mapping[str, object]] = {}
+REMEDY = r"tenant 'second': .*choose another name"
+
+
+def opened(folder: Path, tenant: str, changes: Mapping[str, Mapping[str, object]] = NO_CHANGES) -> Store:
+    return open_store(folder, settings=settings(SMALL, changes, {"tenant": tenant}), create=True)
+
+
+@pytest.fixture
+def one_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all tenants have one hash in a local index."""
+    for names in (PlainNames, SealedNames):
+        monkeypatch.setattr(names, "tenant_head", lambda _self, _tenant: b"\1" * 8)
+
+
+@pytest.mark.usefixtures("one_head")
+@pytest.mark.parametrize("changes", [NO_CHANGES, ENCRYPTED], ids=["plain", "encrypted"])
+def test_second_tenant_of_a_hash_reads_nothing_and_is_refused(
+    tmp_path: Path, changes: Mapping[str, Mapping[str, object]]
+) -> None:
+    """F.30: The index lists nothing of the first tenant to the second, whose put is refused before it stores."""
+    with opened(tmp_path, "first", changes) as store:
+        store.put("key", b"the first tenant's")
+    before = objects(tmp_path)
+    with opened(tmp_path, "second", changes) as store:
+        assert list(store.versions()) == []
+        assert list(store.catalog_after("second", "", "", None, 10)) == []
+        for ask in (store.get, store.info):
+            with pytest.raises(NotFound):
+                ask("key")
+        with pytest.raises(TenantCollision, match=REMEDY) as refused:
+            store.put("other", b"the second tenant's")
+    assert "first" not in str(refused.value)
+    assert objects(tmp_path) == before
+    with opened(tmp_path, "first", changes) as store:
+        assert [info.key for info in store.versions()] == ["key"]
+        assert store.put("key", b"the first tenant's again").info.version == 2
+
+
+def test_index_with_two_tenants_of_a_hash_keeps_them_apart(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """F.30: A rebuilt index has versions of both; a listing, a GC run or an erasure of one leaves the other's."""
+    for tenant in ("first", "second"):
+        with opened(tmp_path, tenant) as store:
+            store.put(f"of {tenant}", b"x")
+    request.getfixturevalue("one_head")
+    with opened(tmp_path, "second") as store:
+        store.rebuild_index()
+        assert [info.key for info in store.versions()] == ["of second"]
+        index = store._index.writable()
+        for after in ("", "of a"):
+            assert [entry.key for entry in index.catalog_after("first", "of", after, None)] == ["of first"]
+        assert index.versions_of("second", "of first") == []
+        index.collect_many([Collected("second", "of first", 1, None)])
+        assert [entry.key for entry in index.catalog("first")] == ["of first"]
+        index.forget_tenants(["second"])
+        assert list(index.catalog("second")) == []
+        assert [entry.key for entry in index.catalog("first")] == ["of first"]
+
+
+def manifest_of(store: Store, key: str) -> Manifest:
+    return store._manifests.get(store.settings.tenant, key, 1)
+
+
+@pytest.fixture
+def redis_index(redis: Redis, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisIndex]:
+    """An index in Redis in which all tenants have one hash."""
+    monkeypatch.setattr(catalog, "tenant_tag", lambda _tenant: "1" * 24)
+    with closing(RedisIndex(RedisSettings(url=redis.url, prefix=key_prefix.rstrip(":")), b"\2" * 16)) as made:
+        yield made
+
+
+def test_redis_refuses_the_second_tenant_of_a_hash(
+    tmp_path: Path, redis_index: RedisIndex, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.30: Redis lists nothing of the first tenant to the second, and the second's commits change nothing of it."""
+    with opened(tmp_path, "first") as store:
+        store.put("key", b"the first tenant's")
+        first = manifest_of(store, "key")
+    second = replace(first, tenant="second")
+    redis_index.commit(first, 100)
+    before = list(redis_index.catalog("first"))
+    assert [entry.key for entry in before] == ["key"]
+    for listing in (redis_index.catalog("second"), redis_index.catalog_after("second", "", "", None, 10)):
+        with pytest.raises(TenantCollision, match=REMEDY):
+            list(listing)
+    with caplog.at_level(logging.ERROR):
+        redis_index.commit_many([(second, 100), (replace(second, key="other"), 100)])
+    assert "tenant 'second'" in caplog.text
+    redis_index.collect_many([Collected("second", "key", 1, second)])
+    assert list(redis_index.catalog("first")) == before
+    assert redis_index.tenants() == ["first"]
+
+
+def test_keys_of_another_tenant_of_a_hash_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.30: A data key names its tenant: a second one of the same domain neither reads, writes nor erases by it."""
+    for module in (fingerprints, keyring, sealing):
+        monkeypatch.setattr(module, "domain_of", lambda _tenant: b"\3" * 16)
+    with opened(tmp_path, "first", ENCRYPTED) as store:
+        store.put("key", b"the first tenant's")
+    before = objects(tmp_path)
+    with opened(tmp_path, "second", ENCRYPTED) as store:
+        with pytest.raises(TenantCollision, match=REMEDY):
+            store.get("key")
+        with pytest.raises(TenantCollision, match=REMEDY):
+            store.put("other", b"the second tenant's")
+        with pytest.raises(TenantCollision, match=REMEDY):
+            store.erase_tenant("second", 0)
+    assert objects(tmp_path) == before
+    with opened(tmp_path, "first", ENCRYPTED) as store:
+        assert b"".join(store.get("key")) == b"the first tenant's"
+
+
+def test_features_of_another_tenant_of_a_hash_are_no_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.30: With one namespace of super-features a put finds no base that is another tenant's, and is stored."""
+
+    def of_one_namespace(sketch: str, _domain: bytes, super_features: U64) -> U8:
+        return feature_keys(sketch, b"\4" * 16, super_features)
+
+    for module in (lmdb, pending):
+        monkeypatch.setattr(module, "feature_keys", of_one_namespace)
+    text = text_like(300_000, 1)
+    with opened(tmp_path, "first") as store:
+        store.put("key", text)
+    changed = mutated(text, 2, edits=40)
+    with opened(tmp_path, "second") as store:
+        assert store.put("key", changed).ledger.delta_chunks == 0
+        assert b"".join(store.get("key")) == changed
+    with opened(tmp_path, "first") as store:  # where the base is its own, the same content is stored as deltas
+        assert store.put("key", changed).ledger.delta_chunks > 0
