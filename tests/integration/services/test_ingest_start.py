@@ -1,0 +1,68 @@
+"""How the ingest consumer starts: it signs frames by the secret of a store that others create."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.config import Settings
+from nearkin.config_layers import load, with_changes
+from nearkin.errors import NoStore, WrongKey
+from nearkin.runners.kafka.authentication import authenticator_of
+from nearkin.runners.kafka.clients import create_topics
+from nearkin.store.opening import open_store_of
+from nearkin.testing.waiting import until
+from nearkin_gateway import ingest_worker
+
+PARTS = ("topic", b"key", b"value")
+
+
+@pytest.fixture
+def settings(kafka: Any, topic_prefix: str, tmp_path: Path) -> Settings:
+    """Settings of topics that are there and of a store that is not."""
+    sections: dict[str, dict[str, Any]] = {
+        "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 1},
+        "object_store": {"url": str(tmp_path / "objects")},
+        "storage": {"create": True},
+    }
+    found = load(None, sections)[0]
+    create_topics(found)
+    return found
+
+
+def test_ingest_waits_until_the_store_is_created(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.31: started first, it creates no store of its own, and signs by the one that a stage has created."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            connecting = executor.submit(ingest_worker._connected, settings, stop)
+            until(lambda: "waiting: no store" in caplog.text, lambda: caplog.text)
+            assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+            found = open_store_of(settings)[1]
+            _, authenticator = connecting.result(30)
+        finally:
+            stop.set()
+    assert authenticator.mac_of(*PARTS) == authenticator_of(settings, found).mac_of(*PARTS)
+
+
+def test_ingest_without_a_store_is_refused(settings: Settings) -> None:
+    """F.31: where no service may create a store it does not wait for one."""
+    with pytest.raises(NoStore):
+        ingest_worker._connected(with_changes(settings, {"storage": {"create": False}}), threading.Event())
+
+
+def test_ingest_without_key_of_encrypted_store_is_refused(settings: Settings) -> None:
+    """F.31: the secret of an encrypted store is sealed, so the key is needed to sign frames."""
+    key = base64.b64encode(b"k" * 32).decode()
+    sealed = with_changes(settings, {"storage": {"encryption": "aes-256-gcm", "key": key}})
+    open_store_of(sealed)
+    assert ingest_worker._connected(sealed, threading.Event())
+    with pytest.raises(WrongKey, match="encrypted"):
+        ingest_worker._connected(settings, threading.Event())
