@@ -25,6 +25,7 @@ from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import explicit_names, load
 from nearkin.errors import BadInput, Corrupt, NearkinError, NotFound, Permanent, StoreLocked, StoreUnavailable
 from nearkin.failed_puts import FailedPuts
+from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
 from nearkin.frozen import frozen
@@ -798,8 +799,27 @@ class Store:
         finally:
             self._puts.bound_for_reading()
             give_back_free()
+        self._finish_erasures()
         self.reserve.restore(self._container_bytes, grow=True)
         return report
+
+    def _finish_erasures(self) -> None:
+        """Make the index again where its free pages may hold what it knew of erased tenants, then end the erasures.
+
+        1 the objects are removed  2 the index is made again  3 the erasure is recorded as swept. Until 3 each GC run
+        does what is left; while puts of this process are at work 2 waits for the next run.
+        """
+        if not isinstance(self._covered, EncryptedObjects) or not self._covered.keyring.list_due():
+            return
+        failpoint("erasure.objects-removed")  # 1
+        try:
+            if self._index.holds_erased():
+                _log.info("gc: the index is made again, without what it held of erased tenants")
+                self.rebuild_index()  # 2
+            failpoint("erasure.index-renewed")
+            self._covered.confirm_swept()  # 3
+        except (StoreLocked, BadInput) as err:
+            _log.warning("gc: the index still holds names and digests of erased tenants until the next run: %s", err)
 
     def purge(
         self,
@@ -832,6 +852,7 @@ class Store:
             self._puts.bound_for_reading()
             give_back_free()
         self.reserve.run(self.rebuild_index)
+        self._finish_erasures()
         self.reserve.restore(self._container_bytes, grow=True)
         return report
 
@@ -852,23 +873,27 @@ class Store:
             self._puts.bound_for_round,
         )
 
-    def erase_tenant(self, tenant: str, grace_seconds: int | None = None) -> int:
+    def erase_tenant(self, tenant: str, grace_seconds: int | None = None, *, despite_retention: bool = False) -> int:
         """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there are.
 
         The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (None: the setting
         deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Everything of other
         tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant that has no key can
-        never have one in this store. Raises BadInput (the store is not encrypted), StoreLocked, StoreUnavailable.
+        never have one in this store. Raises BadInput (the store is not encrypted), Retained (some of its versions are
+        retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
         """
         if grace_seconds is None:
             grace_seconds = self.settings.deletion.erase_grace_seconds
         if not isinstance(self._covered, EncryptedObjects):
             raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
         self._puts.check_none()
+        from nearkin.erasing import find_retained
         from nearkin_janitor.erased import forget_erased
 
         with self._index.crossing.beside():
             index = self._index.writable()
+            if not despite_retention:
+                find_retained(self._covered, tenant, self.settings, self._clock()).check_none(tenant)
             count = self._covered.keyring.erase(tenant, grace_seconds)
             forget_erased(self._covered, index, tenant)
             self._containers.forget_read()

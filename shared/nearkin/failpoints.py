@@ -186,8 +186,16 @@ RETENTION_POINTS: Final = MappingProxyType(
     }
 )
 """Steps of extended retentions, which the crash engine does not call."""
+ERASURE_POINTS: Final = MappingProxyType(
+    {
+        # end of an erasure in a local store (nearkin.api)
+        "erasure.objects-removed": "1 keys and objects of erased tenants are removed, the index may hold their digests",
+        "erasure.index-renewed": "2 the index was made again, the erasures are not recorded as swept",
+    }
+)
+"""Steps of a GC run that completes erasures, which the crash engine does not call."""
 POINTS: Final = MappingProxyType(
-    {**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS, **PURGE_POINTS, **RETENTION_POINTS}
+    {**STORE_POINTS, **SERVICE_POINTS, **RECORD_POINTS, **PURGE_POINTS, **RETENTION_POINTS, **ERASURE_POINTS}
 )
 
 

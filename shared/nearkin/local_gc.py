@@ -40,7 +40,7 @@ from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Purge, Rewriter, Steps, Tenants
 from nearkin_janitor.collect import BLOCKS_BYTES, counted_in
 from nearkin_janitor.endings import Endings
-from nearkin_janitor.erased import count_erasures, sweep_erased
+from nearkin_janitor.erased import count_erasures, remaining_after, sweep_erased
 from nearkin_janitor.reach import Reach
 from nearkin_janitor.rollback import record_heads
 from nearkin_janitor.roots import find_roots
@@ -86,7 +86,7 @@ class LocalGc:
                 failpoint("gc.begun")
                 if self.settings.gc.sign_old_records:
                     sign_old_marks(self.condemned.objects, index)
-                erased_bytes = sweep_erased(self.condemned.objects, index)
+                swept = sweep_erased(self.condemned.objects, index)
             self._check_no_manifest_is_lost()
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
             apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
@@ -100,9 +100,11 @@ class LocalGc:
             rolled_back = record_heads(self.condemned.objects)
             report = replace(
                 report,
-                freed_bytes=report.freed_bytes + erased_bytes,
+                freed_bytes=report.freed_bytes + swept.freed_bytes,
                 rolled_back_keys=rolled_back,
                 pending_erasures=waiting,
+                finished_erasures=len(swept.finished),
+                remaining=remaining_after(self.settings, swept.finished),
                 refused_records=report.refused_records + refused,
             )
             report, ended = self._with_retention(report, dry_run=False), True
@@ -124,7 +126,7 @@ class LocalGc:
         rounds.acquire(what=ROUNDS)
         try:
             with self.index.turn(wait_seconds) as index:
-                erased_bytes = sweep_erased(self.condemned.objects, index)
+                swept = sweep_erased(self.condemned.objects, index)
                 self._check_no_manifest_is_lost()
                 self.containers.forget_read()
                 counted, objects = counted_in(self.condemned.objects)
@@ -160,7 +162,9 @@ class LocalGc:
             versions=ended.versions,
             containers_deleted=purge.deleted,
             containers_rewritten=purge.rewritten,
-            freed_bytes=counted.freed_bytes + erased_bytes,
+            freed_bytes=counted.freed_bytes + swept.freed_bytes,
+            finished_erasures=len(swept.finished),
+            remaining=remaining_after(self.settings, swept.finished),
             condemned_containers=0,
             freed_later_bytes=0,
             due=None,

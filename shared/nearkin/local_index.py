@@ -33,7 +33,7 @@ from nearkin.errors import (
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.interrupts import interrupts_wait
-from nearkin.local_mending import Mending
+from nearkin.local_mending import Mending, erasures_of
 from nearkin.records import U32, ContainerId
 from nearkin.reports import RebuildReport
 from nearkin.store.containers import ContainerStore
@@ -95,6 +95,7 @@ class LocalIndex(Notes):
         self._tenant, self._domain = settings.tenant, fingerprinter(settings.tenant).domain
         self._containers = containers
         self._manifests = manifests
+        self._objects = objects
         self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
         self._temporary = TemporaryIndex(root, self._open_temporary, self._mending.fill_catalog)
         self._lock = WriterLock(root)
@@ -413,6 +414,11 @@ class LocalIndex(Notes):
         if index is None or not index.complete:
             return None
         return index, not (self.behind if self._held else index.behind)
+
+    def holds_erased(self) -> bool:
+        """Return whether free pages may hold what the index knew of tenants whose erasure is due."""
+        due = erasures_of(self._objects, due=True)
+        return bool(due) and not self.read(lambda index: due <= index.excluded)
 
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone. No put is at work: it would miss some."""

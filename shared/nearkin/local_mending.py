@@ -23,6 +23,7 @@ from nearkin.records import U8, U32, U64, ContainerId
 from nearkin.reports import RebuildReport
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, object_name
+from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.manifests import History, ManifestStore
 from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import ObjectStore
@@ -58,6 +59,7 @@ class Mending:
         with interrupts_wait():
             from nearkin_janitor import rebuild_index
 
+        closed = erasures_of(self._objects)  # before anything is read: their objects are hidden from then on
         report = rebuild_index(
             self._containers,
             self._manifests,
@@ -67,6 +69,7 @@ class Mending:
             progress,
             condemned=self._left_out(),
         )
+        index.record_excluded(closed)
         index.mark_complete()
         return report
 
@@ -187,6 +190,14 @@ class Mending:
         from nearkin_janitor import Tenants
 
         return Tenants(self._fingerprinter, [self._tenant], self._manifests)
+
+
+def erasures_of(objects: ObjectStore, *, due: bool = False) -> frozenset[tuple[bytes, int]]:
+    """Return owner and time of the erasures of which objects may be left. `due`: those whose grace is over."""
+    if not isinstance(objects, EncryptedObjects):
+        return frozenset()
+    found = objects.keyring.list_due() if due else objects.keyring.erasures()
+    return frozenset((erasure.owner, erasure.erased_us) for erasure in found if erasure.problem is None)
 
 
 def super_features_of(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:

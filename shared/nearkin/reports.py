@@ -324,6 +324,18 @@ class Explanation:
 
 
 @frozen
+class RemainingCopy:
+    """One place that may hold contents, key names or keys of a tenant after its erasure."""
+
+    place: str
+    """A fixed word for scripts: `kafka`, `redis`, `bucket-versions`, `key-copies`, `backups`, `logs`, ..."""
+    holds: str
+    until: datetime | None
+    """When it ends by itself, at the latest; None: not by itself, or its owner alone knows."""
+    remedy: str
+
+
+@frozen
 class GcReport:
     """What a round of garbage collection did, or would do (`dry_run`). Bytes are of objects under the root."""
 
@@ -348,6 +360,10 @@ class GcReport:
     seconds: float
     pending_erasures: int = 0
     """Tenants whose erasure waits for its grace to end: it can be cancelled."""
+    finished_erasures: int = 0
+    """Tenants whose keys and objects this run removed: their erasure is complete."""
+    remaining: tuple[RemainingCopy, ...] = ()
+    """Copies that these erasures do not reach."""
     rolled_back_keys: int = 0
     """Keys whose newest version an earlier run has listed, and whose manifest and marks are gone since."""
     refused_records: int = 0

@@ -6,7 +6,8 @@ uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two wr
 uploads/ID/done                 handed over, as which attempt; or why it never will be
 uploads/ID/claim                of a partial upload: the id of the final upload that it is a part of (tus concatenation)
 
-Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread.
+Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread. In an
+encrypted store all of it is sealed under the tenant's keys; older releases sealed it under the store's, which is read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nearkin.errors import Corrupt, NearkinError, NotFound
 from nearkin.frozen import frozen
 from nearkin.limits import FRAME_BYTES_MAX
 from nearkin.preconditions import Precondition
+from nearkin.store.encrypted import put_of_tenant
 from nearkin.store.objects import AlreadyExists, ObjectStore
 from nearkin_gateway.limits import Holders, Holdings, Shares
 
@@ -157,7 +159,7 @@ class Resumable:
     def create(self, meta: Meta) -> str:
         """Begin an upload; return its id. Raises StoreUnavailable; `check_room` goes first."""
         number = os.urandom(ID_BYTES).hex()
-        self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
+        self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
         self._add(number, meta)
         return number
 
@@ -176,22 +178,22 @@ class Resumable:
         Raises AlreadyExists where another final upload has claimed one of the partial uploads.
         """
         with suppress(AlreadyExists):
-            self._objects.put_new(f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())  # 1
+            self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())  # 1
             self._add(number, meta)
         staged = self._load(number)
         if staged.done is None:
             try:
                 for source in meta.sources:
-                    self._claim(source, number)  # 2
+                    self._claim(meta.tenant, source, number)  # 2
             except AlreadyExists:
                 self._release(meta.sources, number)
                 raise
         return staged
 
-    def _claim(self, source: str, number: str) -> None:
+    def _claim(self, tenant: str, source: str, number: str) -> None:
         name = f"{ROOT}/{source}/claim"
         try:
-            self._objects.put_new(name, number.encode())
+            self._put(tenant, name, number.encode())
             self._drop(source)
         except AlreadyExists:
             if self._objects.get(name) != number.encode():
@@ -228,16 +230,20 @@ class Resumable:
             raise missing
         return staged
 
-    def stage(self, number: str, offset: int, data: bytes | bytearray) -> None:
-        """Add a part at the chain's end. Raises AlreadyExists where another request put one there."""
+    def _put(self, tenant: str, name: str, data: bytes) -> None:
+        """Write an object of an upload: under the tenant's keys, so that an erasure of the tenant reaches it."""
+        put_of_tenant(self._objects, tenant, name, data)
+
+    def stage(self, number: str, offset: int, data: bytes | bytearray, *, tenant: str) -> None:
+        """Add a part of a tenant's upload at the end. Raises AlreadyExists where another request put one there."""
         name, whole = _part(number, offset), b"".join((data, _check(number, offset, data)))
         try:
-            self._objects.put_new(name, whole)
+            self._put(tenant, name, whole)
         except AlreadyExists:
             if self._objects.size_bytes(name) > CHECK_BYTES:
                 raise
             self._objects.delete(name)  # it was cut short: nothing of it is told of, and nobody else would remove it
-            self._objects.put_new(name, whole)
+            self._put(tenant, name, whole)
 
     def read(self, staged: Staged) -> Iterator[memoryview]:
         """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
@@ -260,7 +266,7 @@ class Resumable:
     def finish(self, staged: Staged, done: Done) -> Done:
         """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
         try:
-            self._objects.put_new(f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
+            self._put(staged.meta.tenant, f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
             self._drop(staged.id)
         except AlreadyExists:
             done = self._done(staged.id)

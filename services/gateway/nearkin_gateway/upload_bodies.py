@@ -65,12 +65,12 @@ async def receive(request: Request, gateway: Gateway, staged: Staged, holders: H
                 part += piece
                 # Not the last one while more may come: too long, the whole would be stored though it is refused.
                 if len(part) >= PART_BYTES and offset + len(part) < staged.meta.length_bytes:
-                    offset, part = await _stage(gateway, staged.id, offset, part), bytearray()
+                    offset, part = await _stage(gateway, staged, offset, part), bytearray()
         except (ClientDisconnect, Problem) as err:
             if part and not (isinstance(err, Problem) and err.status == 413):
-                await _stage(gateway, staged.id, offset, part)
+                await _stage(gateway, staged, offset, part)
             raise
-        return await _stage(gateway, staged.id, offset, part) if part else offset
+        return await _stage(gateway, staged, offset, part) if part else offset
 
 
 async def _checked(request: Request, gateway: Gateway, staged: Staged, room_bytes: int, checksum: str) -> int:
@@ -96,14 +96,15 @@ async def _checked(request: Request, gateway: Gateway, staged: Staged, room_byte
             raise Problem(460, "checksum-mismatch", f"Upload-Checksum: the body's {name} is another; send it again")
         spool.seek(0)
         while part := await gateway.pools.disk.run(spool.read, PART_BYTES):
-            offset = await _stage(gateway, staged.id, offset, part)
+            offset = await _stage(gateway, staged, offset, part)
     return offset
 
 
-async def _stage(gateway: Gateway, number: str, offset: int, part: bytes | bytearray) -> int:
+async def _stage(gateway: Gateway, staged: Staged, offset: int, part: bytes | bytearray) -> int:
     try:
         # Shielded: a part that is being written is finished, or the client's next offset could be wrong.
-        await asyncio.shield(asyncio.to_thread(gateway.resumable.stage, number, offset, part))
+        writing = asyncio.to_thread(gateway.resumable.stage, staged.id, offset, part, tenant=staged.meta.tenant)
+        await asyncio.shield(writing)
     except AlreadyExists as err:
         raise Problem(409, "wrong-offset", "another request has added bytes here; ask HEAD where to go on") from err
     return offset + len(part)

@@ -22,6 +22,7 @@ from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
 from nearkin.store.quarantine import Quarantine, joined
 from nearkin_janitor.collect import require_marking
+from nearkin_janitor.erased import remaining_after
 from nearkin_janitor.keys import Keys
 from nearkin_janitor.recover import recover_index
 from nearkin_janitor.rewrite import Rewriter
@@ -83,6 +84,7 @@ def start(context: Context) -> Callable[[], None]:
         containers,
         rewriter,
         forgetting=forgetting,
+        remaining=lambda finished: remaining_after(context.current(), finished),
     ).start()
 
     def stop() -> None:

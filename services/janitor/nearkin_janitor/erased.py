@@ -1,6 +1,7 @@
 """Objects of erased tenants. Invariant: the index lets go of them first; nothing of another tenant is touched.
 
-    index forgets -> manifests and marks -> containers -> the erasure counts as swept, once no writer can add to them
+    index forgets -> manifests and marks -> containers, staged uploads -> a local index is made again, since its free
+    pages hold what it forgot -> the erasure counts as swept, once no writer can add to them
 
 A tenant's containers lean on its own alone (I9), so no other version reads what goes here.
 """
@@ -8,15 +9,22 @@ A tenant's containers lean on its own alone (I9), so no other version reads what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Protocol, runtime_checkable
 
 from nearkin import metrics
+from nearkin.config import Settings
+from nearkin.erasing import remaining_copies
 from nearkin.fingerprints import domain_of
+from nearkin.formats.manifest import moment_of
+from nearkin.frozen import frozen
 from nearkin.index.catalog import CatalogEntry
 from nearkin.index.protocols import SupportsCollection
+from nearkin.reports import RemainingCopy
 from nearkin.store.containers import id_of
 from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.erasures import Erasure
 from nearkin.store.heads import VersionHeads
 from nearkin.store.objects import ObjectStore
 
@@ -32,23 +40,47 @@ class _Listing(Protocol):
     def forget_tenants(self, tenants: Collection[str]) -> None: ...
 
 
-def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callable[[], None] = lambda: None) -> int:
-    """Remove what erased tenants have left; return its bytes. `check` raises where nothing may be removed any more.
+@frozen
+class Swept:
+    """What a run removed of erased tenants."""
 
-    Raises StoreUnavailable: a later call does the rest.
+    freed_bytes: int = 0
+    finished: tuple[Erasure, ...] = ()
+    """Erasures whose keys or objects this run removed."""
+
+
+def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callable[[], None] = lambda: None) -> Swept:
+    """Remove what erased tenants have left. `check` raises where nothing may be removed any more.
+
+    `EncryptedObjects.confirm_swept` comes once the index has nothing of them either. Raises StoreUnavailable: a later
+    call does the rest.
     """
     if not isinstance(objects, EncryptedObjects):
-        return 0
+        return Swept()
     for erasure in objects.keyring.erasures():
         if erasure.problem is not None:
             metrics.CORRUPT.labels("record").inc()
             _log.warning("gc: %s", erasure.problem)
-    if not objects.keyring.due_erasures():
-        return 0
+    due = objects.keyring.list_due()
+    if not due:
+        return Swept()
+    with_keys = {erasure.owner for erasure in due if objects.keyring.has_keys(erasure.owner)}
     forget_erased(objects, index)
     check()
     VersionHeads(objects).forget(name for name, _ in objects.erased(due=True))
-    return sum(size_bytes for _, size_bytes in objects.sweep_erased(check))
+    removed = objects.sweep_erased(check)
+    finished = [erasure for erasure in due if erasure.owner in with_keys]
+    if removed and not finished:  # a run that was cut short has removed the keys
+        finished = due
+    return Swept(sum(size_bytes for _, size_bytes in removed), tuple(finished))
+
+
+def remaining_after(settings: Settings, finished: Sequence[Erasure]) -> tuple[RemainingCopy, ...]:
+    """Return the copies that erasures do not reach which a run has completed; the latest one decides on times."""
+    if not finished:
+        return ()
+    closed_us = max(erasure.erased_us for erasure in finished)
+    return tuple(remaining_copies(settings, moment_of(closed_us), datetime.now(UTC)))
 
 
 def forget_erased(objects: EncryptedObjects, index: SupportsCollection, tenant: str | None = None) -> None:

@@ -28,10 +28,12 @@ from nearkin.index.redis.rounds import ToldRounds
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.memory import give_back_free
 from nearkin.records import U32
-from nearkin.reports import GcReport
+from nearkin.reports import GcReport, RemainingCopy
 from nearkin.rounds import Schedule
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore
+from nearkin.store.encrypted import EncryptedObjects
+from nearkin.store.erasures import Erasure
 from nearkin.store.fenced import FencedObjects
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
@@ -105,14 +107,17 @@ class Rounds:
         rewriter: Callable[[ContainerStore], Rewriter],
         *,
         forgetting: Callable[[ObjectStore, Callable[[], None]], tuple[int, int]] | None = None,
+        remaining: Callable[[Sequence[Erasure]], tuple[RemainingCopy, ...]] = lambda finished: (),
         lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`settings` are those in force; `containers` and `rewriter` make what works over an object store.
 
         `forgetting` deletes what retention's policies do not keep, over an object store, asking before each index call;
-        it returns how many versions, and the bytes of their marks.
+        it returns how many versions, and the bytes of their marks. `remaining` returns the copies that erasures do not
+        reach which a run completed.
         """
+        self._remaining = remaining
         self._forgetting = forgetting
         self._index = index
         self._objects = objects
@@ -198,7 +203,10 @@ class Rounds:
         index = FencedIndex(self._index, self._lease.check)
         if settings.sign_old_records:
             sign_old_marks(self._objects, self._index, self._lease.check)
-        freed_bytes = sweep_erased(self._objects, index, self._lease.check)
+        swept = sweep_erased(self._objects, index, self._lease.check)
+        if isinstance(self._objects, EncryptedObjects):
+            self._objects.confirm_swept()
+        freed_bytes = swept.freed_bytes
         report = collector.run(index)
         forgotten = 0
         if self._forgetting is not None:
@@ -212,6 +220,8 @@ class Rounds:
             freed_bytes=report.freed_bytes + freed_bytes,
             rolled_back_keys=rolled_back,
             pending_erasures=waiting,
+            finished_erasures=len(swept.finished),
+            remaining=self._remaining(swept.finished),
             refused_records=report.refused_records + refused,
         )
 

@@ -113,6 +113,7 @@ def change(action: str) -> None:
 
 def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
     """Yield a round that a server tells of, for people."""
+    from nearkin.cli.erasure_report import remaining_lines
     from nearkin.cli.ledger import counted
 
     gone = ", ".join(
@@ -126,6 +127,9 @@ def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
     if last["due"]:
         condemned = counted(last["condemned_containers"], "container")
         yield f"condemned    {condemned}: about {last['freed_later_bytes']:,} bytes more from {last['due']} on"
+    if last.get("finished_erasures"):
+        yield f"erased       {counted(last['finished_erasures'], 'tenant')}: keys and objects are removed"
+        yield from remaining_lines(last["remaining"])
     if last["forgotten"]:
         yield f"deleted      {counted(last['forgotten'], 'version')} that retention.policies do not keep"
 
@@ -139,7 +143,9 @@ def freed(frees: str, size_bytes: int) -> str:
 
 def gc_lines(report: GcReport) -> Iterator[str]:
     """Yield a round for people."""
+    from nearkin.cli.erasure_report import remaining_lines
     from nearkin.cli.ledger import counted
+    from nearkin.formats.answers import remaining_json
 
     frees = "would free" if report.dry_run else "freed"
     gone = ", ".join(
@@ -157,6 +163,9 @@ def gc_lines(report: GcReport) -> Iterator[str]:
             f"condemned    {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
+    if report.finished_erasures:
+        yield f"erased       {counted(report.finished_erasures, 'tenant')}: keys and objects are removed"
+        yield from remaining_lines(remaining_json(report.remaining))
     if report.pending_erasures:
         yield f"erasures     {counted(report.pending_erasures, 'tenant')} in the grace of an erasure"
     if report.rolled_back_keys:

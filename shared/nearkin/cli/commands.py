@@ -404,7 +404,7 @@ def undelete(key: str, version: int | None, reason: str) -> None:
 @click.option("--reason", metavar="TEXT", default="", help="Stored with the extension.")
 @shared_options
 def retain(key: str, version: int | None, until: str | None, duration: str | None, reason: str) -> None:
-    """Retain one version of KEY: no command, token or policy deletes it before that time.
+    """Retain one version of KEY: nothing deletes it before then.
 
     nearkin retain db/dump --for 90d
     nearkin retain db/dump --version 2 --until 2034-01-01 --reason "tax audit"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,8 +136,9 @@ def rewrap() -> None:
 @click.option("--yes", is_flag=True, help="Do not ask for the tenant's name again.")
 @click.option("--now", is_flag=True, help="Remove the keys now, without deletion.erase_grace_seconds: final.")
 @click.option("--cancel", is_flag=True, help="Cancel an erasure whose grace is not over.")
+@click.option("--despite-retention", is_flag=True, help="Erase versions that must be retained, too.")
 @shared_options
-def erase(tenant: str, yes: bool, now: bool, cancel: bool) -> None:
+def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bool) -> None:
     """Erase a tenant: remove its data keys, so that nothing it has stored can ever be read again.
 
     nearkin keys erase db
@@ -144,10 +146,14 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool) -> None:
     nearkin keys erase db --now --yes    # no grace, no way back
 
     The tenant is closed at once: nothing of it is read or written, services stop within a minute. Its keys are removed
-    by the first `nearkin gc` after the grace, which frees the bytes too. Copies of the store's folder keys/ made before
-    still hold the wrapped keys.
+    by the first `nearkin gc` after the grace, which frees the bytes too. While a version of the tenant is retained
+    (`nearkin retain`, retention.min_age_seconds) nothing is erased, unless --despite-retention is given. What the
+    erasure does not reach is listed: Kafka, backups, copies of the folder keys/ and others, with their times.
     """
+    from nearkin.cli.erasure_report import remaining_lines
     from nearkin.cli.output import notice, print_json, say
+    from nearkin.erasing import remaining_copies
+    from nearkin.formats.answers import remaining_json
 
     session = current_session()
     if cancel:
@@ -168,19 +174,48 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool) -> None:
     grace_seconds = 0 if now else settings.deletion.erase_grace_seconds
     if settings.object_store.url is None:
         with session.open_local(read_only=False) as store:
-            count = store.erase_tenant(tenant, grace_seconds)
+            count = store.erase_tenant(tenant, grace_seconds, despite_retention=despite_retention)
     else:
-        with _opened() as (keyring, _):
-            count = keyring.erase(tenant, grace_seconds)
+        count = _erase_in_services(settings, tenant, grace_seconds, despite_retention=despite_retention)
+    closed = datetime.now(UTC)
+    remaining = remaining_json(remaining_copies(settings, closed, closed + timedelta(seconds=grace_seconds)))
     if session.as_json:
-        print_json({"tenant": tenant, "keys": count, "grace_seconds": grace_seconds})
+        print_json(
+            {
+                "tenant": tenant,
+                "keys": count,
+                "grace_seconds": grace_seconds,
+                "remaining": remaining,
+            }
+        )
     elif grace_seconds:
         say(f"tenant {tenant}: closed; its {count:,} data keys are removed by the first gc after {grace_seconds:,} s")
         say(f"until then `nearkin keys erase {tenant} --cancel` opens it again")
     else:
         say(f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed")
+    for line in () if session.as_json else remaining_lines(remaining):
+        say(line)
     if not count:
         notice(f"tenant {tenant} had none: is that the name? The store takes nothing from it from now on")
+
+
+def _erase_in_services(settings: Settings, tenant: str, grace_seconds: int, *, despite_retention: bool) -> int:
+    """Erase a tenant of a store that services write; return how many keys there are. Raises Retained."""
+    import time
+
+    from nearkin.erasing import find_retained
+    from nearkin.store.opening import open_encrypted
+
+    _check_encrypted(settings)
+    objects = open_encrypted(settings)
+    if not despite_retention:
+        find_retained(objects, tenant, settings, time.time()).check_none(tenant)
+    return objects.keyring.erase(tenant, grace_seconds)
+
+
+def _check_encrypted(settings: Settings) -> None:
+    if settings.storage.encryption == "none":
+        raise BadInput('keys: storage.encryption is "none": name the settings of an encrypted store')
 
 
 def _cancel(tenant: str) -> None:
@@ -204,8 +239,7 @@ def _opened() -> Iterator[tuple[Keyring, Settings]]:
         with session.open_local() as store:
             yield store.keyring, settings
         return
-    if settings.storage.encryption == "none":
-        raise BadInput('keys: storage.encryption is "none": name the settings of an encrypted store')
+    _check_encrypted(settings)
     from nearkin.store.opening import open_keys
 
     yield open_keys(settings), settings

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `nearkin ls` must not wait for numpy
         GcState,
         Ledger,
         PutResult,
+        RemainingCopy,
         SegmentExplained,
         Stats,
         VersionInfo,
@@ -223,11 +224,26 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
         "forgotten": report.forgotten,
         "pending_erasures": report.pending_erasures,
+        "finished_erasures": report.finished_erasures,
+        "remaining": remaining_json(report.remaining),
         "refused_records": report.refused_records,
         "rolled_back_keys": report.rolled_back_keys,
         "held": dict(report.held) if report.dry_run else None,
         "seconds": report.seconds,
     }
+
+
+def remaining_json(copies: Iterable[RemainingCopy]) -> list[dict[str, object]]:
+    """Return the copies that an erasure does not reach as JSON has them."""
+    return [
+        {
+            "place": one.place,
+            "holds": one.holds,
+            "until": None if one.until is None else one.until.astimezone(UTC).isoformat(timespec="seconds"),
+            "remedy": one.remedy,
+        }
+        for one in copies
+    ]
 
 
 def gc_state_json(state: GcState) -> dict[str, Any]:

@@ -70,6 +70,8 @@ ENTRIES_FIRST_MIN = 16
 """Read at least at once: a key may have some versions."""
 VERSION_MAX = (1 << 64) - 1
 _NO_MARKS = MARKED.pack(0, 0)
+_EXCLUDED, _ERASURE = b"excluded", Struct("<16sQ")
+"""Owner of erased keys, and when they were erased, microseconds since 1970."""
 _SHAPES = {
     "chunks": KeyShape(NAME_BYTES),
     "segments": KeyShape(SEGMENT_ID_BYTES),
@@ -535,6 +537,18 @@ class LmdbIndex:
                     self._env.sync(True)
             except lmdb.Error as err:
                 raise _unavailable(err) from err
+
+    def record_excluded(self, erasures: Collection[tuple[bytes, int]]) -> None:
+        """Record the erasures (owner, time) that came before the index was made: its file holds nothing of them."""
+        with self._writing() as txn:
+            txn.put(_EXCLUDED, b"".join(_ERASURE.pack(*one) for one in sorted(erasures)), db=self._meta)
+
+    @property
+    def excluded(self) -> frozenset[tuple[bytes, int]]:
+        """Return what `record_excluded` recorded when the index was made."""
+        with self._reading() as txn:
+            found = txn.get(_EXCLUDED, b"", db=self._meta)
+        return frozenset(_ERASURE.iter_unpack(found))
 
     @property
     def behind(self) -> bool:

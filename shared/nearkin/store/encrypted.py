@@ -60,6 +60,10 @@ class EncryptedObjects(ParityObjects):
         """Seal and write an object, then its parity. Raises AlreadyExists, Erased, StoreUnavailable."""
         self._sealed.put_new(name, *parts)
 
+    def put_of_tenant(self, tenant: str, name: str, *parts: Payload) -> None:
+        """Write an object under a tenant's keys. Raises AlreadyExists, Erased, StoreUnavailable."""
+        self._sealed.put_of_tenant(tenant, name, *parts)
+
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
         return self._sealed.get(name)
@@ -151,23 +155,42 @@ class EncryptedObjects(ParityObjects):
         parity = dict(self.inner.names(FOLDER)) if found else {}
         return [(name, size_bytes + parity.get(parity_name(name), 0)) for name, size_bytes in found]
 
+    def names_of_domain(self, folder: str, domain: bytes) -> list[str]:
+        """Return the names of all objects below a folder that a domain's keys sealed. Raises StoreUnavailable."""
+        return self._sealed.names_of_owner(folder, self.keyring.owner_of(domain))
+
     def salvaged(self, name: str) -> bytes | None:
         """Return an object as far as it can be read, zeros where it cannot; None where its head is broken."""
         return self._sealed.salvaged(name)
 
     def sweep_erased(self, check: Callable[[], None] = lambda: None) -> list[tuple[str, int]]:
-        """Remove the objects of erased tenants; return (name, bytes) of each. Who dies in between begins anew.
+        """Remove keys and objects of erased tenants; return (name, bytes) of each. Who dies in between begins anew.
 
-        `check` is asked before each, and raises where nothing may be removed any more.
+        `check` is asked before each, and raises where nothing may be removed any more. `confirm_swept` comes after all
+        else that the erasure removes.
         """
-        owners = self.keyring.finish_erasures()
+        self.keyring.finish_erasures()
         found = self.erased(due=True)
         for name, _ in found:
             check()
             self._stored.delete(name)
-        for owner in sorted(owners):
-            self.keyring.swept(owner)
         return found
+
+    def confirm_swept(self) -> None:
+        """Record that nothing is left of erasures that are due, once no process can write more."""
+        for owner in sorted(self.keyring.due_erasures()):
+            self.keyring.swept(owner)
+
+
+def put_of_tenant(objects: ObjectStore, tenant: str, name: str, *parts: Payload) -> None:
+    """Write an object that belongs to a tenant: in an encrypted store under its keys, whatever the object says.
+
+    Raises AlreadyExists, Erased, StoreUnavailable.
+    """
+    if isinstance(objects, EncryptedObjects):
+        objects.put_of_tenant(tenant, name, *parts)
+    else:
+        objects.put_new(name, *parts)
 
 
 def key_names(objects: ObjectStore) -> list[str]:

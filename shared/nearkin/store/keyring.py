@@ -401,6 +401,10 @@ class Keyring:
             self._erasures_read = -1e9
         return len(numbers)
 
+    def find_erasure(self, tenant: str) -> Erasure | None:
+        """Return the erasure of a tenant, None if nobody erased it. Raises StoreUnavailable."""
+        return self._records.find(self.owner_of(domain_of(tenant)))
+
     def cancel_erasure(self, tenant: str) -> None:
         """Cancel an erasure whose grace is not over. Raises NotFound, BadInput, StoreUnavailable."""
         owner = self.owner_of(domain_of(tenant))
@@ -510,8 +514,16 @@ class Keyring:
 
     def due_erasures(self) -> frozenset[bytes]:
         """Return the erased owners whose grace is over: what is left of them may be removed."""
+        return frozenset(erasure.owner for erasure in self.list_due())
+
+    def list_due(self) -> list[Erasure]:
+        """Return the erasures whose grace is over and of which objects may be left."""
         now_us = int(self._wall() * 1e6)
-        return frozenset(erasure.owner for erasure in self.erasures() if erasure.is_due(now_us))
+        return [erasure for erasure in self.erasures() if erasure.is_due(now_us)]
+
+    def has_keys(self, owner: bytes) -> bool:
+        """Return whether a key record of an owner exists."""
+        return any(True for _ in self._names(owner))
 
     def swept(self, owner: bytes) -> None:
         """Record that no object of an erased owner is left, once no process can write one any more."""

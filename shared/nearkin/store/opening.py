@@ -80,6 +80,12 @@ def as_set(objects: ObjectStore, settings: Settings) -> ParityObjects:
     return EncryptedObjects(objects, scheme_of(settings.storage.parity), keyring)
 
 
+def open_encrypted(settings: Settings) -> EncryptedObjects:
+    """Return all of an encrypted store that exists. Raises NoStore, ConfigError, Corrupt, StoreUnavailable."""
+    keyring = open_keys(settings)
+    return EncryptedObjects(open_objects(settings, services=False), scheme_of(settings.storage.parity), keyring)
+
+
 def open_keys(settings: Settings) -> Keyring:
     """Return the keys of a store that is there. Raises NoStore, and as `as_set` does."""
     covered = with_parity(open_objects(settings, services=False), settings)

@@ -35,7 +35,7 @@ SCRATCH_BYTES_MAX = 8 * MIB
 """That a thread keeps; a range of more has memory of its own."""
 HEAD_THREADS = 16
 """Heads are read side by side where the store is far: only while a tenant is erased and not swept."""
-OWNED = ("containers", "manifests")
+OWNED = ("containers", "manifests", "uploads")
 """Folders of objects that belong to tenants."""
 
 
@@ -69,11 +69,14 @@ class Sealing:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def seal(self, name: str, data: Payload) -> Payload:
-        """Return what is stored of an object. Raises Erased, ConfigError, Corrupt, StoreUnavailable."""
+    def seal(self, name: str, data: Payload, tenant: str | None = None) -> Payload:
+        """Return what is stored of an object, under the keys of `tenant` if it does not say itself whose it is.
+
+        Raises Erased, ConfigError, Corrupt, StoreUnavailable.
+        """
         if not is_sealed(name) and name != descriptor.NAME:
             return data
-        key = self.keyring.newest(domain_of_object(name, data))
+        key = self.keyring.newest(domain_of_object(name, data) if tenant is None else domain_of(tenant))
         made = fmt.seal(name, data, key.owner, key.number, key.secret)
         return keys.encode_envelope(made) if name == descriptor.NAME else made
 
@@ -150,6 +153,11 @@ class SealedObjects:
     def put_new(self, name: str, *parts: Payload) -> None:
         """Seal and write an object. Raises AlreadyExists, Erased, StoreUnavailable."""
         self.below.put_new(name, self.sealing.seal(name, whole(parts)))
+
+    def put_of_tenant(self, tenant: str, name: str, *parts: Payload) -> None:
+        """Write an object under a tenant's keys. Raises AlreadyExists, Erased, StoreUnavailable."""
+        self.check_tenant(tenant)
+        self.below.put_new(name, self.sealing.seal(name, whole(parts), tenant))
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
@@ -269,6 +277,10 @@ class SealedObjects:
             sizes = dict(self.below.names(folder))
             found += [(name, sizes[name]) for name in self._of_owners(sorted(sizes), owners)]
         return found
+
+    def names_of_owner(self, folder: str, owner: bytes) -> list[str]:
+        """Return the names of all objects below a folder that one owner's keys sealed: reads the head of each."""
+        return list(self._of_owners(sorted(name for name, _ in self.below.names(folder)), frozenset([owner])))
 
     def _of_owners(self, names: Iterable[str], owners: frozenset[bytes]) -> Iterator[str]:
         def is_erased(name: str) -> bool:

@@ -288,8 +288,8 @@ def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
         pass
     resumable = Resumable(LocalObjects(tmp_path), 10)
     number = resumable.create(meta(6))
-    resumable.stage(number, 0, b"abc")
-    resumable.stage(number, 3, b"def")
+    resumable.stage(number, 0, b"abc", tenant="default")
+    resumable.stage(number, 3, b"def", tenant="default")
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         until(lambda: client.get("/v1/blobs/left").status_code == 200)
         assert client.get("/v1/blobs/left").content == b"abcdef"
@@ -300,7 +300,7 @@ def test_the_next_head_hands_a_whole_upload_over(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         resumable = Resumable(LocalObjects(tmp_path), 10)
         number = resumable.create(meta(3))
-        resumable.stage(number, 0, b"abc")
+        resumable.stage(number, 0, b"abc", tenant="default")
         assert client.head(f"/v1/uploads/{number}", headers=TUS).headers["upload-offset"] == "3"
         assert client.get("/v1/blobs/left").content == b"abc"
 
@@ -311,10 +311,10 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     objects = LocalObjects(tmp_path)
     resumable = Resumable(objects, 2)
     late = resumable.create(meta(5, lives_us=-1))
-    resumable.stage(late, 0, b"abc")
+    resumable.stage(late, 0, b"abc", tenant="default")
     live = resumable.create(meta(5))
     orphan = "0" * 32
-    resumable.stage(orphan, 0, b"abc")
+    resumable.stage(orphan, 0, b"abc", tenant="default")
     with pytest.raises(Problem):
         resumable.check_room(Holders("default", "", ""))
     handed: list[Staged] = []
@@ -345,7 +345,7 @@ def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_s
     objects = LocalObjects(tmp_path)
     resumable = Resumable(objects, 10)
     damaged, late = resumable.create(meta(5)), resumable.create(meta(5, lives_us=-1))
-    resumable.stage(damaged, 0, b"abc")
+    resumable.stage(damaged, 0, b"abc", tenant="default")
     if name == "meta":
         objects.replace(f"uploads/{damaged}/meta", data)
     else:
@@ -392,7 +392,7 @@ def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: s
         add(client, url, 0, data[0])
         (first,) = (gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url))
         first.write_bytes(first.read_bytes()[:-200] + bytes(200))
-        gateway.gateway.resumable.stage(url.rpartition("/")[2], 900_000, bytes(100_000))
+        gateway.gateway.resumable.stage(url.rpartition("/")[2], 900_000, bytes(100_000), tenant="default")
         asked = client.head(url, headers=TUS)  # of a gateway that died before it handed it over
         assert (asked.status_code, asked.headers["upload-offset"]) == (200, "0")
 
@@ -422,10 +422,10 @@ def test_an_upload_that_is_whole_outlives_its_expiry_until_it_is_handed_over(
 ) -> None:
     resumable = Resumable(LocalObjects(tmp_path), 10)
     number = resumable.create(meta(5, lives_us=-1))
-    resumable.stage(number, 0, b"abc")
+    resumable.stage(number, 0, b"abc", tenant="default")
     with pytest.raises(NotFound):
         resumable.load("default", number)
-    resumable.stage(number, 3, b"de")
+    resumable.stage(number, 3, b"de", tenant="default")
     handed: list[Staged] = []
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.0)
     resumable.sweep(handed.append)

@@ -121,7 +121,7 @@ def test_asking_for_a_whole_upload_again_and_again_begins_one_hand_over(
         left = Resumable(LocalObjects(tmp_path), 10)
         numbers = [left.create(meta(f"left {number}", 3)) for number in range(HAND_OVERS_MAX + 1)]
         for number in numbers:
-            left.stage(number, 0, b"abc")
+            left.stage(number, 0, b"abc", tenant="default")
         plain, goes_on = Resumable.read, threading.Event()
 
         def stuck(resumable: Resumable, staged: Staged) -> Iterator[bytes]:

@@ -185,7 +185,7 @@ def test_empty_upload_expires_and_one_with_bytes_stays(tmp_path: Path) -> None:
     uploads, now_us = Resumable(LocalObjects(tmp_path), 10), time.time_ns() // 1000
     meta = Meta("default", "k", 5, now_us, now_us + 3_600_000_000, empty_expires_us=now_us - 1)
     empty, begun = uploads.create(meta), uploads.create(meta)
-    uploads.stage(begun, 0, b"a")
+    uploads.stage(begun, 0, b"a", tenant="default")
     uploads.sweep(lambda _: None)
     assert [path.parent.name for path in (tmp_path / "uploads").glob("*/meta")] == [begun]
     assert uploads.load("default", begun).offset == 1

@@ -1,0 +1,202 @@
+"""What an erasure removes besides objects: staged uploads, and the file of a local index with its free pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nearkin import failpoints, open_store
+from nearkin.api import Store
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import Corrupt, Erased, NotFound, StoreUnavailable
+from nearkin.failpoints import ERASURE_POINTS
+from nearkin.fingerprints import domain_of
+from nearkin.formats import sealed
+from nearkin.formats.sealed import STORE_OWNER
+from nearkin.testing.keys import MemoryKeys
+from nearkin.wrapping import generate
+from nearkin_gateway.resumable import Done, Meta, Resumable
+
+CONTENT = b"a part of a file that is on its way " * 100
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoints.disarm()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return an encrypted store with the tenants acme and other."""
+    generate(tmp_path / "kek")
+    for tenant in ("acme", "other"):
+        with opened(tmp_path / "s", tenant) as store:
+            for number in range(20):
+                store.put(f"{tenant}-{number}", tenant.encode() * 100 + bytes([number]))
+    return tmp_path / "s"
+
+
+def opened(root: Path, tenant: str = "other") -> Store:
+    storage = {"encryption": "aes-256-gcm", "key_file": str(root.parent / "kek")}
+    settings = with_changes(Settings(), {"tenant": tenant, "storage": storage, "gc": {"grace_seconds": 0}})
+    return open_store(root, settings=settings, create=True)
+
+
+def meta(tenant: str, **more: object) -> Meta:
+    now_us = time.time_ns() // 1000
+    made = Meta(tenant, f"secret/{tenant}", 2 * len(CONTENT), now_us, now_us + 3_600_000_000)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def owners(store: Store) -> set[bytes]:
+    """Return whose keys sealed the objects of uploads."""
+    inner = store._covered.inner
+    return {sealed.head_of(inner.get(name), name).owner for name, _ in inner.names("uploads")}
+
+
+def test_staged_uploads_are_sealed_by_the_tenant(root: Path) -> None:
+    """F.26: Meta, parts, claim and end of an upload are sealed under the tenant's keys, not under the store's."""
+    with opened(root) as store:
+        uploads = Resumable(store._covered, 10)
+        partial = uploads.create(meta("acme", partial=True, length_bytes=len(CONTENT)))
+        uploads.stage(partial, 0, CONTENT, tenant="acme")
+        uploads.create_final("f" * 32, meta("acme", sources=(partial,), length_bytes=len(CONTENT)))
+        other = uploads.create(meta("acme"))
+        uploads.stage(other, 0, CONTENT, tenant="acme")
+        assert owners(store) == {store.keyring.owner_of(domain_of("acme"))}
+        staged = uploads.load("acme", other)
+        assert b"".join(uploads.read(staged)) == CONTENT
+        uploads.finish(staged, Done("0" * 64))
+        assert owners(store) == {store.keyring.owner_of(domain_of("acme"))}
+
+
+def test_erasure_makes_staged_uploads_unreadable(root: Path) -> None:
+    """F.26: After `keys erase` no staged byte of the tenant is read, and GC frees them; another tenant's stay."""
+    with opened(root) as store:
+        uploads = Resumable(store._covered, 10)
+        numbers = {tenant: uploads.create(meta(tenant)) for tenant in ("acme", "other")}
+        for tenant, number in numbers.items():
+            uploads.stage(number, 0, CONTENT, tenant=tenant)
+        staged = uploads.load("acme", numbers["acme"])
+        store.erase_tenant("acme", 0)
+        with pytest.raises(Erased):
+            b"".join(uploads.read(staged))
+        with pytest.raises(Erased):
+            uploads.load("acme", numbers["acme"])
+        with pytest.raises(Erased):
+            uploads.create(meta("acme"))
+        handed_over: list[object] = []
+        uploads.sweep(handed_over.append)
+        assert handed_over == []
+        store.gc()
+        assert not list((root / "uploads" / numbers["acme"]).rglob("*.*"))
+        left = {name.split("/")[1] for name, _ in store._covered.inner.names("uploads")}
+        assert left == {numbers["other"]}
+        assert b"".join(uploads.read(uploads.load("other", numbers["other"]))) == CONTENT
+
+
+def test_uploads_of_an_older_release_are_read(root: Path) -> None:
+    """F.26: What was staged under the store's key goes on, is read, and expires as before."""
+    with opened(root) as store:
+        uploads = Resumable(store._covered, 10)
+        number = uploads.create(meta("acme"))
+        for name, _ in list(store._covered.names("uploads")):
+            data = store._covered.get(name)
+            store._covered.delete(name)
+            store._covered.put_new(name, data)  # as an older release did
+        assert owners(store) == {STORE_OWNER}
+        uploads.stage(number, 0, CONTENT, tenant="acme")
+        uploads.stage(number, len(CONTENT), CONTENT, tenant="acme")
+        assert len(owners(store)) == 2
+        assert b"".join(uploads.read(uploads.load("acme", number))) == 2 * CONTENT
+        uploads.remove(number)
+        with pytest.raises(NotFound):
+            uploads.load("acme", number)
+
+
+def index_file(root: Path) -> tuple[int, bytes]:
+    path = root / "index" / "data.mdb"
+    return path.stat().st_ino, path.read_bytes()
+
+
+def digests(root: Path) -> list[bytes]:
+    """Return fingerprints of chunks that the tenant alone has, as the index keeps them."""
+    with opened(root, "acme") as store:
+        found = []
+        for container, _ in store._containers.of(None).ids():
+            directory = store._containers.of(None).directory(container)
+            if directory.domain == domain_of("acme"):
+                found += [bytes(name)[:8] for name in directory.chunks.names]
+    return found
+
+
+def test_gc_makes_the_index_again_after_an_erasure(root: Path) -> None:
+    """F.26: Free pages of the index kept an erased tenant's digests: GC replaces the file, once, after the grace."""
+    wanted = digests(root)
+    inode, before = index_file(root)
+    assert any(digest in before for digest in wanted)
+    with opened(root) as store:
+        store.erase_tenant("acme", 3600)
+        store.gc()
+        assert index_file(root)[0] == inode  # in its grace: it can be cancelled
+        store.erase_tenant("acme", 0)
+        report = store.gc()
+        assert report.finished_erasures == 1
+        assert {"key-copies", "backups"} <= {one.place for one in report.remaining}
+    after_inode, after = index_file(root)
+    assert after_inode != inode
+    assert not any(digest in after for digest in wanted)
+    with opened(root) as store:
+        assert store.gc().finished_erasures == 0
+        assert index_file(root)[0] == after_inode
+        assert len(store.versions()) == 20
+        assert store.get("other-3").read() == b"other" * 100 + b"\3"
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("point", [*ERASURE_POINTS, "rebuild.complete", "rebuild.removed", "rebuild.renamed"])
+def test_erasure_cut_short_is_ended_by_the_next_gc(root: Path, point: str) -> None:
+    """F.26: Whatever step of the run that completes an erasure dies, the next run leaves nothing in the index."""
+    wanted = digests(root)
+    with opened(root) as store:
+        store.erase_tenant("acme", 0)
+        failpoints.arm(f"{point}:1:error")
+        with pytest.raises(StoreUnavailable, match="failpoint"):
+            store.gc()
+        assert failpoints.disarm()[point] == 1
+    with opened(root) as store:
+        store.gc()
+        assert len(store.versions()) == 20
+    _, after = index_file(root)
+    assert not any(digest in after for digest in wanted)
+
+
+def test_part_of_another_tenant_is_not_taken(root: Path) -> None:
+    """F.26: A part under keys that are gone is damage that names the object, never another content."""
+    with opened(root) as store:
+        uploads = Resumable(store._covered, 10)
+        number = uploads.create(meta("other"))
+        uploads.stage(number, 0, CONTENT, tenant="acme")
+        staged = uploads.load("other", number)
+        for path in (root / "keys" / store.keyring.owner_of(domain_of("acme")).hex()).iterdir():
+            path.unlink()
+    with opened(root) as store, pytest.raises(Corrupt, match="sealed by key"):
+        b"".join(Resumable(store._covered, 10).read(staged))
+
+
+def test_erasures_are_found_by_tenant() -> None:
+    """F.26: A keyring tells whether a tenant is being erased, before and after."""
+    keys = MemoryKeys()
+    keys.keyring.newest(domain_of("db"))
+    assert keys.keyring.find_erasure("db") is None
+    keys.keyring.erase("db", 60)
+    found = keys.keyring.find_erasure("db")
+    assert found is not None
+    assert found.problem is None
+    assert keys.keyring.list_due() == []
