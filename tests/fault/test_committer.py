@@ -16,6 +16,7 @@ import redis as redis_client
 from nearkin import open_store
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
+from nearkin.formats.condemned import Condemned
 from nearkin.formats.message import End, Envelope, Placed, encode
 from nearkin.index.redis import RedisIndex
 from nearkin.records import Locations
@@ -24,6 +25,7 @@ from nearkin.runners.kafka import committing
 from nearkin.runners.kafka.committing import CommitHandler
 from nearkin.runners.kafka.loop import Record
 from nearkin.runners.kafka.tenants import lanes
+from nearkin.store.condemned import CondemnedStore
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.opening import open_store_of
 from nearkin.testing.committers import Kept, Nothing
@@ -66,16 +68,17 @@ class Log:
         told: Any = self.handler._outbox
         self.told: Kept = told
 
-    def placed(self, number: int, sequence: int) -> None:
-        """Add one segment of blob `number`."""
-        row = sequence % len(self.stored)
-        segments = self.stored.take(slice(row, row + 1))
-        lengths = np.full(1, SEGMENT_BYTES, np.uint32)
-        self._add(number, Placed(envelope(number, sequence), segments, np.zeros(1, np.bool_), lengths, Ledger()))
+    def placed(self, number: int, sequence: int, count: int = 1) -> None:
+        """Add `count` segments of blob `number`."""
+        rows = np.arange(sequence, sequence + count) % len(self.stored)
+        segments = self.stored.take(rows)
+        lengths = np.full(count, SEGMENT_BYTES, np.uint32)
+        self._add(number, Placed(envelope(number, sequence), segments, np.zeros(count, np.bool_), lengths, Ledger()))
 
-    def end(self, number: int, segments: int) -> None:
-        """Add the end of blob `number`."""
-        whole = End(envelope(number, segments), *began_of(number), segments * SEGMENT_BYTES, bytes(32), None, segments)
+    def end(self, number: int, segments: int, size_bytes: int | None = None) -> None:
+        """Add the end of blob `number`; `size_bytes` is the sum of its segments unless it is given."""
+        size = segments * SEGMENT_BYTES if size_bytes is None else size_bytes
+        whole = End(envelope(number, segments), *began_of(number), size, bytes(32), None, segments)
         self._add(number, whole)
 
     def _add(self, number: int, message: Placed | End) -> None:
@@ -226,6 +229,65 @@ def test_a_version_that_was_committed_in_time_stays_however_late_its_records_com
     log.end(2, 1)
     assert log.read(2)["k2"] == "failed", "one that came so late is looked at"
     assert (log.manifests.versions("t", "k1"), log.manifests.versions("t", "k2")) == ([1], [])
+
+
+# --- what a version must have ----------------------------------------------------------------------------------------
+
+
+def test_blob_with_a_gap_waits_for_the_missing_segment(log: Log) -> None:
+    """F.32: Runs that overlap are as many segments as the end names, and one segment is still missing (I2)."""
+    log.placed(1, 0, 2)
+    log.placed(1, 1)
+    log.placed(1, 3)
+    log.end(1, 4)
+    assert log.read() == {}
+    log.placed(1, 2)
+    assert log.read(4) == {"k1": "committed"}
+    assert len(log.manifests.get("t", "k1", 1).segments) == 4
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_blob_of_another_length_than_its_end_fails(log: Log, difference: int) -> None:
+    """F.32: The bytes of all segments are compared with the length that the end names (I8)."""
+    log.placed(1, 0)
+    log.end(1, 1, SEGMENT_BYTES + difference)
+    assert log.read() == {"k1": "failed"}
+    assert log.manifests.versions("t", "k1") == []
+    assert len(log.told.letters) == 1
+
+
+def test_version_of_missing_segments_is_refused(log: Log) -> None:
+    """F.32: An index that names a container that the store lacks makes no version (I2)."""
+    log.placed(1, 0)
+    log.end(1, 1)
+    for name, _ in list(log.objects.names("containers")):
+        log.objects.delete(name)
+    assert log.read() == {"k1": "failed"}
+    assert log.manifests.versions("t", "k1") == []
+
+
+def test_late_version_of_condemned_segments_is_taken_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: A version durable after half of the grace, whose segment is pending deletion, is deleted again (I6)."""
+    container, ordinal = int(log.stored.containers[0]), log.stored.ordinals[:1]
+    condemned = Condemned(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
+    CondemnedStore(log.objects).replace({container: condemned})
+    hours, time_ns = int(20 * 3600e9), time.time_ns
+    monkeypatch.setattr(committing.time, "time_ns", lambda: time_ns() + hours)
+    log.placed(1, 0)
+    log.end(1, 1)
+    assert log.read() == {"k1": "failed"}
+    assert log.manifests.versions("t", "k1") == []
+
+
+def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:
+    """F.32: A version is an upload's own only if it has the origin of that upload (I2)."""
+    log.placed(1, 0)
+    log.end(1, 1)
+    one, lengths = log.stored.take(slice(1)), np.full(1, SEGMENT_BYTES, np.uint32)
+    log._add(2, Placed(replace(envelope(2, 0), key="k1"), one, np.zeros(1, np.bool_), lengths, Ledger()))
+    log._add(2, End(replace(envelope(2, 1), key="k1"), *began_of(2), SEGMENT_BYTES, bytes(32), None, 1))
+    log.read()
+    assert log.manifests.versions("t", "k1") == [1, 2]
 
 
 # --- too much gathers ------------------------------------------------------------------------------------------------
