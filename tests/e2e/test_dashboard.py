@@ -396,9 +396,44 @@ def test_nothing_lies_beside_the_screen(opened: Callable[..., Page], width: int)
     for label in ("Reduction", "Error"):  # the columns that were out of sight on a phone
         page.goto("/" if label == "Reduction" else "/ui/pipeline?kafka")
         assert page.locator(f"td[data-label={label}]").first.bounding_box()["x"] < width  # type: ignore[index]
-    replay = page.get_by_role("button", name="Replay letter 3-1042")
-    replay.scroll_into_view_if_needed()
-    expect(replay).to_be_in_viewport(ratio=1)
+    for name in ("Replay letter 3-1042", "Drop letter 3-1042"):
+        button = page.get_by_role("button", name=name)
+        button.scroll_into_view_if_needed()
+        expect(button).to_be_in_viewport(ratio=1)
+    page.unroute_all()
+
+
+def test_dead_letter_is_dropped_after_a_question(opened: Callable[..., Page]) -> None:
+    """F.20: Drop asks first and needs no reason; cancelled, nothing is sent; the request names the letter alone."""
+    page = opened()
+    sent: list[tuple[str, str | None]] = []
+
+    def answer(route: Any) -> None:
+        sent.append((route.request.url.rpartition("/v1")[2], route.request.post_data))
+        route.fulfill(json={"dropped": ["3-1042"]})
+
+    page.route("**/ui/pipeline?kafka", lambda route: route.fulfill(body=pipeline_page(), content_type="text/html"))
+    page.route("**/v1/dead/*", answer)
+    page.goto("/ui/pipeline?kafka")
+    page.wait_for_load_state()
+    drop, dialog = page.get_by_role("button", name="Drop letter 3-1042"), page.get_by_role("dialog")
+    drop.click()
+    expect(page.locator("#sure-title")).to_have_text("Drop letter 3-1042?")
+    expect(page.get_by_label("Reason")).to_be_hidden()
+    shot(page, "drop-sure")
+    dialog.get_by_role("button", name="Cancel").click()
+    expect(dialog).to_be_hidden()
+    assert sent == []
+    drop.click()
+    dialog.get_by_role("button", name="Drop").click()
+    expect(page.locator("#said")).to_have_text("Letter 3-1042 was dropped.")
+    assert sent == [("/dead/drop", '{"letters":["3-1042"]}')]
+    page.goto("/ui/blob?key=db%2Fshop.dump")  # a deletion still asks for its reason
+    page.wait_for_load_state()
+    page.get_by_role("button", name="Delete the key").click()
+    expect(page.get_by_label("Reason")).to_be_visible()
+    expect(dialog.get_by_role("button", name="Delete")).to_be_visible()
+    page.keyboard.press("Escape")
     page.unroute_all()
 
 

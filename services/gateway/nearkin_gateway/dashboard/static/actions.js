@@ -1,4 +1,4 @@
-// What changes something: deletions, settings, replays. Invariant: what takes data away asks first.
+// What changes something: deletions, settings, dead letters. Invariant: what takes data away asks first.
 
 import { call, keyPath, say, visible } from "./api.js";
 import { refresh } from "./live.js";
@@ -23,10 +23,13 @@ function saidThere(told, go) {
   go();
 }
 
-function sure(title, text) {
+// Resolves to the reason, "" where none is asked for; null: cancelled.
+function sure(title, text, { verb = "Delete", asksReason = true } = {}) {
   const dialog = document.getElementById("sure");
   dialog.querySelector("#sure-title").textContent = title;
   dialog.querySelector("#sure-text").textContent = text;
+  dialog.querySelector('[value="yes"]').textContent = verb;
+  dialog.querySelector("#sure-reason").hidden = !asksReason;
   const reason = dialog.querySelector('[name="reason"]');
   reason.value = "";
   dialog.returnValue = "no";
@@ -56,14 +59,25 @@ async function bringBack(button) {
   }
 }
 
-async function replay(button) {
-  const letter = button.dataset.replay;
+async function callForLetter(button, letter, action, told) {
   const body = JSON.stringify({ letters: [letter] });
   const headers = { "Content-Type": "application/json" };
-  if (await act(button, `Letter ${letter} was sent back.`, () => call("POST", "/v1/dead/replay", { body, headers }))) {
+  if (await act(button, told, () => call("POST", `/v1/dead/${action}`, { body, headers }))) {
     button.blur();
     await refresh();
   }
+}
+
+async function replay(button) {
+  const letter = button.dataset.replay;
+  await callForLetter(button, letter, "replay", `Letter ${letter} was sent back.`);
+}
+
+async function drop(button) {
+  const letter = button.dataset.drop;
+  const text = "It is neither listed nor sent back from then on. The record stays in the topic until its retention ends.";
+  const answer = await sure(`Drop letter ${letter}?`, text, { verb: "Drop", asksReason: false });
+  if (answer !== null) await callForLetter(button, letter, "drop", `Letter ${letter} was dropped.`);
 }
 
 async function set(form, button, value) {
@@ -88,6 +102,7 @@ export function setUp() {
     if (button.dataset.delete !== undefined) remove(button);
     else if (button.dataset.undelete !== undefined) bringBack(button);
     else if (button.dataset.replay !== undefined) replay(button);
+    else if (button.dataset.drop !== undefined) drop(button);
     else if (button.dataset.reset !== undefined) set(button.form, button, null);
   });
   document.addEventListener("submit", (event) => {
