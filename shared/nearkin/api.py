@@ -29,6 +29,7 @@ from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
 from nearkin.frozen import frozen
+from nearkin.index_location import IndexLocation
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.local_puts import LocalPuts, PutItem
 from nearkin.memory import give_back_free
@@ -267,7 +268,13 @@ class Store:
         self._containers = ContainerStore(self._covered, domain, int(settings.restore.cache_bytes))
         self._manifests = ManifestStore(self._covered)
         self._index = LocalIndex(
-            root, objects, covered, settings, self._fingerprinters, self._containers, self._manifests
+            IndexLocation(root, found.store_id, settings.index.path),
+            objects,
+            covered,
+            settings,
+            self._fingerprinters,
+            self._containers,
+            self._manifests,
         )
         self._condemned = CondemnedStore(covered)
         self._heads = VersionHeads(covered)
@@ -898,6 +905,11 @@ class Store:
             forget_erased(self._covered, index, tenant)
             self._containers.forget_read()
         return count
+
+    @property
+    def index_folder(self) -> Path:
+        """Return where the index is: in the store's folder, or below `index.path`."""
+        return self._index.folder
 
     @property
     def keyring(self) -> Keyring:

@@ -8,6 +8,7 @@ from typing import Annotated
 from nearkin.config_rules import (
     FORBID_OTHERS,
     Between,
+    LocalFolder,
     OneOf,
     ParityScheme,
     Refused,
@@ -94,6 +95,10 @@ class IndexSettings:
     """Of a local store; services have their index in Redis."""
     map_bytes: Annotated[int, Size(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
     """The most that a local index may grow to: some 170 bytes a chunk."""
+    path: Annotated[str | None, LocalFolder()] = None
+    """A folder on a local disk of this machine for the indexes of local stores, each in a folder named after its store;
+    unset: `index/` in the store. For stores on network filesystems or slow media. Where several machines write a store
+    in turn each rebuilds its own index after another one wrote (docs/filesystems.md)."""
 
 
 @held

@@ -23,6 +23,7 @@ FORBID_OTHERS = {"extra": "forbid"}
 ORIGINS_MAX = 100
 """Web origins that may use the API from pages of theirs."""
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
+FOLDER_BYTES_MAX = 4096
 PARITY_SHARDS_MAX = 32
 """Of data and parity together: the library takes no more."""
 
@@ -167,6 +168,18 @@ class Text(Rule):
             raise Refused("want valid UTF-8") from err
         if not 1 <= size_bytes <= self.bytes_max:
             raise Refused(f"want 1 to {self.bytes_max} bytes")
+        return value
+
+
+@frozen
+class LocalFolder(Rule):
+    """A folder of this machine, whatever the current one is: an absolute path, or one below a home folder."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        Text(FOLDER_BYTES_MAX).check(value)
+        if "\0" in value or not value.startswith(("/", "~")):
+            raise Refused("want an absolute path, such as /var/cache/nearkin, or one that starts with ~")
         return value
 
 

@@ -112,6 +112,8 @@ def _ruled(rule: object) -> str | None:
             said = "`none`, or `rs-K-M`"
         case config_rules.ServerUrl():
             said = "a URL"
+        case config_rules.LocalFolder():
+            said = "an absolute path, or one that starts with ~"
         case config_rules.TopicTenants():
             said = "a list, a table, or text with commas"
         case config_rules.Origins():

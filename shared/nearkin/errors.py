@@ -84,6 +84,10 @@ class IndexUnsafe(IndexDamaged):
     """Reading the index in files would end the process, or did so before: it is made again without being opened."""
 
 
+class IndexStale(StoreUnavailable):
+    """The index in files has an older state of the store: another machine wrote, or the store was copied."""
+
+
 class IndexUnfinished(StoreUnavailable):
     """The index's file is there, what belongs in it is not: as good as no index."""
 

@@ -23,6 +23,7 @@ from nearkin.errors import (
     FormatTooNew,
     IndexClosed,
     IndexDamaged,
+    IndexStale,
     IndexUnfinished,
     IndexUnsafe,
     NearkinError,
@@ -32,6 +33,7 @@ from nearkin.errors import (
 )
 from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
+from nearkin.index_location import IndexLocation
 from nearkin.interrupts import interrupts_wait
 from nearkin.local_mending import Mending, erasures_of
 from nearkin.records import U32, ContainerId
@@ -40,7 +42,7 @@ from nearkin.store.containers import ContainerStore
 from nearkin.store.crossing import Crossing
 from nearkin.store.deletion import Notes
 from nearkin.store.encrypted import EncryptedObjects
-from nearkin.store.lock import ROUND, WRITING, WriterLock
+from nearkin.store.lock import ROUND, WRITING
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.mounts import network_type
 from nearkin.store.objects import LocalObjects, ObjectStore, sync_folder
@@ -64,12 +66,15 @@ REBUILD_OUTDATED = (
     "was made by an older version of Nearkin, or under other keys (older ones may hold memory of the process and, of "
     "an encrypted store, key names in clear)"
 )
+REBUILD_STALE = (
+    "has an older state of the store (another machine wrote it since, or the store is a copy, or came back from one)"
+)
 SKIPPED_NAMED = 5
 """So many objects that an index made anew lacks are named, where nobody asked for it."""
 READ_TRIES_MAX = 8
 """Each but the first means that another index was put in its place in the milliseconds since it was asked for."""
-_CHECKED_ROOTS: set[Path] = set()
-"""Stores whose filesystem this process has looked at."""
+_CHECKED_FOLDERS: set[Path] = set()
+"""Folders of indexes whose filesystem this process has looked at."""
 YIELD_SECONDS = 0.02
 """So long a step of a round lets those go first who wait."""
 
@@ -79,7 +84,7 @@ class LocalIndex(Notes):
 
     def __init__(
         self,
-        root: Path,
+        location: IndexLocation,
         raw: LocalObjects,
         objects: ObjectStore,
         settings: Settings,
@@ -87,8 +92,9 @@ class LocalIndex(Notes):
         containers: ContainerStore,
         manifests: ManifestStore,
     ) -> None:
-        self._folder = root / "index"
-        self._fresh = root / "index.new"
+        self._location = location
+        root = self._root = location.root
+        self._folder = location.folder
         self._raw = raw
         self._map_bytes = int(settings.index.map_bytes)
         self._names = entry_names_of(objects)
@@ -98,7 +104,6 @@ class LocalIndex(Notes):
         self._objects = objects
         self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
         self._temporary = TemporaryIndex(root, self._open_temporary, self._mending.fill_catalog)
-        self._lock = WriterLock(root)
         self.lock_wait_seconds = 0.0
         """At least this long the store's lock is waited for."""
         self._held = ""
@@ -110,6 +115,8 @@ class LocalIndex(Notes):
         """Held while one index takes another's place; nobody waits with it."""
         self._forgetting = 0
         """How many do."""
+        self._claimed = False
+        """Whether the store has a new token since this Store took the lock: it may be changed."""
         self._noted = False
         """Whether the index says so because of a note in that turn."""
         self._said = False
@@ -136,11 +143,11 @@ class LocalIndex(Notes):
     def forked(self) -> None:
         """Begin anew in a process that was forked: the index that is open, and the lock, are its parent's."""
         self._changing, self._swapping, self._restating = threading.RLock(), threading.Lock(), threading.Lock()
-        self.crossing = Crossing(str(self._folder.parent))
+        self.crossing = Crossing(str(self._root))
         self._index = None
         self._temporary.forked()
         self._held, self._forgetting = "", 0
-        self._said = self._noted = self._in_vain = self.putting = self.behind = False
+        self._said = self._claimed = self._noted = self._in_vain = self.putting = self.behind = False
 
     def close(self) -> None:
         """Release the lock and the index."""
@@ -149,12 +156,11 @@ class LocalIndex(Notes):
             index = self._index
             if index is not None and self._held and self._said and not (self.behind or self._in_vain):
                 with suppress(StoreUnavailable):  # then the next writer looks for what is missing, and finds nothing
+                    self._end_claim(index)
                     index.mark_behind(False)
             self._replaced(None)
             self._said = self._in_vain = False
-            if self._held:
-                self._held = ""
-                self._lock.release()
+            self._release_lock()
 
     def put_begins(self) -> LmdbIndex:
         """Return the index for a put, whole, and count as behind until the put says that all it stored is in it.
@@ -173,6 +179,11 @@ class LocalIndex(Notes):
         self.putting = False
 
     @property
+    def folder(self) -> Path:
+        """Return the folder of the index."""
+        return self._folder
+
+    @property
     def gc_folder(self) -> Path:
         """Return where a collector may keep counts that are made again with the index."""
         return self._folder / "gc"
@@ -188,20 +199,38 @@ class LocalIndex(Notes):
         Raises StoreLocked, StoreUnavailable, FormatTooNew.
         """
         with self._changing:
-            self._take_lock()
-            self._held = WRITING
-            index = self._opened()
-            if not self._said:
-                self.behind = index.behind
-                if self.behind:
-                    self._mending.restate_marks(index)
-                else:
-                    index.mark_behind(True)
-                self._said = True
-            if self.behind and not self.putting:
-                self._mending.catch_up(index)
-                self.behind = False
+            index = self._whole()
+            self._claim(index)
             return index
+
+    def _whole(self) -> LmdbIndex:
+        """Take the lock and return the index as `writable` does; the store is not to be changed."""
+        self._take_lock()
+        self._held = WRITING
+        index = self._opened()
+        if not self._said:
+            self.behind = index.behind
+            if self.behind:
+                self._mending.restate_marks(index)
+            else:
+                index.mark_behind(True)
+            self._said = True
+        if self.behind and not self.putting:
+            self._mending.catch_up(index)
+            self.behind = False
+        return index
+
+    def _claim(self, index: LmdbIndex) -> None:
+        """Invalidate all other indexes before the store is changed, once for each time that the lock is held."""
+        if not self._claimed:
+            self._location.replace_token(index)
+            self._claimed = True
+
+    def _end_claim(self, index: LmdbIndex) -> None:
+        """Invalidate this index for copies of the store that were made while it was changed."""
+        if self._claimed:
+            self._location.replace_token(index)
+            self._claimed = False
 
     @property
     def writes_alone(self) -> bool:
@@ -219,7 +248,7 @@ class LocalIndex(Notes):
                 yield self.writable()
                 return
             began = time.monotonic()
-            while self._lock.wanted and time.monotonic() - began < wait_seconds:  # whoever waits goes first
+            while self._location.wanted and time.monotonic() - began < wait_seconds:  # whoever waits goes first
                 time.sleep(YIELD_SECONDS)
             self._take_lock(wait_seconds, ROUND)
             try:
@@ -228,22 +257,21 @@ class LocalIndex(Notes):
                     self._mending.restate_marks(index)
                     self._mending.catch_up(index)
                     index.mark_behind(False)
+                self._claim(index)
                 yield index
+                self._end_claim(index)
                 if self._noted and not self._in_vain:
                     index.mark_behind(False)
             finally:
                 self._noted = False
                 if self._held == ROUND:
-                    self._held = ""
-                    self._lock.release()
+                    self._release_lock()
 
     def state(self) -> object:
         """Return what is another after any write of whoever writes the store: first they tell the index."""
         index = self._index
-        if index is None or not index.current:
-            return object()
         try:
-            return index.last_written
+            return object() if index is None or not self._is_current(index) else index.last_written
         except IndexClosed:  # by another thread, just now
             return object()
 
@@ -251,7 +279,7 @@ class LocalIndex(Notes):
         """Return what the index is to forget in a later turn, looked up beside whoever writes; None: not looked up."""
         index = self._index
         try:
-            return index.look_up(chunks, segments) if index is not None and index.current else None
+            return index.look_up(chunks, segments) if index is not None and self._is_current(index) else None
         except IndexClosed:
             return None
 
@@ -323,11 +351,11 @@ class LocalIndex(Notes):
         if index is not None:
             return index
         if not (self._folder / "data.mdb").is_file():
-            self._mend()
+            self._mend_or_pass(shared=self._location.is_external)
         try:
             index = self._open(read_only=True)
-        except (IndexUnfinished, IndexUnsafe):
-            self._mend()
+        except (IndexUnfinished, IndexUnsafe, IndexStale) as err:
+            self._mend_or_pass(shared=isinstance(err, IndexStale))
             index = self._open(read_only=True)
         if not index.complete or index.behind:
             index.close()
@@ -344,10 +372,26 @@ class LocalIndex(Notes):
                 index = self._open(read_only=True)
         return self._kept(index)
 
+    def _mend_or_pass(self, *, shared: bool) -> None:
+        """Make the index whole. Raises NotWritable where a writer is at work that has another one (`shared`)."""
+        try:
+            self._mend()
+        except StoreLocked as err:
+            if not shared:
+                raise
+            raise NotWritable(f"index {self._folder} lacks what another machine stores: {err}") from err
+
+    def _is_current(self, index: LmdbIndex) -> bool:
+        """Return whether an open index is the one in its folder, and has the store's present state."""
+        return index.current and self._location.matches(index)
+
     def _at_hand(self) -> LmdbIndex | None:
         """Return the index that is open, unless another one lies in its place; a writer's own is what it writes."""
         index = self._index  # without the lock: whoever has that may wait for another process
-        return index if index is not None and (self._held or index.current) else None
+        try:
+            return index if index is not None and (self._held or self._is_current(index)) else None
+        except IndexClosed:  # by another thread, just now
+            return None
 
     def _kept(self, index: LmdbIndex) -> LmdbIndex:
         """Return an index for reading that others may use too, or the one that they have by now."""
@@ -427,24 +471,27 @@ class LocalIndex(Notes):
 
         with self._changing:
             self._take_lock()
-        remove_tree(self._fresh)
-        index = LmdbIndex(self._fresh, self._domain, self._map_bytes, durable=False, names=self._names())
+        fresh = self._location.fresh
+        remove_tree(fresh)
+        index = LmdbIndex(fresh, self._domain, self._map_bytes, durable=False, names=self._names())
         try:
+            token = self._location.give_token(index, renew=self._claimed)
             report = self._mending.make(index, progress)
             failpoint("rebuild.complete")
         finally:
             index.close()
         with self._changing:
             self._replaced(None)
-            self._said = False
+            self._said = self._claimed = False
             remove_tree(self._folder)
             failpoint("rebuild.removed")
             try:
-                os.rename(self._fresh, self._folder)  # the index is whole, or it is missing and made again
-                sync_folder(self._fresh.parent)  # or a power cut brings the old one back, which says it lacks nothing
+                os.rename(fresh, self._folder)  # the index is whole, or it is missing and made again
+                sync_folder(fresh.parent)  # or a power cut brings the old one back, which says it lacks nothing
             except OSError as err:
                 raise StoreUnavailable(f"index {self._folder}: {err.strerror}; run the same again") from err
             failpoint("rebuild.renamed")
+            self._location.publish_token(token)
         return report
 
     # --- after damage ------------------------------------------------------------------------------------------------
@@ -502,7 +549,10 @@ class LocalIndex(Notes):
             return  # made anew by the next writer, without what is broken
         index = self._index
         if index is None or index.read_only:
-            index = self._open(read_only=False)
+            try:
+                index = self._open(read_only=False)
+            except IndexStale:
+                return  # as above
         try:
             if index.complete:
                 published = index.container_ids().tolist()  # before the listing: what comes in between is no miss
@@ -517,8 +567,9 @@ class LocalIndex(Notes):
 
     def _take_lock(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
         if not self._held:
-            self._lock.acquire(max(wait_seconds, self.lock_wait_seconds), what)
+            self._location.acquire(max(wait_seconds, self.lock_wait_seconds), what)
             self._held = what
+            self._claimed = False
             if what != ROUND:
                 self._prepare_folders()
             self._containers.forget_read()  # containers may have gone meanwhile
@@ -527,16 +578,21 @@ class LocalIndex(Notes):
         """Remove what dead writers left; take access from others that older versions gave: once for each lock."""
         try:
             self._raw.sweep_scratch()
-            tighten_modes(self._folder.parent, (self._folder, self._folder / "gc"))
+            tighten_modes(self._root, (self._folder, self._folder / "gc"))
         except BaseException:
-            self._held = ""
-            self._lock.release()
+            self._release_lock()
             raise
+
+    def _release_lock(self) -> None:
+        if self._held:
+            self._held = ""
+            self._claimed = False
+            self._location.release()
 
     def _opened(self) -> LmdbIndex:
         """Return the index for writing: the lock is held."""
         index = self._index
-        if index is not None and (index.read_only or not (self.putting or index.current)):
+        if index is not None and (index.read_only or not (self.putting or self._is_current(index))):
             self._replaced(None)
             index = None
         if index is None:
@@ -553,9 +609,9 @@ class LocalIndex(Notes):
         with self.crossing.beside(), self._changing:
             held = self._held
             try:
-                self.writable()
+                self._whole()
             except StoreUnavailable as err:  # a folder that is read-only, a full disk
-                missing = f"index of {self._folder.parent} is missing or unfinished, and cannot be made"
+                missing = f"index of {self._root} is missing, unfinished or of an older state, and cannot be made"
                 raise type(err)(f"{missing}: {err} (get and verify need none)") from err
             if held:
                 self._held = held
@@ -568,6 +624,9 @@ class LocalIndex(Notes):
         except IndexUnsafe as err:
             self._rebuild_reason = f"is set aside ({err})"
             return None
+        except IndexStale:
+            self._rebuild_reason = REBUILD_STALE
+            return None
         if not index.complete:
             self._rebuild_reason = REBUILD_OUTDATED if index.is_outdated else REBUILD_MISSING
             if (
@@ -577,14 +636,19 @@ class LocalIndex(Notes):
             ):
                 index.close()
                 return None
+            token = self._location.give_token(index)
             index.mark_complete()
+            self._location.publish_token(token)
+        elif self._location.is_external and index.behind and self._mending.names_lost_objects(index):
+            # The store may be a copy from the middle of what the writer did that died: it has the index's token.
+            self._rebuild_reason = REBUILD_STALE
+            index.close()
+            return None
         return index
 
     def _rebuilt(self) -> LmdbIndex:
         started = time.perf_counter()
-        _log.warning(
-            "index of %s %s: rebuilding it from containers and manifests", self._folder.parent, self._rebuild_reason
-        )
+        _log.warning("index of %s %s: rebuilding it from containers and manifests", self._root, self._rebuild_reason)
         report = self.rebuild()
         _log.warning("index rebuilt in %.1f s", time.perf_counter() - started)
         for name in report.skipped[:SKIPPED_NAMED]:
@@ -599,14 +663,14 @@ class LocalIndex(Notes):
 
     def _warn_of_network(self) -> None:
         """Warn once a process where the index would be on a network filesystem, which LMDB does not support."""
-        root = self._folder.parent
-        found = None if root in _CHECKED_ROOTS else network_type(root)
-        _CHECKED_ROOTS.add(root)
+        folder = self._folder.parent
+        found = None if folder in _CHECKED_FOLDERS else network_type(folder)
+        _CHECKED_FOLDERS.add(folder)
         if found is not None:
             _log.warning(
                 "index %s is on a network filesystem (%s), where LMDB may read half-written pages if a second machine "
-                "uses the store: use it from one machine at a time, or put the store on a local disk "
-                "(docs/filesystems.md)",
+                "uses the store: set index.path to a folder on a local disk, or use the store from one machine at a "
+                "time (docs/filesystems.md)",
                 self._folder,
                 found,
             )
@@ -622,7 +686,19 @@ class LocalIndex(Notes):
             from nearkin.index.lmdb import LmdbIndex
 
         self._warn_of_network()
-        return LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
+        self._location.check_owner()
+        index = LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
+        try:
+            self._check_state(index)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def _check_state(self, index: LmdbIndex) -> None:
+        """Raise IndexStale where a complete index has an older state of the store."""
+        if index.complete and not self._location.matches(index):
+            raise IndexStale(f"index {self._folder}: has an older state of store {self._root}; run rebuild-index")
 
 
 def entry_names_of(objects: ObjectStore) -> Callable[[], EntryNames]:

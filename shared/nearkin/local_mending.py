@@ -103,6 +103,13 @@ class Mending:
             condemned=self._left_out(),
         )
 
+    def names_lost_objects(self, index: LmdbIndex) -> bool:
+        """Return whether the index names a container or a version that the store lacks."""
+        if not {container for container, _ in self._containers.ids()}.issuperset(index.container_ids().tolist()):
+            return True
+        there = {name for name, _ in self._manifests.names()}
+        return any(manifest_name(tenant, entry.key, entry.version) not in there for tenant, entry in index.catalogs())
+
     def find_again(self, index: LmdbIndex, containers: Collection[int]) -> None:
         """Name what lies in containers that the index has, and let go of while it was broken.
 

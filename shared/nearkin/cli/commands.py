@@ -459,10 +459,11 @@ def stats() -> None:
     session = current_session()
     with session.open() as store:
         found = store.stats()
+        folder: Path | None = getattr(store, "index_folder", None)  # a server's is not told
     if session.as_json:
         print_json(stats_json(found))
         return
-    print_stats(found)
+    print_stats(found, folder)
 
 
 @nearkin.command()

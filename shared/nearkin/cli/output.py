@@ -18,6 +18,8 @@ from nearkin.formats.answers import info_json, kinds
 from nearkin.printing import printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from nearkin.reports import (
@@ -142,8 +144,8 @@ def unreadable(broken: Sequence[Damage]) -> str:
     return f"{', '.join(names[:UNREADABLE_NAMED])}{more} cannot be read: {broken[0].problem}: run `nearkin verify`"
 
 
-def print_stats(stats: Stats) -> None:
-    """Print a store's sums for people."""
+def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
+    """Print a store's sums for people; `index_folder` of a local store."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -161,7 +163,8 @@ def print_stats(stats: Stats) -> None:
     console().print(parts)
     lookups = stats.base_cache_hits + stats.base_cache_misses
     say(f"metadata     {human_bytes(stats.metadata_bytes)}{_by_chunk(stats)}")
-    say(f"index        {human_bytes(stats.index_bytes)} (can be rebuilt; not counted as stored)")
+    where = "" if index_folder is None else f" in {printable(str(index_folder))}"
+    say(f"index        {human_bytes(stats.index_bytes)}{where} (can be rebuilt; not counted as stored)")
     say(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
     depths = (f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
     say(f"depths       {', '.join(depths) or '-'}")

@@ -565,6 +565,17 @@ class LmdbIndex:
                 txn.delete(b"behind", db=self._meta)
 
     @property
+    def tokens(self) -> list[str]:
+        """Return the tokens of the store's states that the index has (`nearkin.index_location`)."""
+        with self._reading() as txn:
+            return bytes(txn.get(b"tokens", b"", db=self._meta)).decode(errors="replace").split()
+
+    def keep_tokens(self, tokens: Sequence[str]) -> None:
+        """Replace the tokens, durably as every transaction."""
+        with self._writing() as txn:
+            txn.put(b"tokens", " ".join(tokens).encode(), db=self._meta)
+
+    @property
     def last_written(self) -> tuple[tuple[int, int], int]:
         """Return the file, and the number of the last transaction that wrote it, by whichever process."""
         with self._in_use() as shared:

@@ -1,0 +1,201 @@
+"""Locate the index of a local store, and tell whether it has the store's present state.
+
+    index.path not set    ROOT/index
+    index.path set        PATH/STORE_ID on a disk of this machine; PATH/STORE_ID.new while it is rebuilt
+
+    ROOT/index.id         a random token of 32 hex digits; the index keeps the token of the state that it has
+
+Several machines may then have an index each, and an index survives the store's folder being copied or rolled back.
+Invariant: an index is used only while the store has its token. A writer replaces both before its first change and after
+its last one, so that no other index, and no copy made in between, has the token of its index:
+
+    1 the index keeps old and new    2 ROOT/index.id is new    3 the index keeps new alone
+
+A writer that dies in between leaves an index that matches, or one that is rebuilt.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nearkin.errors import ConfigError, Corrupt, NoRoom, NotWritable, StoreLocked, StoreUnavailable
+from nearkin.store.lock import WRITING, WriterLock
+from nearkin.store.objects import sync_folder
+from nearkin.store.private_files import make_private_folders, open_private, read_private, remove_tree, write_error
+
+if TYPE_CHECKING:  # a get needs no index
+    from nearkin.index.lmdb import LmdbIndex
+
+TOKEN_FILE = "index.id"  # noqa: S105 - a name
+TOKEN_BYTES = 16
+_TOKEN = re.compile(b"[0-9a-f]{32}", re.ASCII)
+_STORE_ID = re.compile("[0-9a-f]{32}", re.ASCII)
+
+
+class IndexLocation:
+    """The folders of one store's index, the writer's lock, and the token that the store and its index share."""
+
+    def __init__(self, root: Path, store_id: str, index_path: str | None) -> None:
+        """Raises ConfigError for a home folder that is not known, Corrupt for a store id that is no file name."""
+        self.root = root
+        self.is_external = index_path is not None
+        self._base = root if index_path is None else _expand(index_path)
+        if self.is_external and _STORE_ID.fullmatch(store_id) is None:
+            raise Corrupt(f"nearkin.json: store_id {store_id!r:.60}: want 32 hex digits; restore it from a copy")
+        name = store_id if self.is_external else "index"
+        self.folder = self._base / name
+        self.fresh = self._base / f"{name}.new"
+        self._token_file = root / TOKEN_FILE
+        self._lock = WriterLock(root)
+        self._index_lock = WriterLock(self._base, f"{name}.lock") if self.is_external else None
+
+    # --- the writer's lock -------------------------------------------------------------------------------------------
+
+    def acquire(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
+        """Take the store's lock, and that of an index outside the store. Raises StoreLocked, StoreUnavailable."""
+        self._lock.acquire(wait_seconds, what)
+        if self._index_lock is None:
+            return
+        try:
+            self._make_base()
+            self._index_lock.acquire(wait_seconds, what)
+        except StoreLocked as err:
+            self.release()
+            raise StoreLocked(f"index {self.folder}: is in use for a copy of store {self.root}: {err}") from err
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the locks back."""
+        if self._index_lock is not None:
+            self._index_lock.release()
+        self._lock.release()
+
+    @property
+    def wanted(self) -> bool:
+        """Return whether a process waits for the store's lock that is to have it before the next step of a GC run."""
+        return self._lock.wanted
+
+    def _make_base(self) -> None:
+        try:
+            make_private_folders(self._base)
+        except OSError as err:
+            raise write_error(self._base, err) from err
+
+    # --- the folder --------------------------------------------------------------------------------------------------
+
+    def check_owner(self) -> None:
+        """Refuse a folder outside the store that another user made or may write. Raises NotWritable.
+
+        What an index says is believed: a forged one would let a put refer to chunks that are not stored.
+        """
+        if not self.is_external:
+            return
+        try:
+            status = os.lstat(self.folder)
+        except OSError:  # not there, or out of reach: opening it says so
+            return
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise NotWritable(
+                f"index {self.folder}: belongs to user {status.st_uid} or may be written by others (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}); set index.path to a folder of this user, or remove it: it is "
+                "made again"
+            )
+
+    # --- the token ---------------------------------------------------------------------------------------------------
+
+    def matches(self, index: LmdbIndex) -> bool:
+        """Return whether an index has the store's present state. Raises StoreUnavailable."""
+        token = self._read_token()
+        if token is None:
+            return not self.is_external and not index.tokens
+        return token in index.tokens
+
+    def give_token(self, index: LmdbIndex, *, renew: bool = False) -> str | None:
+        """Give a token to an index that was made from all that is stored, under the lock.
+
+        Returns one that the store is to have once the index is in its place, None where it has that already: another
+        machine's index stays valid where this one is only rebuilt. `renew`: the store has changed under its token.
+        """
+        token = self._read_token()
+        if token is None and not self.is_external:
+            return None
+        if token and not renew:
+            index.keep_tokens([token])
+            return None
+        token = secrets.token_hex(TOKEN_BYTES)
+        index.keep_tokens([token])
+        return token
+
+    def publish_token(self, token: str | None) -> None:
+        """Give the store a token that `give_token` returned. Raises NoRoom, StoreUnavailable."""
+        if token is None:
+            return
+        if not self._token_file.exists():  # an index in the store's folder has no token: nothing would invalidate it
+            remove_tree(self.root / "index")
+        self._write_token(token)
+
+    def replace_token(self, index: LmdbIndex) -> None:
+        """Replace the token of the store and of its index, durably. Raises NoRoom, StoreUnavailable."""
+        before = self._read_token()
+        if before is None and not self.is_external:
+            return
+        token = secrets.token_hex(TOKEN_BYTES)
+        index.keep_tokens([*([before] if before else []), token])  # 1
+        self._write_token(token)  # 2
+        index.keep_tokens([token])  # 3
+
+    def _read_token(self) -> str | None:
+        """Return the store's token, "" for a damaged one, None where no index needs one."""
+        try:
+            data = read_private(self._token_file, 4 * TOKEN_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            raise StoreUnavailable(f"{self._token_file}: {err.strerror}") from err
+        return data.strip().decode() if _TOKEN.fullmatch(data.strip()) else ""
+
+    def _write_token(self, token: str) -> None:
+        """Overwrite the token in place: a full disk has no room for a second file, and a torn one matches nothing."""
+        try:
+            is_new = not self._token_file.exists()
+            descriptor = self._open_token()
+            try:
+                os.pwrite(descriptor, f"{token}\n".encode(), 0)
+                os.ftruncate(descriptor, 2 * TOKEN_BYTES + 1)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            if is_new:
+                sync_folder(self.root)
+        except OSError as err:
+            if err.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoRoom(
+                    f"{self._token_file}: no room left on the device: make room and run the same again"
+                ) from err
+            raise write_error(self._token_file, err) from err
+
+    def _open_token(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT
+        descriptor = open_private(self._token_file, flags)
+        if os.fstat(descriptor).st_nlink > 1:  # a store that was copied as links: the copy keeps its token
+            os.close(descriptor)
+            with suppress(FileNotFoundError):
+                os.unlink(self._token_file)
+            descriptor = open_private(self._token_file, flags | os.O_EXCL)
+        return descriptor
+
+
+def _expand(index_path: str) -> Path:
+    try:
+        return Path(index_path).expanduser()
+    except RuntimeError as err:
+        raise ConfigError(f'index.path "{index_path}": {err}; name an absolute path') from err

@@ -1,0 +1,372 @@
+"""`index.path`: the index of a local store on another disk, and how an older state of the store is noticed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from nearkin.api import Store, open_store
+from nearkin.cli import main
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import ConfigError, NoRoom, NotWritable, StoreLocked, StoreUnavailable
+from nearkin.index_location import TOKEN_FILE, IndexLocation
+from nearkin.testing.generated import random_bytes
+from nearkin.testing.stores import SMALL, settings
+
+STALE = "has an older state of the store"
+
+
+class Machine:
+    """Settings of one machine that uses a store, with an index folder of its own."""
+
+    def __init__(self, folder: Path, root: Path, changes: dict[str, dict[str, object]] | None = None) -> None:
+        self.index_path, self.root = folder, root
+        self.wait_seconds = 0.0
+        self.settings = settings(SMALL, {"index": {**SMALL["index"], "path": str(folder)}}, changes or {})
+
+    def open(self, *, create: bool = False) -> Store:
+        """Open the store as this machine does."""
+        return open_store(self.root, settings=self.settings, create=create)
+
+    def put(self, key: str, data: bytes) -> int:
+        """Put a blob in a session of its own; return how many of its bytes were new."""
+        with self.open() as store:
+            store.wait_for_lock(self.wait_seconds)
+            return store.put(key, data).ledger.unique_bytes
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "share" / "store"
+
+
+@pytest.fixture
+def first(tmp_path: Path, root: Path) -> Machine:
+    machine = Machine(tmp_path / "first", root)
+    with machine.open(create=True):
+        pass
+    return machine
+
+
+@pytest.fixture
+def second(tmp_path: Path, root: Path) -> Machine:
+    return Machine(tmp_path / "second", root)
+
+
+def contents(machine: Machine) -> dict[str, bytes]:
+    with machine.open() as store:
+        assert not store.verify().damage
+        return {info.key: store.get(info.key).read() for info in store.versions()}
+
+
+def test_index_path_holds_the_index_of_the_store(first: Machine, root: Path) -> None:
+    """F.5: the index is in a folder named after the store, private, and none is in the store."""
+    first.put("k", b"x" * 100_000)
+    with first.open() as store:
+        folder = first.index_path / store.store_id
+        assert store.index_folder == folder
+        assert store.stats().index_bytes > 0
+    assert (folder / "data.mdb").is_file()
+    assert not (root / "index").exists()
+    assert {folder.stat().st_mode & 0o777, first.index_path.stat().st_mode & 0o777} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_file()} == {0o600}
+    assert (root / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_two_machines_in_turn_find_all_blobs(first: Machine, second: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """F.5: each notices what the other one stored, rebuilds its index and is told once, and deduplicates again."""
+    data = {f"blob {number}": random_bytes(300_000, number) for number in range(6)}
+    for number, (key, each) in enumerate(data.items()):
+        machine = (first, second)[number % 2]
+        with caplog.at_level(logging.WARNING, "nearkin"):
+            caplog.clear()
+            assert machine.put(key, each) == len(each)
+            told = [record for record in caplog.records if STALE in record.getMessage()]
+            assert len(told) == (number > 1)
+    for machine in (first, second):
+        assert contents(machine) == data
+    for machine in (second, first):
+        assert [machine.put(key, each) for key, each in data.items()] == [0] * len(data)
+    assert contents(second) == contents(first)
+
+
+def test_index_of_the_only_writer_is_not_rebuilt(
+    first: Machine, second: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.5: sessions of one machine, and readers elsewhere, leave its index valid."""
+    first.put("a", random_bytes(200_000, 1))
+    assert set(contents(second)) == {"a"}
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "nearkin"):
+        first.put("b", random_bytes(200_000, 2))
+        with first.open() as store:
+            store.delete("a")
+        assert set(contents(first)) == {"b"}
+    assert not [record for record in caplog.records if "rebuilding" in record.getMessage()]
+
+
+def test_open_reader_notices_another_machines_put(first: Machine, second: Machine) -> None:
+    """F.5: a process that keeps the store open lists what another machine put since, also while that one writes."""
+    first.put("a", b"1")
+    with second.open() as reader:
+        assert [info.key for info in reader.versions()] == ["a"]
+        with first.open() as writer:
+            writer.put("b", b"2")
+            assert [info.key for info in reader.versions()] == ["a", "b"]
+        assert [info.key for info in reader.versions()] == ["a", "b"]
+
+
+def test_machine_without_index_path_notices_too(first: Machine, root: Path) -> None:
+    """F.5: `index/` in the store is an index like any other: it is stale after a machine with `index.path` wrote."""
+    plain = settings(SMALL)
+    first.put("a", random_bytes(200_000, 1))
+    with open_store(root, settings=plain) as store:
+        assert store.put("b", random_bytes(200_000, 2)).info.version == 1
+        assert store.index_folder == root / "index"
+    first.put("c", random_bytes(200_000, 3))
+    with open_store(root, settings=plain) as store:
+        assert [info.key for info in store.versions()] == ["a", "b", "c"]
+        assert store.put("d", random_bytes(200_000, 3)).ledger.unique_bytes == 0
+    assert set(contents(first)) == {"a", "b", "c", "d"}
+
+
+def test_index_in_the_store_is_removed_at_first_use(tmp_path: Path, first: Machine) -> None:
+    """F.5: an index without a token could not be told from a valid one once the token is lost."""
+    root = tmp_path / "older"
+    with open_store(root, settings=settings(SMALL), create=True) as store:
+        store.put("k", b"1")
+    assert not (root / TOKEN_FILE).exists()
+    machine = Machine(first.index_path, root)
+    assert contents(machine) == {"k": b"1"}
+    assert not (root / "index").exists()
+
+
+def test_copied_root_never_uses_the_originals_index(tmp_path: Path, first: Machine, root: Path) -> None:
+    """F.5: a copy has the store's id and token: what only the original stored afterwards is not taken for stored."""
+    first.put("a", random_bytes(200_000, 1))
+    shutil.copytree(root, tmp_path / "copy")
+    copy = Machine(first.index_path, tmp_path / "copy")
+    later = random_bytes(200_000, 2)
+    first.put("b", later)
+    assert copy.put("b", later) == len(later)
+    assert contents(copy)["b"] == contents(first)["b"] == later
+
+
+def test_copy_from_the_middle_of_a_session_is_noticed(tmp_path: Path, first: Machine, root: Path) -> None:
+    """F.5: a copy made while the writer had the store open lacks what it put afterwards."""
+    later = random_bytes(200_000, 2)
+    with first.open() as store:
+        store.put("a", random_bytes(200_000, 1))
+        shutil.copytree(root, tmp_path / "copy")
+        store.put("b", later)
+        copy = Machine(first.index_path, tmp_path / "copy")
+        with pytest.raises(StoreLocked, match="in use for a copy"):
+            copy.put("b", later)
+    assert copy.put("b", later) == len(later)
+    assert contents(copy)["b"] == later
+    assert contents(first)["b"] == later
+
+
+def test_copy_after_a_died_session_is_noticed(tmp_path: Path, first: Machine, root: Path) -> None:
+    """F.5: the writer died with its index open; the copy has its token and lacks containers that the index names."""
+    later = random_bytes(200_000, 2)
+    child = os.fork()
+    if not child:
+        try:
+            store = first.open()
+            store.put("a", random_bytes(200_000, 1))
+            shutil.copytree(root, tmp_path / "copy")
+            store.put("b", later)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    copy = Machine(first.index_path, tmp_path / "copy")
+    assert copy.put("b", later) == len(later)
+    assert contents(copy)["b"] == later
+    assert contents(first)["b"] == later
+
+
+def test_writer_that_dies_while_it_claims_is_safe(first: Machine, second: Machine) -> None:
+    """F.5: of the three steps of a new token each may be the last one."""
+    first.put("a", b"1")
+    second.put("b", b"2")
+    plain = IndexLocation._write_token
+    for written in (False, True):
+
+        def write(location: IndexLocation, token: str, *, written: bool = written) -> None:
+            if written:
+                plain(location, token)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(IndexLocation, "_write_token", write)
+            with pytest.raises(KeyboardInterrupt):
+                first.put("never", b"3")
+        assert contents(second) == contents(first) == {"a": b"1", "b": b"2"}
+    assert first.put("a copy", b"2" * 50_000) > 0
+    assert set(contents(second)) == {"a", "b", "a copy"}
+
+
+def test_damaged_or_lost_token_rebuilds_the_index(first: Machine, root: Path) -> None:
+    """F.5: a token that is lost, torn or not one matches no index; the next writer makes a new one."""
+    first.put("a", b"1")
+    for damage in (b"", b"0123", b"\xff" * 33, b"g" * 32 + b"\n"):
+        (root / TOKEN_FILE).write_bytes(damage)
+        assert contents(first) == {"a": b"1"}
+    (root / TOKEN_FILE).unlink()
+    assert contents(first) == {"a": b"1"}
+    assert len((root / TOKEN_FILE).read_bytes()) == 33
+
+
+def test_token_behind_a_link_is_refused(tmp_path: Path, first: Machine, root: Path) -> None:
+    """F.24: the token is never written through a link, or into a file that a copy as links shares."""
+    first.put("a", b"1")
+    kept = (root / TOKEN_FILE).read_bytes()
+    os.link(root / TOKEN_FILE, tmp_path / "shared")
+    first.put("b", b"2")
+    assert (tmp_path / "shared").read_bytes() == kept
+    (root / TOKEN_FILE).unlink()
+    (root / TOKEN_FILE).symlink_to(tmp_path / "shared")
+    with pytest.raises(StoreUnavailable, match="symbolic link"):
+        first.put("c", b"3")
+    assert (tmp_path / "shared").read_bytes() == kept
+
+
+def test_index_path_lost_is_made_again(first: Machine) -> None:
+    """F.5: a removed index folder costs a rebuild, and `rebuild-index` makes it again at any time."""
+    data = random_bytes(200_000, 1)
+    first.put("a", data)
+    shutil.rmtree(first.index_path)
+    assert contents(first) == {"a": data}
+    with first.open() as store:
+        assert store.rebuild_index().versions == 1
+        assert store.put("b", data).ledger.unique_bytes == 0
+        store.rebuild_index()
+        store.put("c", data)
+    assert set(contents(first)) == {"a", "b", "c"}
+
+
+def test_index_path_of_another_user_is_not_believed(first: Machine) -> None:
+    """F.5: a folder that others may write is refused for writing; readers use a temporary index."""
+    first.put("a", b"1")
+    with first.open() as store:
+        folder = store.index_folder
+    folder.chmod(0o770)
+    with pytest.raises(NotWritable, match="may be written by others"):
+        first.put("b", b"2")
+    assert contents(first) == {"a": b"1"}
+    folder.chmod(0o700)
+    os.chown(folder, 65534, -1) if os.geteuid() == 0 else folder.chmod(0o720)
+    with pytest.raises(NotWritable, match=r"index\.path"):
+        first.put("b", b"2")
+
+
+def test_index_path_not_a_folder_is_named(tmp_path: Path, root: Path, first: Machine) -> None:
+    """F.5: an index folder that cannot be made is an error of writers that names it."""
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreUnavailable, match=str(place)):
+            Machine(place, root).put("a", b"1")
+
+
+def test_index_path_full_fails_the_put_and_keeps_all(tmp_path: Path, root: Path, first: Machine) -> None:
+    """F.5: a full index disk is named; what is stored can be read, and the put succeeds once there is room."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount the small disk that this test fills")
+    first.put("a", b"1" * 100_000)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        (disk / "ballast").write_bytes(bytes((1 << 20) - 8192))
+        full = Machine(disk, root)
+        with pytest.raises(NoRoom, match=str(disk)):
+            full.put("b", b"2")
+        assert contents(first) == {"a": b"1" * 100_000}
+        (disk / "ballast").unlink()
+        full.put("b", b"2")
+        assert set(contents(full)) == set(contents(first)) == {"a", "b"}
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("path", ["cache", "./x", "", "a\0b", "/" + "x" * 5000])
+def test_index_path_not_absolute_is_refused(path: str) -> None:
+    """F.5: a path that depends on the current folder would give each call an index of its own."""
+    with pytest.raises(ConfigError, match=r"index\.path"):
+        with_changes(Settings(), {"index": {"path": path}})
+
+
+def test_index_path_below_home_is_expanded(
+    tmp_path: Path, root: Path, first: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.5: ~ is the user's home folder; one that is not known is an error that names the setting."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with Machine(Path("~/cache"), root).open() as store:
+        assert store.index_folder == tmp_path / "home" / "cache" / store.store_id
+    with pytest.raises(ConfigError, match=r"index\.path"):
+        Machine(Path("~no-such-user/cache"), root).open()
+
+
+def test_index_path_on_a_network_filesystem_warns(
+    first: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.5: what counts is where the index is, not where the store is."""
+    monkeypatch.setattr("nearkin.local_index._CHECKED_FOLDERS", set())
+    monkeypatch.setattr("nearkin.local_index.network_type", lambda path: "nfs4" if path == first.index_path else None)
+    with caplog.at_level(logging.WARNING, "nearkin"):
+        first.put("a", b"1")
+    assert [record for record in caplog.records if "network filesystem (nfs4)" in record.getMessage()]
+
+
+def test_gc_beside_another_machines_puts_keeps_all(first: Machine, second: Machine, root: Path) -> None:
+    """F.5: a GC run between whose steps another machine puts sees what that one refers to."""
+    erase = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
+    first.settings = settings(first.settings, erase)
+    second.settings = settings(second.settings, erase)
+    data = {f"k{number}": random_bytes(300_000, number) for number in range(8)}
+    for key, each in data.items():
+        first.put(key, each)
+    with first.open() as store:
+        for key in list(data)[:4]:
+            store.delete(key)
+    puts: list[int] = []
+    second.wait_seconds = 60.0
+
+    def put_again() -> None:
+        puts.extend(second.put(f"again {key}", data[key]) for key in list(data)[:4])
+
+    for _ in range(3):
+        thread = threading.Thread(target=put_again)
+        with first.open() as store:
+            thread.start()
+            store.gc(wait_seconds=60)
+            thread.join(60)
+    found = contents(first)
+    assert found == contents(second)
+    assert {key: found[key] for key in list(data)[4:]} == {key: data[key] for key in list(data)[4:]}
+    assert {key: found[f"again {key}"] for key in list(data)[:4]} == {key: data[key] for key in list(data)[:4]}
+
+
+def test_stats_and_config_name_the_index_folder(
+    first: Machine, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F.5: the command shows where the index is, and takes the setting from the environment."""
+    monkeypatch.setenv("NEARKIN_INDEX__PATH", str(first.index_path))
+    monkeypatch.setenv("COLUMNS", "500")
+    assert main(["--store", str(root), "stats"]) == 0
+    assert str(first.index_path) in capsys.readouterr().out
+    assert main(["--store", str(root), "config"]) == 0
+    assert str(first.index_path) in capsys.readouterr().out
+    assert main(["--store", str(root), "rebuild-index"]) == 0
+    assert main(["--store", str(root), "verify"]) == 0
+    assert not (root / "index").exists()
