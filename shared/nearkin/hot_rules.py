@@ -15,12 +15,13 @@ def rule_of(name: str) -> object:
     return get_args(hint)[1] if get_origin(hint) is Annotated else None
 
 
-def changes_schema() -> dict[str, Any]:
-    """Return the JSON schema of changes: sections of hot fields."""
+def changes_schema(*, nullable: bool = False) -> dict[str, Any]:
+    """Return the JSON schema of changes: sections of hot fields; `nullable`: of a merge patch."""
     sections: dict[str, dict[str, Any]] = {}
     for name in sorted(HOT_FIELDS):
         section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = _schema(rule_of(name))
+        schema = _schema(rule_of(name))
+        sections.setdefault(section, {})[field] = {"anyOf": [schema, {"type": "null"}]} if nullable else schema
     return {
         "type": "object",
         "properties": {

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from nearkin.config import HOT_FIELDS, SECRET_URLS, SECRETS
 from nearkin.config_layers import shown
 from nearkin.formats.answers import explain_json, info_json, stats_json
+from nearkin.hot_rules import changes_schema
 from nearkin_gateway import models
 from nearkin_gateway.access import Operator, Reader
 from nearkin_gateway.audit_requests import annotate
@@ -34,9 +35,8 @@ _PATCH: dict[str, Any] = {
         "content": {
             media: {
                 "schema": {
-                    "type": "object",
+                    **changes_schema(nullable=True),
                     "description": "RFC 7396: sections with hot fields; null takes a change back.",
-                    "additionalProperties": {"type": "object"},
                     "example": {"features": {"algorithm": "ntransform"}},
                 }
             }

@@ -22,6 +22,7 @@ from nearkin_gateway.audit_requests import AuditRequests
 from nearkin_gateway.counting import Counted
 from nearkin_gateway.cross_origin import allow_origins
 from nearkin_gateway.handing_over import sweep_for_ever
+from nearkin_gateway.header_bounds import document_parameters
 from nearkin_gateway.keys import PathAsSent
 from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
 from nearkin_gateway.state import Gateway
@@ -120,6 +121,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             components.pop(name, None)
         for operations in schema["paths"].values():
             for operation in operations.values():
+                document_parameters(operation)
                 # The scopes of one entry are all needed, entries are alternatives: our routes need one of their scopes.
                 if "security" in operation:
                     operation["security"] = [

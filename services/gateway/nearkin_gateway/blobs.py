@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from nearkin.errors import PreconditionFailed
 from nearkin.formats.answers import info_json
 from nearkin.sources import CONTENT_TYPE, check_metadata, content_type
-from nearkin_gateway import models
+from nearkin_gateway import header_bounds, models
 from nearkin_gateway.access import Caller, Reader, Writer, check_open_to
 from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.bodies import check_declared, chunks, frames
@@ -114,13 +114,30 @@ async def put_blob(
     caller: Writer,
     wait: Wait = 0.0,
     idempotency_key: Annotated[
-        str | None, Header(description="Repeats with the same key and Idempotency-Key store once.")
+        str | None,
+        Header(
+            description="Repeats with the same key and Idempotency-Key store once.",
+            json_schema_extra=header_bounds.IDEMPOTENCY_KEY,
+        ),
     ] = None,
     content_digest: Annotated[
-        str | None, Header(description="`sha-256=:BASE64:`, also sha-512, md5, sha; checked (RFC 9530).")
+        str | None,
+        Header(
+            description="`sha-256=:BASE64:`, also sha-512, md5, sha; checked (RFC 9530).",
+            json_schema_extra=header_bounds.CONTENT_DIGEST,
+        ),
     ] = None,
-    content_md5: Annotated[str | None, Header(alias="Content-MD5", description="Base64, checked (RFC 1864).")] = None,
-    x_content_sha256: Annotated[str | None, Header(description="64 hex digits, checked.")] = None,
+    content_md5: Annotated[
+        str | None,
+        Header(
+            alias="Content-MD5",
+            description="Base64, checked (RFC 1864).",
+            json_schema_extra=header_bounds.CONTENT_MD5,
+        ),
+    ] = None,
+    x_content_sha256: Annotated[
+        str | None, Header(description="64 hex digits, checked.", json_schema_extra=header_bounds.CONTENT_SHA256)
+    ] = None,
     want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
     if_match: Annotated[
         str | None, Header(description="Only over this newest version (ETag); checked at the commit.")

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from nearkin.formats.answers import deletion_json, info_json
 from nearkin.formats.manifest import us_of
-from nearkin_gateway import models
+from nearkin_gateway import header_bounds, models
 from nearkin_gateway.access import Caller, Deleter, Reader
 from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.catalogue import LISTED_MAX, VERSION_MAX
@@ -30,7 +30,11 @@ router = APIRouter(tags=["deletion"])
 OneVersion = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version alone.")]
 Reason = Annotated[str, Query(max_length=1024, description="Kept with the deletion: at most 1024 bytes.")]
 IdempotencyKey = Annotated[
-    str | None, Header(description="A repeat with the same one is answered as the first call was.")
+    str | None,
+    Header(
+        description="A repeat with the same one is answered as the first call was.",
+        json_schema_extra=header_bounds.IDEMPOTENCY_KEY,
+    ),
 ]
 _COUNT = {"X-Nearkin-Versions": {"description": "How many versions.", "schema": {"type": "integer"}}}
 _PROBLEMS = responses(400, 401, 403, 404, 405, 410, 414, 422, 429, 431, 500, 503)

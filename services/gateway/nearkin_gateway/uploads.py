@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Path, Request
 from starlette.responses import JSONResponse, Response
 
 from nearkin.errors import NearkinError
-from nearkin_gateway import models
+from nearkin_gateway import header_bounds, models
 from nearkin_gateway.access import Caller, Writer, check_open_to
 from nearkin_gateway.audit_requests import annotate
 from nearkin_gateway.concatenation import create_final
@@ -60,14 +60,15 @@ _ABLE = {
     "Tus-Max-Size": {"schema": {"type": "integer"}, "description": "The most bytes that an upload may have."},
     "Tus-Checksum-Algorithm": {"schema": {"type": "string"}, "description": "What `Upload-Checksum` may name."},
 }
-_BODY = {
-    "requestBody": {
-        "required": False,
-        "content": {OFFSET_MEDIA: {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+_CONTENT = {OFFSET_MEDIA: {"schema": {"type": "string", "format": "binary"}}}
+_FIRST_BODY = {"requestBody": {"required": False, "content": _CONTENT}}
+_BODY = {"requestBody": {"required": True, "content": _CONTENT}}
 _PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 422, 429, 431, 500, 503)
-Tus = Annotated[str | None, Header(alias="Tus-Resumable", description=f"`{VERSION}`.")]
+Tus = Annotated[
+    str | None,
+    Header(alias="Tus-Resumable", description=f"`{VERSION}`.", json_schema_extra=header_bounds.TUS_RESUMABLE),
+]
+UploadId = Annotated[str, Path(json_schema_extra=header_bounds.UPLOAD_ID)]
 
 
 @router.options(
@@ -102,20 +103,33 @@ async def options(request: Request) -> Response:
         **_PROBLEMS,
         **responses(408, 409, 413, 415),
     },
-    openapi_extra=_BODY,
+    openapi_extra=_FIRST_BODY,
     operation_id="createUpload",
 )
 async def create(
     request: Request,
     caller: Writer,
     tus_resumable: Tus = None,
-    upload_length: Annotated[str | None, Header(description="Bytes of the whole; of a final upload left out.")] = None,
+    upload_length: Annotated[
+        str | None,
+        Header(
+            description="Bytes of the whole; of a final upload left out.",
+            json_schema_extra=header_bounds.UPLOAD_LENGTH,
+        ),
+    ] = None,
     upload_metadata: Annotated[
-        str | None, Header(description="`key BASE64` and further pairs; `sha256` (hex) is checked.")
+        str | None,
+        Header(
+            description="`key BASE64` and further pairs; `sha256` (hex) is checked.",
+            json_schema_extra=header_bounds.UPLOAD_METADATA,
+        ),
     ] = None,
     upload_concat: Annotated[
         str | None,
-        Header(description="`partial`: only a part of a final upload; `final;URL URL`: these, in order, are one blob."),
+        Header(
+            description="`partial`: only a part of a final upload; `final;URL URL`: these, in order, are one blob.",
+            json_schema_extra=header_bounds.UPLOAD_CONCAT,
+        ),
     ] = None,
     if_match: Annotated[
         str | None, Header(description="Only over this newest version (ETag); checked at the commit.")
@@ -205,7 +219,7 @@ def _length(text: str | None, bytes_max: int) -> int:
     },
     operation_id="headUpload",
 )
-async def head(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
+async def head(request: Request, id: UploadId, caller: Writer, tus_resumable: Tus = None) -> Response:
     """Say how much of an upload is durable. One that is whole is handed over, should that not have happened."""
     gateway = gateway_of(request)
     annotate(request, upload=id)
@@ -232,7 +246,7 @@ def _described(staged: Staged) -> dict[str, str]:
 
 
 @router.get("/v1/uploads/{id}", response_model=models.ResumableUpload, responses=_PROBLEMS, operation_id="getUpload")
-async def get(request: Request, id: str, caller: Writer) -> Response:
+async def get(request: Request, id: UploadId, caller: Writer) -> Response:
     """Say how far an upload is; `status` is where its outcome is told, once it is handed over (not part of tus)."""
     gateway = gateway_of(request)
     annotate(request, upload=id)
@@ -273,11 +287,20 @@ async def get(request: Request, id: str, caller: Writer) -> Response:
 )
 async def patch(
     request: Request,
-    id: str,
+    id: UploadId,
     caller: Writer,
     tus_resumable: Tus = None,
-    upload_offset: Annotated[str | None, Header(description="Where the body begins: what HEAD says.")] = None,
-    upload_checksum: Annotated[str | None, Header(description="`sha1 BASE64` or `sha256 BASE64` of the body.")] = None,
+    upload_offset: Annotated[
+        str | None,
+        Header(description="Where the body begins: what HEAD says.", json_schema_extra=header_bounds.UPLOAD_OFFSET),
+    ] = None,
+    upload_checksum: Annotated[
+        str | None,
+        Header(
+            description="`sha1 BASE64` or `sha256 BASE64` of the body.",
+            json_schema_extra=header_bounds.UPLOAD_CHECKSUM,
+        ),
+    ] = None,
 ) -> Response:
     """Add bytes at the end. The last ones hand the whole over; `GET` tells where its outcome will be."""
     gateway = gateway_of(request)
@@ -307,7 +330,7 @@ async def patch(
     responses={204: {"description": "Gone.", "headers": _TUS}, **_PROBLEMS, **responses(409, 423)},
     operation_id="deleteUpload",
 )
-async def terminate(request: Request, id: str, caller: Writer, tus_resumable: Tus = None) -> Response:
+async def terminate(request: Request, id: UploadId, caller: Writer, tus_resumable: Tus = None) -> Response:
     """Drop an upload; what was handed over before stays."""
     gateway = gateway_of(request)
     annotate(request, upload=id)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -89,8 +90,62 @@ def test_every_answer_is_one_that_the_document_names(api: Any, token: str, opera
     def holds(case: Any) -> None:
         response = case.call(headers={"Authorization": f"Bearer {token}"}, timeout=60)
         case.validate_response(response, checks=CHECKS)
+        if "different" not in response.text:  # two digests, each of which is valid
+            assert problem_of(response) not in BOUNDS - BEYOND.get(operation_id, set()), response.text
 
     holds()
+
+
+BOUNDS = {
+    *("invalid", "bad-idempotency-key", "bad-digest", "bad-checksum", "bad-length", "bad-offset", "tus-version"),
+    *("bad-condition", "bad-json", "bad-media-type"),
+}
+"""Problems of requests that the document rules out: none that is made from it may be refused so."""
+BEYOND = {"createUpload": {"bad-length"}}
+"""What no schema can say: an upload has a length unless it is a final one."""
+
+
+def problem_of(response: Any) -> str | None:
+    """Return the name of the problem that a response is, None for another one."""
+    if response.headers.get("content-type", [""])[0] != "application/problem+json" or not response.content:
+        return None
+    return str(response.json()["type"]).rpartition(":")[2]
+
+
+OUTSIDE = [
+    ("put", "/v1/blobs/k", "Idempotency-Key", "x" * 256),
+    ("put", "/v1/blobs/k", "Content-MD5", "AAAA"),
+    ("put", "/v1/blobs/k", "Content-Digest", "sha-256=:AAAA:"),
+    ("put", "/v1/blobs/k", "X-Content-SHA256", "0" * 63),
+    ("delete", "/v1/blobs/k", "Idempotency-Key", "x" * 256),
+    ("post", "/v1/undelete/k", "Idempotency-Key", "x" * 256),
+    ("post", "/v1/uploads", "Tus-Resumable", "0.2.2"),
+    ("post", "/v1/uploads", "Upload-Length", "-1"),
+    ("post", "/v1/uploads", "Upload-Concat", "whole"),
+    ("patch", "/v1/uploads/" + "0" * 32, "Tus-Resumable", "0.2.2"),
+    ("head", "/v1/uploads/" + "0" * 32, "Tus-Resumable", "0.2.2"),
+    ("delete", "/v1/uploads/" + "0" * 32, "Tus-Resumable", "0.2.2"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "header", "value"), OUTSIDE)
+def test_header_outside_its_documented_bounds_is_refused(
+    gateway: Running, token: str, method: str, path: str, header: str, value: str
+) -> None:
+    """F.19: what the document rules out, the code refuses: a bound is never documented alone."""
+    document = httpx.get(f"{gateway.url}/openapi.json").json()
+    pattern = {"/v1/blobs/k": "/v1/blobs/{key}", "/v1/undelete/k": "/v1/undelete/{key}"}.get(
+        path, "/v1/uploads/{id}" if path.endswith("0" * 32) else path
+    )
+    parameters = document["paths"][pattern][method]["parameters"]
+    (found,) = [parameter for parameter in parameters if parameter["name"].lower() == header.lower()]
+    schema = found["schema"]
+    assert schema.keys() & {"pattern", "maxLength", "enum"}, found
+    assert list(jsonschema_rs.validator_for(schema).iter_errors(value))
+    assert found["required"] == (header in ("Tus-Resumable",))
+    with gateway.client(token) as client:
+        answer = client.request(method, path, headers={"Tus-Resumable": "1.0.0", header: value})
+        assert answer.status_code in (400, 412), answer.text
 
 
 def test_the_document_is_complete(gateway: Running) -> None:
