@@ -86,6 +86,19 @@ def test_forged_placed_commits_nothing(sections: dict[str, dict[str, Any]], tmp_
             assert uploader.wait(end.envelope.blob.hex())["state"] == "committed", "a replay keeps the record's MAC"
 
 
+def test_unsigned_upload_commits_under_accept(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """F.31: during an upgrade the records of an older release are committed, those of another store are not."""
+    sections["kafka"]["unauthenticated"] = "accept"
+    with Pipeline(tmp_path, sections) as pipeline, uploading(pipeline.settings) as uploader:
+        end = empty_blob("victim")
+        send(pipeline.settings, FORGERS[1], "placed", end.envelope.blob, encode(end))
+        uploader.outbox.authenticator = None
+        assert uploader.wait(uploader.put("k", [b"unsigned"]))["state"] == "committed"
+        (letter,) = until(lambda: list_letters(pipeline.settings), pipeline.logs)
+        assert "not made with this store's key" in letter.message
+        assert {event["tenant"] for events in uploader.events().values() for event in events} == {"default"}
+
+
 def _put_aside(settings: Settings, end: End) -> None:
     """Make a dead letter of a record of the store's own, as the committer does."""
     full, key, value = topic(settings, "placed"), end.envelope.blob, encode(end)
