@@ -59,6 +59,27 @@ def test_the_sha256_of_the_content_is_checked(tmp_path: Path, call: InProcess) -
     assert put["version"] == 1
 
 
+def test_put_content_type_is_kept_and_shown(tmp_path: Path, call: InProcess) -> None:
+    """F.19: --content-type is the metadata that a gateway answers with; info and get --json show it."""
+    new_store(tmp_path / "store")
+    store = ("--store", tmp_path / "store")
+    put = call.answer(
+        *store, "put", "k", "-", "--content-type", "text/csv; charset=utf-8", "--meta", "a=b", stdin=b"1,2"
+    )
+    assert put["metadata"] == {"a": "b", "content-type": "text/csv; charset=utf-8"}
+    assert b"content-type=text/csv; charset=utf-8" in call(*store, "info", "k").stdout
+    got = call.answer(*store, "get", "k", "-o", tmp_path / "out")
+    assert got["metadata"]["content-type"] == "text/csv; charset=utf-8"
+    for refused in (
+        ("--content-type", "csv"),
+        ("--content-type", "text/csv\nX: y"),
+        ("--content-type", "text/" + "x" * 300),
+        ("--content-type", "text/csv", "--meta", "content-type=text/plain"),
+    ):
+        assert_refused(call(*store, "put", "k", "-", *refused, stdin=b"x"), 2, "content-type")
+    assert len(call.answer(*store, "ls", "--versions")) == 1
+
+
 def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> None:
     new_store(tmp_path / "store")
     os.mkfifo(tmp_path / "pipe")

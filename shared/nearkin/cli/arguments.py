@@ -59,8 +59,8 @@ def parse_sample(text: str) -> float:
     raise BadInput(f"sample {text!r}: want a share above 0 and up to 1, such as 1% or 0.01")
 
 
-def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
-    """Read `--meta name=value` options. Raises BadInput."""
+def parse_metadata(pairs: Sequence[str], media_type: str | None = None) -> dict[str, str]:
+    """Read `--meta name=value` options, and `--content-type`. Raises BadInput."""
     metadata: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -71,6 +71,16 @@ def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
         if name in metadata:
             raise BadInput(f"metadata {name!r}: given twice")
         metadata[name] = value
+    if media_type is not None:
+        from nearkin.sources import CONTENT_TYPE, is_media_type
+
+        if not is_media_type(media_type):
+            raise BadInput(
+                f"--content-type {media_type!r:.100}: want a media type such as text/csv or application/json"
+            )
+        if CONTENT_TYPE in metadata:
+            raise BadInput(f"--content-type and --meta {CONTENT_TYPE}=...: give one of them")
+        metadata[CONTENT_TYPE] = media_type
     return metadata
 
 

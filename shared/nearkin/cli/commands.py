@@ -92,7 +92,12 @@ def nearkin() -> None:
     "--meta",
     metavar="NAME=VALUE",
     multiple=True,
-    help="Metadata kept with the version; repeatable. A gateway answers with `content-type`.",
+    help="Metadata kept with the version; repeatable.",
+)
+@click.option(
+    "--content-type",
+    metavar="TYPE",
+    help="Media type, such as text/csv: kept as metadata `content-type`; a gateway answers GET with it.",
 )
 @click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
 @click.option("--if-match", metavar="DIGEST|*", help="Only if the newest version has this digest; * for any version.")
@@ -106,6 +111,7 @@ def put(
     allow_empty: bool,
     recursive: bool,
     meta: tuple[str, ...],
+    content_type: str | None,
     sha256: str | None,
     if_match: str | None,
     if_none_match: str | None,
@@ -113,9 +119,10 @@ def put(
     """Store a file as a new version of KEY ("-" reads stdin).
 
     nearkin put db/dump dump.rdb --meta host=db1
+    nearkin put report.csv report.csv --content-type text/csv
     pg_dump shop | nearkin put db/shop -
     nearkin put db/shop --from-command -- pg_dump shop    # stores nothing if pg_dump fails
-    nearkin put --if-none-match "*" lock mine    # only if the key has no version; else exit code 1
+    nearkin put --if-none-match "*" lock mine    # only if the key has no version; else exit code 7
     nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
@@ -129,7 +136,7 @@ def put(
     from nearkin.cli.arguments import parse_metadata, parse_sha256
     from nearkin.cli.putting import put_one, put_tree
 
-    metadata = parse_metadata(meta)
+    metadata = parse_metadata(meta, content_type)
     digest = None if sha256 is None else parse_sha256(sha256)
     source = sources[0] if sources else None
     if from_command:
