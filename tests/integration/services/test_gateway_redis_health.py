@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import redis as client
 
@@ -9,7 +13,10 @@ from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import StoreUnavailable
 from nearkin.runners.kafka.checking import redis_memory_check
+from nearkin.runners.kafka.clients import create_topics
+from nearkin.testing.gateways import Running, running
 from nearkin.testing.servers import Redis
+from nearkin.testing.waiting import until
 
 
 def test_redis_memory_check_follows_the_server(redis: Redis) -> None:
@@ -30,6 +37,46 @@ def test_redis_memory_check_follows_the_server(redis: Redis) -> None:
             admin.config_set("maxmemory-policy", "noeviction")
             admin.config_set("maxmemory", 0)
     check()
+
+
+@pytest.fixture
+def gateway(kafka: Any, redis: Redis, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[Running]:
+    """Return a gateway in front of Kafka and Redis; no worker is needed to be ready."""
+    changes = {
+        "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 1},
+        "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")},
+        "object_store": {"url": str(tmp_path / "objects")},
+        "storage": {"create": True},
+        "gateway": {"port": 0},
+    }
+    settings = with_changes(Settings(), changes)
+    create_topics(settings)
+    with running(settings) as found:
+        yield found
+
+
+def test_readyz_follows_the_memory_of_redis(gateway: Running, redis: Redis) -> None:
+    """F.19: /readyz is 503 and names Redis while its policy may evict or it is full, and 200 again afterwards."""
+    with gateway.client() as asked, client.Redis.from_url(redis.url) as admin:
+
+        def reason() -> str:
+            answer = asked.get("/readyz")
+            assert answer.status_code in (200, 503), answer.text
+            return "" if answer.status_code == 200 else answer.text
+
+        until(lambda: reason() == "")
+        try:
+            admin.config_set("maxmemory-policy", "volatile-lru")
+            until(lambda: "volatile-lru" in reason())
+            admin.config_set("maxmemory-policy", "noeviction")
+            until(lambda: reason() == "")
+            admin.config_set("maxmemory", max(1, int(admin.info("memory")["used_memory"]) // 2))
+            until(lambda: "maxmemory" in reason())
+            assert "redis" in reason()
+        finally:
+            admin.config_set("maxmemory-policy", "noeviction")
+            admin.config_set("maxmemory", 0)
+        until(lambda: reason() == "")
 
 
 def test_redis_memory_check_without_redis_passes() -> None:

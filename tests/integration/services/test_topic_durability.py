@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,35 @@ def test_stricter_topics_are_kept(made: Settings) -> None:
     """F.31: what an operator asks for beyond Nearkin's own stays."""
     alter(made, "frames", min_insync_replicas="2")
     assert prepare_topics(made)[1] == []
+    check_durability(made)
+
+
+def test_topics_of_older_versions_are_warned_of_and_changed(made: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    """F.19: `committed` gets its codec and `config` its compaction where topics were made without; the Job alters."""
+    alter(made, "committed", compression_type="producer")
+    alter(made, "config", segment_ms="604800000", min_cleanable_dirty_ratio="0.5")
+    alter(made, "workers", cleanup_policy="delete")
+    with caplog.at_level(logging.WARNING, "nearkin.kafka"):
+        check_durability(made)
+    told = " ".join(record.getMessage() for record in caplog.records)
+    for text in ("compression.type is producer, want gzip", "segment.ms is 604800000", "cleanup.policy is delete"):
+        assert text in told
+    changed = ("committed", "config", "workers")
+    assert prepare_topics(made)[1] == sorted(topic(made, name) for name in changed)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "nearkin.kafka"):
+        patiently(lambda: check_durability(made))
+    assert not caplog.records
+    alter(made, "config", segment_ms="600000")
+    assert prepare_topics(made)[1] == []
+
+
+def test_compacted_stage_topic_is_refused_and_put_right(made: Settings) -> None:
+    """F.31: compaction of a topic between stages removes records that were acknowledged and are not done."""
+    alter(made, "segments", cleanup_policy="compact,delete")
+    with pytest.raises(ConfigError, match=r"segments: cleanup\.policy"):
+        check_durability(made)
+    assert prepare_topics(made)[1] == [topic(made, "segments")]
     check_durability(made)
 
 

@@ -141,11 +141,12 @@ def durability_problem(found: Mapping[str, str | None], wanted: Mapping[str, str
 def check_durability(settings: Settings) -> None:
     """Refuse topics that may lose what was acknowledged (I3). Raises ConfigError, StoreUnavailable.
 
-    Without the right to describe configurations nothing is known; a warning says so.
+    Topics that an older version made keep other settings, a codec or no compaction: a warning names them. Without the
+    right to describe configurations nothing is known; a warning says so.
     """
     wanted = durability(settings)
     admin = AdminClient(connection(settings, "nearkin-topics"))
-    names = [topic(settings, name) for name in TOPICS]
+    names = {topic(settings, name): name for name in TOPICS}
     try:
         asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, name) for name in names])
         answers = {resource.name: answer.result(ADMIN_SECONDS_MAX) for resource, answer in asked.items()}
@@ -157,27 +158,49 @@ def check_durability(settings: Settings) -> None:
     except TimeoutError as err:
         raise StoreUnavailable(f"kafka: topics not described in {ADMIN_SECONDS_MAX:.0f} s") from err
     for name, entries in answers.items():
-        problem = durability_problem({one: entry.value for one, entry in entries.items()}, wanted)
+        held = {one: entry.value for one, entry in entries.items()}
+        problem = durability_problem(held, wanted)
+        if problem is None and names[name] not in COMPACTED and "compact" in held["cleanup.policy"]:
+            problem = f"cleanup.policy is {held['cleanup.policy']}, and compaction removes records that are not done"
         if problem is not None:
             raise ConfigError(f"kafka topic {name}: {problem}; run `python -m nearkin.runners.kafka.topics`")
+        differing = [
+            f"{one} is {held.get(one)}, want {value}"
+            for one, value in topic_config(settings, names[name]).items()
+            if held.get(one) != value and not is_stricter(one, held.get(one) or value, value)
+        ]
+        if differing:
+            _log.warning("kafka topic %s: %s; run `python -m nearkin.runners.kafka.topics`", name, "; ".join(differing))
+
+
+def topic_config(settings: Settings, name: str) -> dict[str, str]:
+    """Return the settings that one of TOPICS needs: durability, retention or compaction, codec."""
+    if name in COMPACTED:
+        return {**durability(settings), "cleanup.policy": "compact", **COMPACT_SOON}
+    readable = READABLE_BY_ALL if name == "committed" else {}
+    return {**durability(settings), "cleanup.policy": "delete", "retention.ms": retention_ms(settings), **readable}
+
+
+def is_stricter(setting: str, held: str, wanted: str) -> bool:
+    """Return whether an operator asks for more of a topic than Nearkin does: more replicas, sooner compaction."""
+    match setting:
+        case "min.insync.replicas":
+            return int(held) > int(wanted)
+        case "segment.ms" | "min.cleanable.dirty.ratio":
+            return float(held) < float(wanted)
+    return False
 
 
 def create_topics(settings: Settings) -> list[str]:
     """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
-    config = {"max.message.bytes": str(TOPIC_BYTES_MAX), "cleanup.policy": "delete", **durability(settings)}
-    compacted = config | {"cleanup.policy": "compact", **COMPACT_SOON}
-    config["retention.ms"] = retention_ms(settings)
-    partitions, replication = settings.kafka.partitions, settings.kafka.replication
     return _create(
         settings,
         [
-            NewTopic(topic(settings, name), 1, replication_factor=replication, config=compacted)
-            if name in COMPACTED
-            else NewTopic(
+            NewTopic(
                 topic(settings, name),
-                partitions,
-                replication_factor=replication,
-                config=config | READABLE_BY_ALL if name == "committed" else config,
+                1 if name in COMPACTED else settings.kafka.partitions,
+                replication_factor=settings.kafka.replication,
+                config={"max.message.bytes": str(TOPIC_BYTES_MAX), **topic_config(settings, name)},
             )
             for name in TOPICS
         ],

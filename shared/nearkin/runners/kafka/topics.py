@@ -30,16 +30,16 @@ from nearkin.runners.kafka.clients import (
     TOPICS,
     connection,
     create_topics,
-    durability,
-    retention_ms,
+    is_stricter,
     topic,
+    topic_config,
     unavailable,
 )
 from nearkin.runners.kafka.loop import patiently
 
 
 def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
-    """Make missing topics and set retention and durability of the others; return (made, changed).
+    """Make missing topics and give the others the settings of `topic_config`; return (made, changed).
 
     Raises ConfigError where a topic has another number of partitions, StoreUnavailable, Permanent.
     """
@@ -55,9 +55,7 @@ def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
                     f'kafka.partitions "{settings.kafka.partitions}": topic {name} has {found}; want that number, or '
                     "let all that is under way end, then change every topic of Nearkin alike"
                 )
-        wanted = {topic(settings, name): durability(settings) for name in TOPICS}
-        for name in ours:
-            wanted[name] = {**wanted[name], "retention.ms": retention_ms(settings)}
+        wanted = {topic(settings, name): topic_config(settings, name) for name in TOPICS}
         return made, _with_settings(admin, {name: of for name, of in wanted.items() if name in there})
     except KafkaException as err:
         raise unavailable(settings, err) from err
@@ -78,7 +76,7 @@ def _with_settings(admin: AdminClient, wanted: Mapping[str, Mapping[str, str]]) 
         changes = [
             ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
             for name, value in wanted[resource.name].items()
-            if held[name].value != value and not _is_stricter(name, held[name].value, value)
+            if held[name].value != value and not is_stricter(name, held[name].value, value)
         ]
         if changes:
             resources.append(ConfigResource(ResourceType.TOPIC, resource.name, incremental_configs=changes))
@@ -87,15 +85,10 @@ def _with_settings(admin: AdminClient, wanted: Mapping[str, Mapping[str, str]]) 
     return sorted(resource.name for resource in resources)
 
 
-def _is_stricter(name: str, held: str, wanted: str) -> bool:
-    """Return whether an operator has asked for more acknowledgements than Nearkin does."""
-    return name == "min.insync.replicas" and int(held) > int(wanted)
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings.")
 def main(config_file: Path | None) -> None:
-    """Make the topics that are missing, and set retention and durability of the others."""
+    """Make the topics that are missing; set durability, retention, compaction and codec of the others."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:
         settings = load(config_file)[0]
