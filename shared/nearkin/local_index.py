@@ -287,9 +287,9 @@ class LocalIndex(Notes):
         """Return the index for a note beside whatever put is at work here. Raises as `writable` does."""
         index, held = self._index, self._held
         if index is not None and not index.read_only and held:
-            if held == WRITING:
+            if held == WRITING and self._claimed:  # not one that is only being mended
                 return index
-            if self.crossing.mine:
+            if held != WRITING and self.crossing.mine:
                 index.mark_behind(True)
                 self._noted = True
                 return index

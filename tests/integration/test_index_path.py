@@ -16,7 +16,9 @@ from nearkin.cli import main
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
 from nearkin.errors import ConfigError, NoRoom, NotWritable, StoreLocked, StoreUnavailable
+from nearkin.index.lmdb import LmdbIndex
 from nearkin.index_location import TOKEN_FILE, IndexLocation
+from nearkin.local_index import LocalIndex
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import SMALL, settings
 
@@ -121,6 +123,30 @@ def test_open_reader_notices_another_machines_put(first: Machine, second: Machin
             writer.put("b", b"2")
             assert [info.key for info in reader.versions()] == ["a", "b"]
         assert [info.key for info in reader.versions()] == ["a", "b"]
+
+
+def test_deletion_while_a_reader_mends_is_noticed(
+    first: Machine, second: Machine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.5: a deletion that meets an index which is only being mended invalidates the other machine's all the same."""
+    first.put("a", b"1")
+    assert set(contents(second)) == {"a"}
+    shutil.rmtree(first.index_path)
+    with first.open() as store:
+        whole = LocalIndex._whole
+
+        def delete_meanwhile(index: LocalIndex) -> LmdbIndex:
+            found = whole(index)
+            monkeypatch.undo()
+            store.delete("a")
+            return found
+
+        monkeypatch.setattr(LocalIndex, "_whole", delete_meanwhile)
+        token = (root / TOKEN_FILE).read_bytes()
+        store.versions()
+        assert (root / TOKEN_FILE).read_bytes() != token
+    with second.open() as store:
+        assert list(store.versions()) == []
 
 
 def test_machine_without_index_path_notices_too(first: Machine, root: Path) -> None:
