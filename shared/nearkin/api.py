@@ -526,6 +526,8 @@ class Store:
         than `min_age` seconds or than what the settings say. Raises as `delete` does: the same call goes on.
         """
         retention, tenant = self.settings.retention, self.settings.tenant
+        if not dry_run:
+            self._collection().check_clock()
         found = list(
             decisions(
                 self,

@@ -273,5 +273,10 @@ class GcSettings:
     sign_old_records: bool = False
     """A run gives deletion marks of an older release, which have no MAC, one; without, their versions are never freed.
     Set it for one run after an upgrade, if no one else could write to the store."""
+    clock_gap_seconds_max: Annotated[int, Between(3_600, 3_153_600_000)] = 7_776_000
+    """A run refuses to free by a clock that says that nothing happened in the store for longer than this: neither a
+    container was written nor a run done. A clock that is ahead looks so; set `gc.trust_clock` if it is right."""
+    trust_clock: bool = False
+    """A run takes this machine's clock for right, however far ahead of what the store knows. Set it for one run."""
     services_ended: bool = False
     """The services behind Kafka, which have written this store, never will again: else their janitor alone collects."""

@@ -38,6 +38,7 @@ from nearkin.store.manifests import object_name as manifest_name
 from nearkin.store.objects import check_tenant
 from nearkin.store.pauses import Pauses
 from nearkin_janitor import Collector, Ledger, Purge, Rewriter, Steps, Tenants
+from nearkin_janitor.clock_check import check_clock
 from nearkin_janitor.collect import BLOCKS_BYTES, counted_in
 from nearkin_janitor.endings import Endings
 from nearkin_janitor.erased import count_erasures, remaining_after, sweep_erased
@@ -82,6 +83,7 @@ class LocalGc:
         rounds.acquire(self.index.lock_wait_seconds, ROUNDS)
         alone, ended = self.index.writes_alone, False
         try:
+            self.check_clock()
             with self.index.turn(wait_seconds) as index:
                 failpoint("gc.begun")
                 if self.settings.gc.sign_old_records:
@@ -125,6 +127,7 @@ class LocalGc:
         rounds = WriterLock(self.root, "lock.round")
         rounds.acquire(what=ROUNDS)
         try:
+            self.check_clock()
             with self.index.turn(wait_seconds) as index:
                 swept = sweep_erased(self.condemned.objects, index)
                 self._check_no_manifest_is_lost()
@@ -171,6 +174,10 @@ class LocalGc:
             held={},
             seconds=time.perf_counter() - started,
         )
+
+    def check_clock(self) -> None:
+        """Raise ClockSkew if the clock is ahead: graces, retentions and erasures would end too soon."""
+        check_clock(self.condemned.objects, list(self.containers.generations()), self.clock(), self.settings.gc)
 
     def _purge(self, containers: ContainerStore, steps: Steps | None) -> Purge:
         tenants = Tenants(self.fingerprinter, [self.settings.tenant], self.manifests)

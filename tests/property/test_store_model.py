@@ -48,7 +48,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         self.now = 1_764_000_000.0
         self.rounds = 0
         self.calls = self.others = 0
-        self.changes: dict[str, dict[str, object]] = {"gc": {"compact_below": 0.8}}
+        self.changes: dict[str, dict[str, object]] = {"gc": {"compact_below": 0.8, "trust_clock": True}}
         self.store = None
         self.open()
 
@@ -254,7 +254,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
     )
     def toggle(self, algorithm, chunker, depth, codec, policy, share):
         self.changes = {
-            "gc": {"compact_below": share, "grace_seconds": 86_400},
+            "gc": {"compact_below": share, "grace_seconds": 86_400, "trust_clock": True},
             "features": {"algorithm": algorithm},
             "chunker": {"algorithm": chunker},
             "base": {"policy": policy},

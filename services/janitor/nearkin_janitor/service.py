@@ -38,6 +38,7 @@ from nearkin.store.fenced import FencedObjects
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.objects import ObjectStore
 from nearkin.store.pauses import Pauses
+from nearkin_janitor.clock_check import check_clock
 from nearkin_janitor.collect import Collector
 from nearkin_janitor.erased import count_erasures, sweep_erased
 from nearkin_janitor.rewrite import Rewriter
@@ -201,6 +202,7 @@ class Rounds:
             go_on=self._pauses.check,
         )
         index = FencedIndex(self._index, self._lease.check)
+        check_clock(objects, list(containers.generations()), self._clock(), settings)
         if settings.sign_old_records:
             sign_old_marks(self._objects, self._index, self._lease.check)
         swept = sweep_erased(self._objects, index, self._lease.check)

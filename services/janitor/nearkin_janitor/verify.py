@@ -23,6 +23,7 @@ from nearkin.parallel import ALONE, Helpers
 from nearkin.records import U64, ZERO, ContainerId, Locations, distinct, grouped
 from nearkin.reports import Damage, VerifyReport
 from nearkin.store import chunking, descriptor
+from nearkin.store.clock_records import ClockRecords
 from nearkin.store.condemned import CondemnedStore
 from nearkin.store.containers import ContainerStore, id_of, object_name
 from nearkin.store.encrypted import EncryptedObjects, key_names
@@ -46,7 +47,7 @@ VersionName = tuple[str, str, int]
 """(tenant, key, version)."""
 
 
-_Records = CondemnedStore | Quarantine | Pauses | ScrubStates | VersionHeads
+_Records = CondemnedStore | Quarantine | Pauses | ScrubStates | VersionHeads | ClockRecords
 
 
 @dataclass(slots=True)
@@ -325,7 +326,7 @@ class Verifier:
         kept: list[_Records | None] = [self._condemned, self._quarantine]
         if self._objects is not None:
             heads = VersionHeads(self._objects)
-            kept += [Pauses(self._objects), ScrubStates(self._objects), heads]
+            kept += [Pauses(self._objects), ScrubStates(self._objects), heads, ClockRecords(self._objects)]
             self._rolled_back(heads)
         for store in kept:
             if store is None:

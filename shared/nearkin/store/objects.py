@@ -21,6 +21,7 @@ from nearkin.buffers import SMALLEST_BYTES, Buffers
 from nearkin.errors import Corrupt, NoRoom, NotFound, Permanent, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
+from nearkin.store.mounts import network_type
 from nearkin.store.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
 from nearkin.store.publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
 
@@ -291,6 +292,16 @@ class LocalObjects:
         """Return an object's size. Raises NotFound, StoreUnavailable, or Corrupt as `get` does."""
         with self._reading(name) as (_, size_bytes):
             return size_bytes
+
+    @property
+    def has_server_clock(self) -> bool:
+        """Return whether the folder is on a network filesystem, whose server dates files."""
+        return network_type(self._root) is not None
+
+    def modified_seconds(self, name: str) -> float:
+        """Return when an object was written, seconds since 1970. Raises NotFound, StoreUnavailable."""
+        with self._reading(name) as (descriptor, _):
+            return os.fstat(descriptor).st_mtime
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[tuple[int, int]]:

@@ -134,6 +134,15 @@ class S3Objects(ObstoreObjects):
         except REFUSALS as err:
             raise self._translated(name, err) from err
 
+    @property
+    def has_server_clock(self) -> bool:
+        """Return that the server dates objects by its own clock."""
+        return True
+
+    def modified_seconds(self, name: str) -> float:
+        """Return when the server wrote an object, seconds since 1970. Raises NotFound, StoreUnavailable."""
+        return self._meta(name)["last_modified"].timestamp()
+
     def _meta(self, name: str) -> ObjectMeta:
         """Return what is said of an object. The answer to a HEAD has no body to say what is wrong, a GET's has."""
         try:

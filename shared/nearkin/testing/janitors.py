@@ -6,6 +6,7 @@ python -m nearkin.testing.janitors ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from nearkin import failpoints
@@ -104,7 +105,7 @@ class Fleet:
         return Rounds(
             self.index,
             over or self.objects,
-            lambda: gc,
+            lambda: replace(gc, trust_clock=True),  # the fleet's clock is set by the test
             self.containers,
             rewriter,
             lease_seconds=lease_seconds,

@@ -1,0 +1,135 @@
+"""GC by a clock that is ahead: nothing is freed, the error names both times and the remedy."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from nearkin.api import Store, open_store
+from nearkin.config import Settings
+from nearkin.config_keeping import GcSettings, RetentionPolicy
+from nearkin.config_layers import with_changes
+from nearkin.errors import ClockSkew
+from nearkin.store.clients import memory_objects
+from nearkin.store.clock_records import FOLDER, ClockRecords
+from nearkin.store.objects import ObjectStore
+from nearkin.testing.clock import DAY, Clock
+from nearkin_janitor.clock_check import check_clock
+
+START = float(int(time.time()))
+"""Containers are named by the real clock."""
+YEAR = 365 * DAY
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(START)
+
+
+def opened(root: Path, clock: Clock, **gc: object) -> Store:
+    changes = {"gc": {"grace_seconds": 0, **gc}, "deletion": {"undelete_seconds": 0}}
+    return open_store(root, settings=with_changes(Settings(), changes), clock=clock, create=True)
+
+
+def shown(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def container(seconds: float) -> int:
+    """Return the id of a container that was written then."""
+    return int(seconds * 1000) << 20
+
+
+def test_gc_refuses_a_clock_far_ahead(tmp_path: Path, clock: Clock) -> None:
+    """F.29: A clock a year ahead freed what was deleted a moment ago; the run is refused before anything is freed."""
+    with opened(tmp_path / "s", clock) as store:
+        store.put("k", b"x" * 1000)
+        store.delete("k")
+        clock.now += YEAR
+        match = rf"clock says {shown(START + YEAR)}, and between {shown(START)[:10]}.*gc.trust_clock"
+        for attempt in (store.gc, store.purge, lambda: store.forget("", RetentionPolicy(keep_last=1))):
+            with pytest.raises(ClockSkew, match=match):
+                attempt()
+        assert store._manifests.is_committed("default", "k", 1)
+        assert store.gc(dry_run=True).versions == 1  # a preview frees nothing
+        clock.now = START + 1
+        assert store.gc().versions == 1
+
+
+def test_put_by_a_wrong_clock_does_not_confirm_it() -> None:
+    """F.29: A container that is as far ahead as the clock is no proof: the gap before it is what counts."""
+    objects = memory_objects()
+    check_clock(objects, [container(START)], START, GcSettings())
+    with pytest.raises(ClockSkew):
+        check_clock(objects, [container(START), container(START + YEAR)], START + YEAR + 1, GcSettings())
+    monthly = [container(START + month * 30 * DAY) for month in range(13)]
+    check_clock(objects, monthly, START + YEAR, GcSettings())
+
+
+def test_trusted_clock_is_recorded(tmp_path: Path, clock: Clock) -> None:
+    """F.29: One run with `gc.trust_clock` confirms the clock; later ones need it no more."""
+    with opened(tmp_path / "s", clock) as store:
+        store.put("k", b"x")
+    clock.now += YEAR
+    with opened(tmp_path / "s", clock) as store, pytest.raises(ClockSkew):
+        store.gc()
+    with opened(tmp_path / "s", clock, trust_clock=True) as store:
+        store.gc()
+    clock.now += DAY
+    with opened(tmp_path / "s", clock) as store:
+        store.gc()
+        assert store.verify().damage == ()
+
+
+def test_clock_record_is_written_once_a_day(tmp_path: Path, clock: Clock) -> None:
+    """F.29: A run leaves one record, and replaces it after a day; a store that GC visits is never refused."""
+    with opened(tmp_path / "s", clock) as store:
+        store.put("k", b"x")
+        for _ in range(5):
+            store.gc()
+            clock.now += 60 * DAY
+            records = ClockRecords(store._covered)
+            assert len(records.listed()) == 1
+        before = records.read()
+        clock.now = START + 4 * 60 * DAY + 3600
+        store.gc()
+        assert records.read() == before
+
+
+def test_forged_clock_record_counts_as_none(tmp_path: Path, clock: Clock) -> None:
+    """F.29: A record that the store's key does not authenticate confirms no clock; verify names it."""
+    with opened(tmp_path / "s", clock) as store:
+        store.put("k", b"x")
+        name = ClockRecords(store._covered).name(7)
+        path = store.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"version": 1, "at_us": int((START + YEAR) * 1e6)}))
+        clock.now += YEAR
+        with pytest.raises(ClockSkew):
+            store.gc()
+        assert name in [found.object_name for found in store.verify().damage]
+
+
+def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """F.29: A clock that is behind the store's containers is reported with both times; the run goes on."""
+    objects = memory_objects()
+    with caplog.at_level(logging.WARNING):
+        check_clock(objects, [container(START + YEAR)], START, GcSettings())
+    assert f"written at {shown(START + YEAR)}" in caplog.text
+    assert f"this clock says {shown(START)}" in caplog.text
+
+
+def test_gc_refuses_a_clock_ahead_of_the_s3_server(s3_objects: ObjectStore) -> None:
+    """F.29: Against an S3 server's date 300 s are tolerated, and no more; a clock that is behind is no danger."""
+    now = datetime.now(UTC).timestamp()
+    check_clock(s3_objects, [], now + 200, GcSettings())
+    with pytest.raises(ClockSkew, match=r"the object store's 2.*Z, [45]\d\d s less.*nothing is freed"):
+        check_clock(s3_objects, [], now + 500, GcSettings())
+    check_clock(s3_objects, [], now + 500, GcSettings(trust_clock=True))
+    check_clock(s3_objects, [], now - 5000, GcSettings())
+    assert len([name for name, _ in s3_objects.names(FOLDER)]) == 1
