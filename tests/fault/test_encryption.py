@@ -123,10 +123,10 @@ def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Pat
     put_new = overlay.Overlay.put_new
     monkeypatch.setattr(overlay.tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(overlay.Overlay, "put_new", lambda *args: (put_new(*args), seen.append(b"".join(args[2:])))[0])
-    now = time.time() + 1e7
+    now = time.time() + 2e6
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         store.delete("history", 1)
-        now += 1e7
+        now += 2e6
         store.gc(dry_run=True)
     assert seen
     assert all(data[:4] == b"NKE1" for data in seen)
