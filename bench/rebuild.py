@@ -24,7 +24,7 @@ from nearkin import open_store
 from nearkin.api import Store
 from nearkin.config_services import RedisSettings
 from nearkin.index.redis import RedisIndex
-from nearkin.local_index import super_features_of
+from nearkin.local_mending import super_features_of
 from nearkin.reports import RebuildReport
 from nearkin.testing.generated import mutated, random_bytes, text_like
 from nearkin.testing.redis_server import redis_server

@@ -198,10 +198,11 @@ class Catalogue:
         """
         check_tenant(self._objects, tenant)
         after_key, after_version = _after(after)
-        entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 1)
+        # One entry more says that there is a next page, and another one that the key before it has no further version.
+        entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 2)
         wanted = _units(entries, all_versions=all_versions)
         found, last, examined = Listed(), after, 0
-        while some := list(islice(wanted, min(limit + 1, READ_AHEAD))):
+        while some := list(islice(wanted, min(limit + 1 - len(found), READ_AHEAD))):
             for unit, entry in zip(some, self._shown(tenant, some, all_versions=all_versions), strict=True):
                 if entry is not None:
                     if len(found) == limit or found.full:

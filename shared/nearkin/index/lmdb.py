@@ -65,7 +65,7 @@ Row = tuple[bytes, bytes, bytes]
 """Key and value of a version, and what is noted of its marks."""
 _COUNT = Struct("<I")
 _NONE = _COUNT.pack(0)
-ENTRIES_A_PAGE = 1000
+ENTRIES_A_PAGE = 1024
 ENTRIES_FIRST_MIN = 16
 """Read at least at once: a key may have some versions."""
 VERSION_MAX = (1 << 64) - 1
