@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice, takewhile
 from typing import Protocol
@@ -43,6 +43,9 @@ TENANTS_OPEN_MAX = 8
 BLOCK_CACHE_BYTES_MIN = 8 * 1024 * 1024
 STATS_SECONDS = 2.0
 """Sums are made again after this long at the earliest: they read all of an index."""
+STATS_SHARE = 0.05
+"""Sums that take longer than STATS_COSTLY_SECONDS use at most this share of a core, however often they are asked."""
+STATS_COSTLY_SECONDS = 0.05
 EXPLAINED_CHUNKS_MAX = 200_000
 """About 1.6 GB of a blob, and 60 MB of JSON with its segments."""
 LISTED_MAX = 1000
@@ -73,8 +76,8 @@ class Listing(Protocol):
         `count` are wanted: few are read where few are.
         """
 
-    def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
-        """Yield the keys that may have a deleted version, by key."""
+    def marked_keys(self, tenant: str, prefix: str, from_key: str = "") -> Iterator[str]:
+        """Yield the keys from `from_key` on that may have a deleted version, by key."""
 
     def stats(self, tenant: str) -> Stats:
         """Return the sums."""
@@ -129,7 +132,7 @@ class Catalogue:
         self._manifests = ManifestStore(objects)
         self._heads = VersionHeads(objects)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self._stats: OrderedDict[str, tuple[float, Stats]] = OrderedDict()
+        self._stats: OrderedDict[str, _KeptStats] = OrderedDict()
         self._lock = threading.Lock()
         self._summing = threading.Lock()
         """Held while sums are made: they list every container, and many may ask at once."""
@@ -247,8 +250,8 @@ class Catalogue:
         found: list[Deletion] = []
         damaged: list[Damage] = []
         examined = 0
-        for key in self._listing.marked_keys(tenant, prefix):
-            if key < after_key or (key == after_key and after_version is None):
+        for key in self._listing.marked_keys(tenant, prefix, after_key):
+            if key == after_key and after_version is None:
                 continue
             for entry in deletions.listed(tenant, [key], damaged.append):
                 if key == after_key and after_version is not None and entry.version <= after_version:
@@ -262,9 +265,11 @@ class Catalogue:
         return found, damaged, None
 
     def forget_stats(self, tenant: str) -> None:
-        """Make the next sums anew: this gateway has just changed them. Another one's are STATS_SECONDS old at most."""
+        """Let the next call of `stats` sum up again, once STATS_SHARE allows: this gateway changed the sums."""
         with self._lock:
-            self._stats.pop(tenant, None)
+            kept = self._stats.get(tenant)
+            if kept is not None:
+                self._stats[tenant] = replace(kept, changed=True)
 
     def explain(self, tenant: str, key: str, version: int | None) -> Explanation:
         """Return how each chunk of a version is kept. Raises NotFound, Corrupt, BadInput where it has too many."""
@@ -277,7 +282,7 @@ class Catalogue:
         return explain(manifest.info, manifest, self._tenant(tenant).containers)
 
     def stats(self, tenant: str) -> Stats:
-        """Return the sums, at most STATS_SECONDS old."""
+        """Return the sums: at most STATS_SECONDS old, or as old as STATS_SHARE wants where they are costly."""
         kept = self._kept_stats(tenant)
         if kept is not None:
             return kept
@@ -285,9 +290,10 @@ class Catalogue:
             kept = self._kept_stats(tenant)  # another made them meanwhile
             if kept is not None:
                 return kept
+            began = time.monotonic()
             fresh = self._listing.stats(tenant)
             with self._lock:
-                self._stats[tenant] = (time.monotonic(), fresh)
+                self._stats[tenant] = _KeptStats(fresh, began, time.monotonic())
                 self._stats.move_to_end(tenant)
                 if len(self._stats) > TENANTS_OPEN_MAX:
                     self._stats.popitem(last=False)
@@ -295,8 +301,8 @@ class Catalogue:
 
     def _kept_stats(self, tenant: str) -> Stats | None:
         with self._lock:
-            made, kept = self._stats.get(tenant, (0.0, None))
-        return kept if time.monotonic() - made < STATS_SECONDS else None
+            kept = self._stats.get(tenant)
+        return kept.stats if kept is not None and kept.is_fresh(time.monotonic()) else None
 
     def entries(self, tenant: str) -> Iterator[CatalogEntry]:
         """Yield what the index keeps of every version, deleted ones too, by key and version."""
@@ -351,6 +357,24 @@ class Catalogue:
                     self._tenants.popitem(last=False)
             self._tenants.move_to_end(name)
             return found
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptStats:
+    """Sums of one tenant and when they were made, in seconds of the monotonic clock."""
+
+    stats: Stats
+    began: float
+    ended: float
+    changed: bool = False
+    """This gateway has stored or deleted a version since."""
+
+    def is_fresh(self, now: float) -> bool:
+        """Return whether the sums are returned again instead of being made again."""
+        took = self.ended - self.began
+        if took > STATS_COSTLY_SECONDS and now - self.ended < took / STATS_SHARE:
+            return True
+        return not self.changed and now - self.ended < STATS_SECONDS
 
 
 def _units(entries: Iterator[CatalogEntry], *, all_versions: bool) -> Iterator[list[CatalogEntry]]:

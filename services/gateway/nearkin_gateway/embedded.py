@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, cast
@@ -45,6 +46,8 @@ from nearkin_gateway.threads import WorkerPool, WorkerPools
 from nearkin_gateway.tokens import token_file
 
 GROUP_BLOBS_MAX = 256
+MARKED_A_PAGE = 512
+"""Entries read at a time where deleted versions are searched."""
 GROUP_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_SECONDS_MAX = 60.0
 ROUND_WAITS_SECONDS = 600.0
@@ -402,9 +405,10 @@ class StoreListing:
                 return
             after_key, after_version = page[-1].key, page[-1].version
 
-    def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
-        """Yield the keys that have a version with marks, by key."""
-        return iter(dict.fromkeys(entry.key for entry in self._store.catalog(tenant, prefix) if entry.sequence))
+    def marked_keys(self, tenant: str, prefix: str, from_key: str = "") -> Iterator[str]:
+        """Yield the keys from `from_key` on that have a version with marks, by key."""
+        entries = self.catalog_after(tenant, prefix, from_key, 0 if from_key else None, MARKED_A_PAGE)
+        return (key for key, _ in groupby(entry.key for entry in entries if entry.sequence))
 
     def entries(self, tenant: str) -> Iterator[CatalogEntry]:
         """Yield what is kept of every version, by key and version."""

@@ -64,12 +64,12 @@ class PipelineListing:
         self._read = {}
         return self._index.catalog_after(tenant, prefix, after_key, after_version, count)
 
-    def marked_keys(self, tenant: str, prefix: str) -> Iterator[str]:
-        """Yield the keys that have a version with marks, by key. Raises StoreUnavailable."""
+    def marked_keys(self, tenant: str, prefix: str, from_key: str = "") -> Iterator[str]:
+        """Yield the keys from `from_key` on that have a version with marks, by key. Raises StoreUnavailable."""
         if self._has_catalog:
-            marked = (entry.key for entry in self._index.catalog(tenant, prefix) if entry.sequence)
-            return (key for key, _ in groupby(marked))
-        return iter(self._unindexed_marked(tenant, prefix))
+            entries = self._index.catalog_after(tenant, prefix, from_key, 0 if from_key else None)
+            return (key for key, _ in groupby(entry.key for entry in entries if entry.sequence))
+        return (key for key in self._unindexed_marked(tenant, prefix) if key >= from_key)
 
     def entries(self, tenant: str) -> Iterator[CatalogEntry]:
         """Yield what is kept of every version, by key and version; less than all while it is not `whole`."""
