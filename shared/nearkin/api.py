@@ -438,9 +438,10 @@ class Store:
         tenant = self.settings.tenant
         check_tenant(self._covered, tenant)
         names = self._index.read(lambda index: index.manifest_names(tenant, prefix))
-        found = []
-        for unit in units(with_unnamed(self._manifests, tenant, names), all_versions=all_versions):
-            entry = shown(self._manifests, tenant, unit, all_versions=all_versions)
+        found, retentions = list[VersionInfo](), dict[tuple[str, int], int]()
+        for unit in units(with_unnamed(self._manifests, tenant, names, retentions), all_versions=all_versions):
+            retention = retentions.get((unit[0], unit[1][-1]))
+            entry = shown(self._manifests, tenant, unit, all_versions=all_versions, retention=retention)
             if isinstance(entry, Damage):
                 (broken or _warn)(entry)
             elif entry is not None:

@@ -17,6 +17,7 @@ from nearkin.reports import RemainingCopy
 from nearkin.retention import min_age_seconds
 from nearkin.store.encrypted import EncryptedObjects
 from nearkin.store.manifests import ManifestStore
+from nearkin.store.retention_records import SUFFIX, record_sequence
 
 NAMED_MAX = 3
 """So many retained versions are named in an error."""
@@ -66,12 +67,22 @@ def find_retained(objects: EncryptedObjects, tenant: str, settings: Settings, no
         return RetainedVersions()
     manifests, now_us = ManifestStore(objects), int(now * 1e6)
     count, latest_us, named, unreadable = 0, 0, list[str](), list[str]()
-    for name in objects.names_of_domain("manifests", domain_of(tenant)):
+    names = objects.names_of_domain("manifests", domain_of(tenant))
+    sequences: dict[str, int] = {}
+    for name in names:
+        if name.endswith(SUFFIX):
+            try:
+                of, sequence = record_sequence(name)
+            except Permanent:
+                unreadable.append(name)
+            else:
+                sequences[of] = max(sequences.get(of, 0), sequence)
+    for name in names:
         if not name.endswith(".nkm"):
             continue
         try:
             manifest = manifests.read(name)
-            until_us = manifests.retentions.retain_until_us(manifest)
+            until_us = manifests.retentions.current_retain_until_us(manifest, sequences.get(name, 0))
         except NotFound:  # GC ended the version meanwhile
             continue
         except Permanent:

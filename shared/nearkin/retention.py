@@ -254,7 +254,8 @@ def outdated(
         policy = policy_of(settings, tenant, key)
         if policy is None:
             continue
-        entries = list(infos_of(manifests, tenant, key, sorted(manifests.histories(tenant, key))))
+        histories = manifests.histories(tenant, key)
+        entries = list(infos_of(manifests, tenant, key, (histories[version] for version in sorted(histories))))
         infos = [entry for entry in entries if isinstance(entry, VersionInfo)]
         check_clock(infos, now)
         if len(infos) == len(entries):

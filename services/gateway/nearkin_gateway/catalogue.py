@@ -185,7 +185,7 @@ class Catalogue:
         wanted = [number for number in numbers if number > after]
         found = Listed()
         for taken, version in enumerate(wanted[:limit], 1):
-            for entry in infos_of(self._manifests, tenant, key, [version]):
+            for entry in infos_of(self._manifests, tenant, key, [histories[version]]):
                 found.add(entry)
             if (taken == limit or found.full) and taken < len(wanted):
                 return found, version

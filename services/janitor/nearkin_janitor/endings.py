@@ -20,6 +20,7 @@ from nearkin.frozen import frozen
 from nearkin.index.protocols import Collected
 from nearkin.store.manifests import ManifestStore, mark_name
 from nearkin.store.objects import AlreadyExists
+from nearkin.store.retention_records import record_sequence
 from nearkin_janitor.roots import Roots, Version
 from nearkin_janitor.turns import Turns
 
@@ -76,7 +77,8 @@ class Endings:
             return False
         name = f"{manifest.key!r} version {manifest.version}"
         try:
-            until_us = self._manifests.retentions.retain_until_us(manifest)
+            listed = max((record_sequence(name)[1] for name in version.retentions), default=0)
+            until_us = self._manifests.retentions.current_retain_until_us(manifest, listed)
         except Corrupt as err:
             _log.warning("gc: %s is kept: %s", name, err)
             return True

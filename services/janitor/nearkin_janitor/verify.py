@@ -32,6 +32,7 @@ from nearkin.store.manifests import ManifestStore, marked_version, retained_mani
 from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.quarantine import Quarantine
+from nearkin.store.retention_records import record_sequence
 from nearkin.store.scrubbed import ScrubStates
 from nearkin_janitor.choosing import EVERYTHING, Choice
 from nearkin_janitor.index_check import IndexCheck, ReadableIndex
@@ -161,6 +162,7 @@ class Verifier:
             (self._mark if done < len(marks) else self._check_retention)(name)
             if progress is not None:
                 progress(len(ids) + len(names) + done + 1, total)
+        self._check_gaps(retentions)
         for name, problem in self._soundness.problems.items():
             self._findings.found(name, problem)
         self._records()
@@ -305,6 +307,26 @@ class Verifier:
                 return
             whose = self._seen.get(of) or self._remembered.get(of)
             self._findings.found(name, str(err), *([whose] if whose is not None else []))
+
+    def _check_gaps(self, names: Iterable[str]) -> None:
+        """Name the first retention record that is missing below another one of the same version."""
+        sequences: dict[str, set[int]] = {}
+        for name in names:
+            with suppress(Permanent):  # reported by `_check_retention`
+                of, sequence = record_sequence(name)
+                sequences.setdefault(of, set()).add(sequence)
+        for of, there in sequences.items():
+            whose = self._seen.get(of) or self._remembered.get(of)
+            missing = next((sequence for sequence in range(1, max(there)) if sequence not in there), None)
+            if whose is None or missing is None:
+                continue
+            name = self._stored.retentions.name(*whose, missing)
+            # Written or ended since the listing: GC removes a manifest before the records.
+            if not self._stored.retentions.exists(name) and self._manifests.is_committed(*whose):
+                problem = (
+                    f"{name}: missing, and retention record {max(there)} of {whose[1]!r} version {whose[2]} is there"
+                )
+                self._findings.found(name, problem, whose)
 
     def _has_ended(self, name: str) -> bool:
         """Return whether a manifest that is not there belongs to a version that a round has ended meanwhile.

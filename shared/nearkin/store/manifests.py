@@ -37,7 +37,7 @@ from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
 from nearkin.store.passing import record_key_of, takes_bytes
 from nearkin.store.retention_records import SUFFIX as RETENTION_SUFFIX
-from nearkin.store.retention_records import RetentionRecords
+from nearkin.store.retention_records import RetentionRecords, record_sequence
 
 MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.(nkt|nkr))")
@@ -92,11 +92,7 @@ def marked_version(name: str) -> tuple[str, int]:
 
 def retained_manifest(name: str) -> str:
     """Return the object name of the manifest that a retention record's name belongs to. Raises Corrupt."""
-    folder, _, last = name.rpartition("/")
-    matched = _NAME.fullmatch(last)
-    if matched is None or matched[3] != "nkr":
-        raise Corrupt(f"{name}: not a retention record's name; move it out of the store")
-    return f"{folder}/{matched[1]}.nkm"
+    return record_sequence(name)[0]
 
 
 def _folder(tenant: str, key: str) -> str:

@@ -5,10 +5,12 @@
     manifests/ab/abcd.../0000000000000001.0002.nkr     extended again: a later time
 
 A record is created exclusively and never changed, so that none shortens a retention. It is removed with its version.
+The highest record that exists counts: the loss of a lower one ends no retention.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from nearkin.errors import Corrupt, NotFound
@@ -18,6 +20,7 @@ from nearkin.store.objects import ObjectStore
 from nearkin.store.parity import read_decoded
 
 SUFFIX = ".nkr"
+_NAME = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{4})\.nkr")
 
 
 class RetentionRecords:
@@ -56,12 +59,19 @@ class RetentionRecords:
         """Remove a record whose version ended. Repeating it changes nothing."""
         self._objects.delete(name)
 
+    def exists(self, name: str) -> bool:
+        """Return whether a record exists under an object name. Raises StoreUnavailable."""
+        try:
+            self._objects.size_bytes(name)
+        except NotFound:
+            return False
+        return True
+
     def retain_until_us(self, manifest: Manifest, sequence: int | None = None) -> int:
         """Return up to when a version must not be deleted, microseconds since 1970; 0 for no retention.
 
-        `sequence`: of the version's last record as just listed, 0 for none; looked up by default, which costs one read
-        of a name that does not exist if the retention was never extended. Raises Corrupt (a record does not verify: up
-        to when is not known), StoreUnavailable.
+        `sequence`: of the version's last record as just listed, 0 for none; by default the key's folder is listed.
+        Raises Corrupt (a record does not verify: up to when is not known), StoreUnavailable.
         """
         tenant, key, version = manifest.tenant, manifest.key, manifest.version
         if sequence is None:
@@ -71,16 +81,29 @@ class RetentionRecords:
         record = self.read(self.name(tenant, key, version, sequence))
         return max(manifest.retain_until_us, record.retain_until_us)
 
+    def current_retain_until_us(self, manifest: Manifest, listed: int) -> int:
+        """Return as `retain_until_us` does, given the sequence of the last record in an earlier listing, 0 for none.
+
+        An extension since then has the next sequence: that name is looked up, and the folder listed only if it exists.
+        Raises Corrupt, StoreUnavailable.
+        """
+        following = self.name(manifest.tenant, manifest.key, manifest.version, listed + 1)
+        return self.retain_until_us(manifest, None if self.exists(following) else listed)
+
     def _last_sequence(self, tenant: str, key: str, version: int) -> int:
-        try:
-            self._objects.get(self.name(tenant, key, version, 1))
-        except NotFound:
-            return 0
-        except Corrupt:  # the names say whether there is a later one
-            pass
-        start, found = f"{version:016x}.", [1]
+        """Return the highest sequence among a version's records, 0 without any. Raises Corrupt for an unknown name."""
+        start, found = f"{version:016x}.", 0
         for name, _ in self._objects.names(self._folder_of(tenant, key)):
             last = name.rpartition("/")[2]
             if last.startswith(start) and last.endswith(SUFFIX):
-                found.append(int(last[len(start) : -len(SUFFIX)], 16))
-        return max(found)
+                found = max(found, record_sequence(name)[1])
+        return found
+
+
+def record_sequence(name: str) -> tuple[str, int]:
+    """Return (object name of the manifest, sequence) of a retention record's name. Raises Corrupt."""
+    folder, _, last = name.rpartition("/")
+    matched = _NAME.fullmatch(last)
+    if matched is None:
+        raise Corrupt(f"{name}: not a retention record's name; move it out of the store")
+    return f"{folder}/{matched[1]}.nkm", int(matched[2], 16)

@@ -13,21 +13,26 @@ from itertools import groupby
 from nearkin.errors import Corrupt, NotFound, Permanent
 from nearkin.formats.manifest import Manifest
 from nearkin.reports import Damage, VersionInfo
-from nearkin.store.manifests import ManifestStore, object_name
+from nearkin.store.manifests import History, ManifestStore, object_name
 
 Unit = tuple[str, tuple[int, ...]]
 """A key and versions of it, ascending: one line of a listing is made of it, or none."""
 
 
-def with_unnamed(manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+def with_unnamed(
+    manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]], retentions: dict[tuple[str, int], int]
+) -> Iterator[tuple[str, int]]:
     """Yield the (key, version) of an index, and those that lie in the same keys' folders and it does not name.
 
-    An index that was made anew leaves out what cannot be read. Raises StoreUnavailable.
+    An index that was made anew leaves out what cannot be read. `retentions` gains the sequence of the last retention
+    record of each (key, version) before that is yielded. Raises StoreUnavailable.
     """
     for key, same in groupby(names, key=lambda entry: entry[0]):
         versions = {version for _, version in same}
         with suppress(Permanent):  # a stray file in the key's folder: told where the folder decides
-            versions |= {number for number, history in manifests.histories(tenant, key).items() if history.committed}
+            histories = manifests.histories(tenant, key)
+            versions |= {number for number, history in histories.items() if history.committed}
+            retentions.update(((key, number), history.retention) for number, history in histories.items())
         yield from ((key, version) for version in sorted(versions))
 
 
@@ -60,15 +65,18 @@ def units(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[U
     return ((key, tuple(version for _, version in same)) for key, same in groupby(names, key=lambda entry: entry[0]))
 
 
-def shown(manifests: ManifestStore, tenant: str, unit: Unit, *, all_versions: bool) -> VersionInfo | Damage | None:
+def shown(
+    manifests: ManifestStore, tenant: str, unit: Unit, *, all_versions: bool, retention: int | None = None
+) -> VersionInfo | Damage | None:
     """Return the newest version of a unit that is to be seen, None where all are deleted.
 
     Without `all_versions` the key's folder is asked where the unit's newest is deleted. One whose manifest is lost or
-    broken is a Damage: an older one never stands in for it. Raises StoreUnavailable.
+    broken is a Damage: an older one never stands in for it. `retention`: sequence of the last retention record of the
+    unit's newest, looked up by default. Raises StoreUnavailable.
     """
     key, versions = unit
     newest = versions[-1]
-    found = _read(manifests, tenant, key, newest, None)
+    found = _read(manifests, tenant, key, newest, None, retention)
     if found is not None or all_versions:
         return found
     try:
@@ -76,21 +84,25 @@ def shown(manifests: ManifestStore, tenant: str, unit: Unit, *, all_versions: bo
     except Permanent as err:  # a stray file in the key's folder
         return _damage(tenant, key, newest, str(err))
     for version in sorted(histories, reverse=True):
-        found = _read(manifests, tenant, key, version, histories[version].sequence)
+        history = histories[version]
+        found = _read(manifests, tenant, key, version, history.sequence, history.retention)
         if found is not None:
             return found
     return None
 
 
 def _read(
-    manifests: ManifestStore, tenant: str, key: str, version: int, sequence: int | None
+    manifests: ManifestStore, tenant: str, key: str, version: int, sequence: int | None, retention: int | None
 ) -> VersionInfo | Damage | None:
-    """Return a version as a listing has it; `sequence` of its highest mark where that is known, odd: hidden."""
+    """Return a version as a listing has it; `sequence` of its highest mark where that is known, odd: hidden.
+
+    `retention`: sequence of its last retention record where that is known.
+    """
     if sequence is not None and sequence % 2:
         return None
     try:
         if sequence == 0 or manifests.is_seen(tenant, key, version):
-            return manifests.info(manifests.get(tenant, key, version))
+            return manifests.info(manifests.get(tenant, key, version), retention)
     except NotFound:
         return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
     except Permanent as err:
@@ -103,10 +115,10 @@ def _damage(tenant: str, key: str, version: int, problem: str) -> Damage:
 
 
 def infos_of(
-    manifests: ManifestStore, tenant: str, key: str, versions: Sequence[int]
+    manifests: ManifestStore, tenant: str, key: str, histories: Iterable[History]
 ) -> Iterator[VersionInfo | Damage]:
-    """Yield versions of one key that are to be seen, as given."""
-    for version in versions:
-        found = _read(manifests, tenant, key, version, None)
+    """Yield the versions of one key that are to be seen, in the order of their histories as just listed."""
+    for history in histories:
+        found = _read(manifests, tenant, key, history.version, None, history.retention)
         if found is not None:
             yield found

@@ -1,0 +1,105 @@
+"""Retention records that were lost or have names that no release writes: the version stays, and the damage is named."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.api import Store
+from nearkin.config import Settings
+from nearkin.config_layers import with_changes
+from nearkin.errors import Retained
+from nearkin.formats.mark import Kind, Mark
+from nearkin.testing.clock import DAY, Clock
+from nearkin.wrapping import generate
+
+START = datetime(2026, 11, 2, 6, tzinfo=UTC)
+LATER = START + timedelta(days=30)
+LATEST = LATER + timedelta(days=1)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(START.timestamp())
+
+
+def opened(root: Path, clock: Clock, *, encrypted: bool = False) -> Store:
+    storage: dict[str, object] = {}
+    if encrypted:
+        if not (root.parent / "kek").exists():
+            generate(root.parent / "kek")
+        storage = {"encryption": "aes-256-gcm", "key_file": str(root.parent / "kek")}
+    changes = {"storage": storage, "gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
+    return open_store(root, settings=with_changes(Settings(), changes), clock=clock, create=True)
+
+
+def lose_first_record(store: Store, key: str = "k") -> str:
+    """Extend a retention twice, remove the first record; return its name."""
+    store.put(key, b"one")
+    store.retain(key, LATER)
+    store.retain(key, LATEST)
+    name = store._manifests.retentions.name("default", key, 1, 1)
+    (store.root / name).unlink()
+    return name
+
+
+def test_lost_record_leaves_the_last_in_force(tmp_path: Path, clock: Clock) -> None:
+    """F.29: Without record 1 the later one retains: listings, rm and verify, which names the gap as damage."""
+    with opened(tmp_path / "s", clock) as store:
+        name = lose_first_record(store)
+        store.put("k", b"two")
+        assert store.info("k", 1).retain_until == LATEST
+        assert [info.retain_until for info in store.versions(all_versions=True)] == [LATEST, None]
+        with pytest.raises(Retained, match="2026-12-03T06:00:00Z"):
+            store.delete("k", 1)
+        damage = store.verify().damage
+        assert [(found.object_name, found.versions) for found in damage] == [(name, (("k", 1),))]
+        assert "record 2 of" in damage[0].problem
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_gc_keeps_a_version_with_a_lost_record(tmp_path: Path, clock: Clock, restart: bool) -> None:
+    """F.29: GC and purge free no version whose mark ignored a retention of which record 1 is lost."""
+    with opened(tmp_path / "s", clock) as store:
+        lose_first_record(store)
+        now_us = int(clock.now * 1e6)
+        store._manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, now_us, now_us))
+        if restart:
+            store.rebuild_index()
+        clock.now += DAY
+        assert store.gc().versions == 0
+        assert store.purge().versions == 0
+        assert store._manifests.is_committed("default", "k", 1)
+        clock.now = LATEST.timestamp() + 1
+        assert store.gc().versions == 1
+        assert list((store.root / "manifests").rglob("*.nkr")) == []
+
+
+def test_erasure_counts_a_version_with_a_lost_record(tmp_path: Path, clock: Clock) -> None:
+    """F.29: An erasure of a tenant refuses for a retention of which only record 2 is left."""
+    with opened(tmp_path / "s", clock, encrypted=True) as store:
+        lose_first_record(store)
+        with pytest.raises(Retained, match="1 of its versions are retained, the last one until 2026-12-03"):
+            store.erase_tenant("default")
+
+
+@pytest.mark.parametrize("last", ["0000000000000001.nkr", "0000000000000001.zzzz.nkr", "0000000000000001.1.nkr"])
+@pytest.mark.parametrize("all_versions", [False, True])
+def test_unknown_record_name_damages_its_version(
+    tmp_path: Path, clock: Clock, last: str, all_versions: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.29: A name that no release writes is damage of one version; a listing shows the others, verify names it."""
+    with opened(tmp_path / "s", clock) as store:
+        for key in ("a", "k", "z"):
+            store.put(key, b"one")
+        folder = store._manifests.retentions.name("default", "k", 1, 1).rpartition("/")[0]
+        (store.root / folder / last).write_bytes(b"")
+        with caplog.at_level(logging.WARNING):
+            assert [info.key for info in store.versions(all_versions=all_versions)] == ["a", "z"]
+        assert last in caplog.text
+        assert store.get("k", 1).read() == b"one"
+        assert f"{folder}/{last}" in [found.object_name for found in store.verify().damage]
