@@ -32,6 +32,7 @@ VALUE_CHARACTERS_MAX = KEY_BYTES_MAX
 WINDOW_KEYS_MAX = 10_000
 """Tokens and addresses that are told apart in a window; records of others are bounded by `audit.per_second` alone."""
 _log = logging.getLogger(logs.AUDIT)
+_gateway_log = logging.getLogger("nearkin.gateway")
 
 
 @frozen
@@ -99,7 +100,10 @@ class AuditLog:
         """Call `summarize` at the end of every window."""
         while self.enabled:
             await asyncio.sleep(self._settings.window_seconds)
-            self.summarize()
+            try:
+                self.summarize()
+            except Exception:  # the next window must not stay without an end: its failures would never be recorded
+                _gateway_log.exception("the audit log's window could not be summarized; the next one is")
 
     def _record_once(self, name: str, actor: Actor, via: str, reason: str) -> None:
         if not self.enabled:

@@ -8,15 +8,15 @@ json   one object a line: timestamp, level, logger, event; of work on a blob als
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-import logging.handlers
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import reduce
 from pathlib import Path
 from typing import TextIO
@@ -104,26 +104,95 @@ def audit_file(settings: Settings) -> Iterator[None]:
         handler.close()
 
 
-class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """Appends to a file that its owner alone may read; opens it again after it was moved or removed."""
+class _PrivateFile(logging.Handler):
+    """Append records to a file that its owner alone may read; open it again after it was moved, removed or replaced.
+
+    Invariant: no error reaches the code that logs. A record that cannot be written is counted, and the next one opens
+    the path again.
+    """
 
     _SILENT_SECONDS = 60.0
 
     def __init__(self, path: Path) -> None:
+        """Open the file. Raises OSError, StoreUnavailable."""
+        self._path = path
+        self._lost = 0
+        """Records lost since the last report."""
         self._reported: float | None = None
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._is_recovery_reported = False
+        self._is_line_cut = False
+        self._descriptor: int | None = _open_for_records(path)
+        super().__init__()
 
-    def _open(self) -> TextIO:  # type: ignore[override]
-        descriptor = open_private(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line."""
+        try:
+            line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+            self._append(self._current_descriptor(), line)
+        except Exception:  # whatever it is: the request at work must not fail because of its record
+            self.handleError(record)
+        else:
+            self._report_recovery()
+
+    def _current_descriptor(self) -> int:
+        """Return the descriptor of the file that the path names now, which is opened where it is another one."""
+        if self._descriptor is not None:
+            held = os.fstat(self._descriptor)
+            with suppress(OSError):
+                named = os.stat(self._path, follow_symlinks=False)
+                if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+                    return self._descriptor
+            self._release()
+        self._descriptor = _open_for_records(self._path)
+        return self._descriptor
+
+    def _append(self, descriptor: int, line: bytes) -> None:
+        # Without a buffer: a record that was counted as lost must not be written later, nor fail the next one.
+        rest = b"\n" + line if self._is_line_cut else line
+        while rest:
+            written = os.write(descriptor, rest)
+            rest = rest[written:]
+            self._is_line_cut = bool(rest)
+
+    def _release(self) -> None:
+        descriptor, self._descriptor, self._is_line_cut = self._descriptor, None, False
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self.lock or nullcontext(), suppress(OSError):
+            self._release()
+        super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the base class names it
-        """Report, now and then, that records cannot be written; requests go on."""
+        """Count a lost record, and report it at most once in `_SILENT_SECONDS`."""
         metrics.AUDIT_LOST.inc()
+        self._lost += 1
         now = time.monotonic()
         if self._reported is None or now - self._reported >= self._SILENT_SECONDS:
-            self._reported = now
-            _log.error("audit.path %s: records are lost: %s", self.baseFilename, sys.exc_info()[1])
+            self._reported, self._is_recovery_reported = now, False
+            _log.error(
+                "audit.path %s: records are lost: %s; make the path a file that can be written",
+                self._path, sys.exc_info()[1],
+            )  # fmt: skip
+
+    def _report_recovery(self) -> None:
+        if self._lost and not self._is_recovery_reported:  # once after each report of a loss, which are rare
+            self._is_recovery_reported = True
+            _log.warning("audit.path %s: records are written again; %d were lost", self._path, self._lost)
+            self._lost = 0
+
+
+def _open_for_records(path: Path) -> int:
+    """Open an audit file for appending. Raises OSError, LinkRefused."""
+    descriptor = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    links = os.fstat(descriptor).st_nlink
+    if links > 1:
+        os.close(descriptor)
+        message = f"has {links} hard links, another user may have made it one of a file elsewhere; remove it"
+        raise OSError(errno.EMLINK, message, str(path))
+    return descriptor
 
 
 @contextmanager

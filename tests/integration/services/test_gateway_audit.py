@@ -6,11 +6,12 @@ import base64
 import io
 import json
 import logging
+import os
 import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,95 @@ def test_audit_file_is_private_json_and_survives_rotation(tmp_path: Path) -> Non
     linked = with_changes(Settings(), {"audit": {"path": str(tmp_path / "link")}})
     with pytest.raises(ConfigError, match=r"audit\.path"), logs.audit_file(linked):
         pass
+
+
+def events_in(path: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def block_with_fifo(path: Path) -> None:
+    path.rename(path.with_name("moved.json"))
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("block", "unblock"),
+    [
+        (lambda path: path.parent.rename(path.parent.with_name("away")),
+         lambda path: path.parent.with_name("away").rename(path.parent)),
+        (block_with_fifo, os.unlink),
+    ],
+    ids=["folder-moved", "fifo"],
+)  # fmt: skip
+def test_blocked_audit_path_loses_records_and_no_request(
+    tmp_path: Path, collected: Collected, block: Callable[[Path], Any], unblock: Callable[[Path], Any]
+) -> None:
+    """F.30: Puts go on while `audit.path` cannot be opened, lost records are counted, and it is used once it can be."""
+    path = tmp_path / "log" / "audit.json"
+    path.parent.mkdir()
+    lost = metrics.AUDIT_LOST._value
+    before = lost.get()
+    bad = {"Authorization": f"Bearer {BAD}"}
+    with logs.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
+        for served in world(tmp_path, window_seconds=1):
+            url = f"{served.gateway.url}/v1/blobs"
+            with served.client() as client:
+                assert client.put("/v1/blobs/a", content=b"1").status_code == 201
+                block(path)
+                assert [client.put("/v1/blobs/a", content=b"x").status_code for _ in range(3)] == [201] * 3
+                for _ in range(2):
+                    assert httpx.get(url, headers=bad).status_code == 401
+                until(lambda: [record for record in collected.of("auth.failed") if "repeats" in record])
+                until(lambda: lost.get() - before >= 5, lost.get)  # three puts, a failure, and its summary
+                unblock(path)
+                assert client.put("/v1/blobs/b", content=b"x").status_code == 201
+            until(lambda: "blob.stored" in events_in(path)[-2:], lambda: events_in(path))
+
+            def is_failure_recorded(url: str = url) -> bool:
+                httpx.get(url, headers=bad)
+                return "auth.failed" in events_in(path)
+
+            until(is_failure_recorded, lambda: events_in(path))
+
+
+def test_audit_path_with_a_hard_link_is_refused(tmp_path: Path) -> None:
+    """F.30: A file that has another name is not appended to: not at the start, and not after a rotation."""
+    path, victim, log = tmp_path / "audit.json", tmp_path / "victim", AuditLog(Settings().audit)
+    victim.write_text("as it was")
+    settings = with_changes(Settings(), {"audit": {"path": str(path)}})
+    logging.getLogger(logs.AUDIT).setLevel(logging.INFO)
+    with logs.audit_file(settings):
+        path.unlink()
+        path.hardlink_to(victim)
+        before = metrics.AUDIT_LOST._value.get()
+        log.record("blob.read", Actor("default"), {"key": "a"})
+        assert metrics.AUDIT_LOST._value.get() == before + 1
+    with pytest.raises(ConfigError, match=r"audit\.path.*2 hard links"), logs.audit_file(settings):
+        pass
+    assert victim.read_text() == "as it was"
+
+
+def test_audit_windows_end_after_a_summary_that_failed(
+    served: World, collected: Collected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.30: An error in one summary is logged, and later windows are summarized."""
+    emit, failed = collected.emit, []
+
+    def fail_once(record: logging.LogRecord) -> None:
+        if "repeats" in record.fields and not failed:  # type: ignore[attr-defined]
+            failed.append(record)
+            raise RuntimeError("no summary today")
+        emit(record)
+
+    monkeypatch.setattr(collected, "emit", fail_once)
+
+    def is_summarized() -> bool:
+        for _ in range(2):
+            httpx.get(f"{served.gateway.url}/v1/blobs", headers={"Authorization": f"Bearer {BAD}"})
+        return any("repeats" in record for record in collected.of("auth.failed"))
+
+    until(is_summarized)
+    assert failed
 
 
 def test_every_operation_has_an_audit_event() -> None:
