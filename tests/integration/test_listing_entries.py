@@ -147,3 +147,10 @@ def test_verify_compares_listed_fields(store: Store) -> None:
     index.commit(replace(manifest, size_bytes=8), store._manifests.size_bytes(manifest))
     report = store.verify()
     assert any("listed otherwise" in damage.problem for damage in report.damage)
+
+
+def test_metadata_in_any_order_leave_no_damage(store: Store) -> None:
+    """F.18: verify compares what the index lists with the manifest, which sorts the names of metadata."""
+    store.put("k", b"content", metadata={"z": "1", "a": "2", "é": "3"})
+    assert store.verify().damage == ()
+    assert list(store.info("k").metadata) == ["a", "z", "é"]

@@ -26,7 +26,9 @@ _SHA256_BYTES = 32
 
 def pack_listed(manifest: Manifest) -> bytes:
     """Return what a listing shows of a version; empty where that is too long to keep."""
-    metadata = json.dumps(dict(manifest.metadata), ensure_ascii=False).encode() if manifest.metadata else b""
+    metadata = (
+        json.dumps(dict(manifest.metadata), ensure_ascii=False, sort_keys=True).encode() if manifest.metadata else b""
+    )
     if len(metadata) > METADATA_KEPT_MAX:
         return b""
     flags = _HAS_SHA256 * (manifest.sha256 is not None) | _SOURCE_CHANGED * manifest.source_changed
