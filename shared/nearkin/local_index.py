@@ -688,6 +688,7 @@ class LocalIndex(Notes):
         self._warn_of_network()
         self._location.check_owner()
         index = LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
+        index.on_removal = self._location.note_removal
         try:
             self._check_state(index)
         except BaseException:

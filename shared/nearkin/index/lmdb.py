@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -116,6 +116,8 @@ class LmdbIndex:
         self._env = shared.env
         self._databases = databases = shared.databases
         self._runs = {name: SortedRuns(databases[name], shape) for name, shape in _SHAPES.items()}
+        self.on_removal: Callable[[LmdbIndex], None] | None = None
+        """Called before entries are removed: whatever they name may be deleted from the store afterwards."""
         self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
         try:
             self._check_version(read_only)
@@ -458,6 +460,8 @@ class LmdbIndex:
         are gone as a whole and no longer counted. `looked_up`: what `look_up` found for these, or for more: it spares
         the scan.
         """
+        if self.on_removal is not None:
+            self.on_removal(self)
         unwanted = by_table(chunks, segments)
         found = looked_up if isinstance(looked_up, Found) else None
         if found is not None and not found.holds(self.last_written[0], self.container_ids(), unwanted):
@@ -574,6 +578,17 @@ class LmdbIndex:
         """Replace the tokens, durably as every transaction."""
         with self._writing() as txn:
             txn.put(b"tokens", " ".join(tokens).encode(), db=self._meta)
+
+    @property
+    def removal_tokens(self) -> list[str]:
+        """Return the tokens of the last removals from the index (`nearkin.index_location`)."""
+        with self._reading() as txn:
+            return bytes(txn.get(b"removals", b"", db=self._meta)).decode(errors="replace").split()
+
+    def keep_removal_tokens(self, tokens: Sequence[str]) -> None:
+        """Replace the tokens of removals, durably as every transaction."""
+        with self._writing() as txn:
+            txn.put(b"removals", " ".join(tokens).encode(), db=self._meta)
 
     @property
     def last_written(self) -> tuple[tuple[int, int], int]:
