@@ -446,11 +446,15 @@ class LocalIndex(Notes):
             return []
 
     def lists(self, version: tuple[str, str, int]) -> bool | None:
-        """Return whether the index lists (tenant, key, version) by now; None where none is open."""
+        """Return whether the index lists (tenant, key, version) by now; None where none is open or it is damaged."""
         if self.to_check() is None:
             return None
         tenant, key, number = version
-        return self.read(lambda index: number in index.versions_of(tenant, key))
+        try:
+            return self.read(lambda index: number in index.versions_of(tenant, key))
+        except IndexDamaged as err:
+            self.damage = str(err)
+            return None
 
     def to_check(self) -> tuple[LmdbIndex, bool] | None:
         """Return the index that `remembered` found, and whether it lists all that is committed; None where none is."""

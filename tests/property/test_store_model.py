@@ -22,7 +22,8 @@ from nearkin import open_store
 from nearkin.config_keeping import RetentionPolicy
 from nearkin.config_layers import with_changes
 from nearkin.config_reduction import BASE_POLICIES, CHUNKERS, FEATURES
-from nearkin.errors import BadInput, NotFound, StoreLocked
+from nearkin.errors import BadInput, ClockSkew, NotFound, StoreLocked
+from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
 from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings, stored_bytes
 
@@ -160,6 +161,11 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), keep=st.integers(1, 3), dry_run=st.booleans())
     def forget(self, key, keep, dry_run):
+        found = [info for info in self.store.versions(key, all_versions=True) if info.key == key]
+        if any(info.created.timestamp() > self.now + CLOCK_SKEW_SECONDS_MAX for info in found):
+            with pytest.raises(ClockSkew):  # the clock jumped back: nothing is forgotten by it
+                self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
+            return
         going = {(name, number) for name, number, _ in self.live(key)[:-keep] if name == key}
         decided = self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
         assert {(decision.info.key, decision.info.version) for decision in decided if not decision.kept} == going
