@@ -12,7 +12,7 @@ from nearkin import open_store
 from nearkin.api import Store
 from nearkin.config import Settings
 from nearkin.config_layers import with_changes
-from nearkin.errors import Retained
+from nearkin.errors import Corrupt, Retained
 from nearkin.formats.mark import Kind, Mark
 from nearkin.testing.clock import DAY, Clock
 from nearkin.wrapping import generate
@@ -103,3 +103,24 @@ def test_unknown_record_name_damages_its_version(
         assert last in caplog.text
         assert store.get("k", 1).read() == b"one"
         assert f"{folder}/{last}" in [found.object_name for found in store.verify().damage]
+
+
+@pytest.mark.parametrize("name", ["stray.nkm", "ab/stray.nkm", "K/foo.txt", "K/.nkm", "K/sub/0000000000000001.nkm"])
+def test_unknown_manifest_name_is_damage(tmp_path: Path, clock: Clock, name: str) -> None:
+    """F.29: verify names a file among the manifests that no release writes; verify and rebuild_index go on."""
+    with opened(tmp_path / "s", clock) as store:
+        for key in ("a", "k", "z"):
+            store.put(key, b"one")
+        folder = store._manifests.retentions.name("default", "k", 1, 1).rpartition("/")[0]
+        path = store.root / f"manifests/{name}".replace("manifests/K", folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+        stray = path.relative_to(store.root).as_posix()
+        assert stray in [found.object_name for found in store.verify().damage]
+        assert [info.key for info in store.versions()] == ["a", "k", "z"]
+        with pytest.raises(Corrupt, match=stray):
+            store.gc()
+        store.rebuild_index()
+        path.unlink()
+        store.gc()
+        assert store.verify().damage == ()

@@ -35,6 +35,7 @@ from nearkin.formats.manifest import NO_ORIGIN, Manifest
 from nearkin.frozen import frozen
 from nearkin.index.environments import acquire, release
 from nearkin.records import ZERO, Bools, grouped
+from nearkin.store.manifests import key_and_version
 from nearkin.store.private_files import remove_tree
 from nearkin_janitor.reach import Masks, filled, reached
 from nearkin_janitor.summaries import Summaries
@@ -108,8 +109,8 @@ class Ledger:
         """
         wanted: dict[bytes, dict[int, str]] = {}
         for name in names:
-            _, digest, last = name.rsplit("/", 2)
-            wanted.setdefault(bytes.fromhex(digest), {})[int(last[:16], 16)] = name
+            if (named := key_and_version(name)) is not None:  # marking reads, and refuses, what has another name
+                wanted.setdefault(named[0], {})[named[1]] = name
         try:
             with self._writing() as rows:
                 if rows.txn.get(b"mode", db=rows.tables["meta"]) != self._name:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from nearkin.errors import Corrupt, NotFound
 from nearkin.formats.heads import ENTRIES_MAX, decode_heads, encode_heads
-from nearkin.store.manifests import ManifestStore, key_digest, object_name
+from nearkin.store.manifests import ManifestStore, key_and_version, key_digest, object_name
 from nearkin.store.numbered import NumberedRecords
 from nearkin.store.objects import AlreadyExists, ObjectStore
 
@@ -85,7 +85,7 @@ class VersionHeads:
     def forget(self, names: Iterable[str]) -> None:
         """Remove the heads of keys whose manifests and marks, by name, are about to be removed for good."""
         before = self.read()
-        gone = {bytes.fromhex(name.split("/")[2]) for name in names if name.startswith("manifests/")}
+        gone = {named[0] for named in map(key_and_version, names) if named is not None}
         self._replace(before, {key: head for key, head in before.items() if key not in gone})
 
     def _replace(self, before: Mapping[bytes, int], heads: dict[bytes, int]) -> None:
@@ -106,13 +106,16 @@ class VersionHeads:
 
 
 def listed_heads(manifests: ManifestStore) -> dict[bytes, int]:
-    """Return the highest version of each key whose manifests or marks are listed. Raises StoreUnavailable."""
+    """Return the highest version of each key whose manifests or marks are listed. Raises StoreUnavailable.
+
+    A name that no release writes is of no key; `verify` names it.
+    """
     found: dict[bytes, int] = {}
     for entries in manifests.names_and_marks():
         for name, _ in entries:
-            _, _, digest, last = name.split("/")
-            key = bytes.fromhex(digest)
-            found[key] = max(found.get(key, 0), int(last[:16], 16))
+            if (named := key_and_version(name)) is not None:
+                key, version = named
+                found[key] = max(found.get(key, 0), version)
     return found
 
 

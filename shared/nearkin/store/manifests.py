@@ -43,6 +43,9 @@ MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.(nkt|nkr))")
 
 
+_WHOLE_NAME = re.compile(rf"manifests/[0-9a-f]{{2}}/([0-9a-f]{{32}})/{_NAME.pattern}")
+
+
 @frozen
 class History:
     """What the names in a key's folder say of one version."""
@@ -88,6 +91,12 @@ def marked_version(name: str) -> tuple[str, int]:
     if matched is None or matched[3] != "nkt":
         raise Corrupt(f"{name}: not a mark's name; move it out of the store")
     return f"{folder}/{matched[1]}.nkm", int(matched[2], 16)
+
+
+def key_and_version(name: str) -> tuple[bytes, int] | None:
+    """Return (digest of the key, version) that an object name is of, None for a name that no release writes."""
+    matched = _WHOLE_NAME.fullmatch(name)
+    return None if matched is None else (bytes.fromhex(matched[1]), int(matched[2], 16))
 
 
 def retained_manifest(name: str) -> str:
