@@ -29,7 +29,7 @@ from nearkin.failpoints import failpoint
 from nearkin.fingerprints import Fingerprinter
 from nearkin.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
 from nearkin.frozen import frozen
-from nearkin.index_location import IndexLocation
+from nearkin.index_location import IndexLocation, check_index_path
 from nearkin.local_index import BESIDE_SECONDS, LocalIndex
 from nearkin.local_puts import LocalPuts, PutItem
 from nearkin.memory import give_back_free
@@ -138,8 +138,8 @@ def open_store(
     `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
     `fingerprint_bits` below 160 is for tests of collisions.
 
-    Raises NotFound (no store there), BadInput (`create` in a folder with other files), FormatTooNew, Corrupt,
-    StoreUnavailable.
+    Raises NotFound (no store there), BadInput (`create` in a folder with other files), ConfigError (`index.path` is
+    inside the store), FormatTooNew, Corrupt, StoreUnavailable.
     """
     chosen = settings
     if chosen is None:
@@ -176,6 +176,7 @@ def create_store(
 
 def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callable[[], float]) -> Store:
     """Create and open a store. Raises AlreadyExists if another process creates it first."""
+    check_index_path(root, settings.index.path)  # before anything is made
     _check_only_store_files(root)
     try:
         if not root.is_dir():

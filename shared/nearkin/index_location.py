@@ -52,7 +52,8 @@ class IndexLocation:
     """The folders of one store's index, the writer's lock, and the token that the store and its index share."""
 
     def __init__(self, root: Path, store_id: str, index_path: str | None) -> None:
-        """Raises ConfigError for a home folder that is not known, Corrupt for a store id that is no file name."""
+        """Raises ConfigError as `check_index_path` does, Corrupt for a store id that is no file name."""
+        check_index_path(root, index_path)
         self.root = root
         self.is_external = index_path is not None
         self._base = root if index_path is None else _expand(index_path)
@@ -236,6 +237,46 @@ class IndexLocation:
                 os.unlink(file)
             descriptor = open_private(file, flags | os.O_EXCL)
         return descriptor
+
+
+def check_index_path(root: Path, index_path: str | None) -> None:
+    """Refuse an `index.path` inside the store's folder: a store owns all that is in it, and sweeps what is not its own.
+
+    Raises ConfigError, also for a home folder that is not known.
+    """
+    if index_path is None:
+        return
+    folder = _expand(index_path)
+    resolved = Path(os.path.realpath(folder))
+    above = {Path(os.path.abspath(folder)), resolved}  # as it is written, and where links lead
+    above.update(*(path.parents for path in tuple(above)))
+    owned = [root, *_linked_folders(root)]
+    names = {Path(os.path.realpath(path)) for path in owned}
+    numbers = {number for path in owned if (number := _file_number(path)) is not None}  # a bind mount has another name
+    if names & above or numbers & {_file_number(path) for path in above}:
+        shown = f'index.path "{index_path}"' + ("" if resolved == folder else f" ({resolved})")
+        raise ConfigError(
+            f"{shown}: is inside the store {root}; name a folder outside of it, or unset index.path to keep the index "
+            "in the store"
+        )
+
+
+def _linked_folders(root: Path) -> list[Path]:
+    """Return the entries of a store's folder that are links: an operator may keep `containers/` on another disk."""
+    try:
+        with os.scandir(root) as entries:
+            return [root / entry.name for entry in entries if entry.is_symlink()]
+    except OSError:  # not there yet, or whoever uses it says so
+        return []
+
+
+def _file_number(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode number of what a path leads to."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _expand(index_path: str) -> Path:

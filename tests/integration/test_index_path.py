@@ -332,6 +332,36 @@ def test_index_path_not_absolute_is_refused(path: str) -> None:
         with_changes(Settings(), {"index": {"path": path}})
 
 
+@pytest.mark.parametrize("inside", ["", "index", "containers", "tmp/a/b"])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_index_path_inside_the_store_is_refused(tmp_path: Path, first: Machine, inside: str, is_linked: bool) -> None:
+    """F.5: neither the store's folder nor one below it can be `index.path`, by whatever name; nothing is changed."""
+    first.put("a", b"1")
+    path = first.root / inside
+    if is_linked:
+        (tmp_path / "link").symlink_to(first.root)
+        path = tmp_path / "link" / inside
+    before = sorted(first.root.rglob("*"))
+    with pytest.raises(ConfigError, match=r"index\.path .*inside the store .*unset index\.path"):
+        Machine(path, first.root).open()
+    with pytest.raises(ConfigError, match=r"index\.path"):
+        Machine(tmp_path / "new" / inside, tmp_path / "new").open(create=True)
+    assert not (tmp_path / "new").exists()
+    assert sorted(first.root.rglob("*")) == before
+    assert contents(first) == {"a": b"1"}
+
+
+def test_index_path_in_a_linked_containers_folder_is_refused(tmp_path: Path, first: Machine) -> None:
+    """F.5: where `containers` is a link to another disk, that folder is the store's own too."""
+    first.put("a", b"1")
+    moved = (first.root / "containers").rename(tmp_path / "disk")
+    (first.root / "containers").symlink_to(moved)
+    for path in (moved, moved / "index", first.root / "containers" / "index"):
+        with pytest.raises(ConfigError, match=r"index\.path .*inside the store"):
+            Machine(path, first.root).open()
+    assert contents(Machine(tmp_path, first.root)) == {"a": b"1"}  # a folder above is not inside
+
+
 def test_index_path_below_home_is_expanded(
     tmp_path: Path, root: Path, first: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
