@@ -99,6 +99,7 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
     check_pictures(tmp_path, "store", ran)
 
 
+@pytest.mark.soak
 def test_upkeep_is_done_after_every_few_versions_and_is_in_no_speed(corpus: Path, tmp_path: Path) -> None:
     beside = [found] if (found := a_store_beside_us()) else []
     peers = ",".join(["nearkin", "nearkin-embedded", *beside, "zstd-long"])
@@ -110,6 +111,7 @@ def test_upkeep_is_done_after_every_few_versions_and_is_in_no_speed(corpus: Path
     assert "Seconds of all upkeep, which is in no speed: nearkin " in (tmp_path / "store.md").read_text()
 
 
+@pytest.mark.soak
 def test_pairs_measures_algorithms_and_codecs(corpus: Path, tmp_path: Path) -> None:
     record = recorded(tmp_path, "pairs", "--corpus", corpus, "--runs", "1", "--warmups", "0", "--pairs", "4")
     check_common(record, "pairs", corpus, 1)

@@ -80,7 +80,7 @@ def on_one_core():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
-@pytest.mark.parametrize("cores", ["all", "one"])
+@pytest.mark.parametrize("cores", ["all", pytest.param("one", marks=pytest.mark.soak)])
 def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how, cores, first, tmp_path, request):
     if cores == "one":
         request.getfixturevalue("on_one_core")

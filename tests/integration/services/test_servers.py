@@ -154,6 +154,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["Kafka", "Redis", "S3"])
 def test_a_server_dies_with_its_owner_even_when_that_is_killed(tmp_path: Path, need: Any, kind: str) -> None:
     need(lambda: {"Kafka": Kafka, "Redis": Redis, "S3": S3}[kind](tmp_path / "looked-for").command())
