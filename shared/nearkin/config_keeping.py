@@ -275,7 +275,8 @@ class GcSettings:
     Set it for one run after an upgrade, if no one else could write to the store."""
     clock_gap_seconds_max: Annotated[int, Between(3_600, 3_153_600_000)] = 7_776_000
     """A run refuses to free by a clock that says that nothing happened in the store for longer than this: neither a
-    container was written nor a run done. A clock that is ahead looks so; set `gc.trust_clock` if it is right."""
+    container was written nor a run done. A clock that is ahead looks so; set `gc.trust_clock` if it is right.
+    Without the record of an earlier run all gaps between containers count."""
     trust_clock: bool = False
     """A run takes this machine's clock for right, however far ahead of what the store knows. Set it for one run."""
     services_ended: bool = False

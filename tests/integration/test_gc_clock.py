@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,6 +71,42 @@ def test_put_by_a_wrong_clock_does_not_confirm_it() -> None:
         check_clock(objects, [container(START), container(START + YEAR)], START + YEAR + 1, GcSettings())
     monthly = [container(START + month * 30 * DAY) for month in range(13)]
     check_clock(objects, monthly, START + YEAR, GcSettings())
+
+
+@pytest.mark.parametrize("record", ["none", "lost"])
+def test_put_before_the_first_gc_confirms_no_clock(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, record: str
+) -> None:
+    """F.29: Without a clock record a put by a clock 400 days ahead does not confirm it: nothing retained is freed."""
+    with opened(tmp_path / "s", clock) as store:
+        store.put("k", os.urandom(1000))
+        store.retain("k", datetime.fromtimestamp(START + 300 * DAY, UTC))
+        if record == "lost":
+            store.gc()
+            shutil.rmtree(store.root / FOLDER)
+    ahead = START + 400 * DAY
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    monkeypatch.setattr(time, "time_ns", lambda: int(ahead * 1e9))
+    clock.now = ahead
+    with opened(tmp_path / "s", clock) as store:
+        store.put("other", os.urandom(1000))
+        assert max(int(found) >> 20 for found in store._containers.generations()) == int(ahead * 1000)
+        store.delete("k")
+        clock.now += 10
+        for attempt in (store.gc, store.purge):
+            with pytest.raises(ClockSkew, match="nothing is freed"):
+                attempt()
+        assert store._manifests.is_committed("default", "k", 1)
+
+
+def test_old_gap_is_confirmed_once() -> None:
+    """F.29: A gap among old containers needs `gc.trust_clock` once; the record of that run covers it."""
+    objects = memory_objects()
+    containers = [container(START - YEAR), container(START)]
+    with pytest.raises(ClockSkew, match=rf"between {shown(START - YEAR)} and {shown(START)}"):
+        check_clock(objects, containers, START + 1, GcSettings())
+    check_clock(objects, containers, START + 1, GcSettings(trust_clock=True))
+    check_clock(objects, containers, START + 2, GcSettings())
 
 
 def test_trusted_clock_is_recorded(tmp_path: Path, clock: Clock) -> None:

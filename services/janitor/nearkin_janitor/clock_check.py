@@ -62,13 +62,15 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
 
 
 def _check_gap(records: ClockRecords, times_us: list[int], now_us: int, gap_seconds_max: int) -> None:
-    """Raise ClockSkew if the store has no sign of a time before `now_us` for too long."""
+    """Raise ClockSkew if the store has no sign of a time before `now_us` for too long.
+
+    Every gap since the last record counts, without a record every gap between containers: the newest ones may have been
+    written by the clock that is to be checked.
+    """
     seen = sorted(time_us for time_us in times_us if time_us <= now_us)
     last_us = records.read()
     if last_us is not None:
         seen = [min(last_us, now_us), *(time_us for time_us in seen if time_us > last_us)]
-    elif seen:
-        seen = seen[-1:]
     for before_us, after_us in pairwise([*seen, now_us]):
         if after_us - before_us > gap_seconds_max * 1_000_000:
             raise ClockSkew(
