@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class NearkinError(Exception):
@@ -69,7 +70,12 @@ class StoreUnavailable(Retryable):
 
 
 class NoRoom(StoreUnavailable):
-    """The store's device is full: what was to be written is not there."""
+    """The device of the store, or of its index, is full: what was to be written is not there."""
+
+    def __init__(self, message: str, folder: Path | None = None) -> None:
+        """`folder`: where there is no room, if that may be on another device than the store."""
+        super().__init__(message)
+        self.folder = folder
 
 
 class NotWritable(StoreUnavailable):

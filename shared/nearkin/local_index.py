@@ -27,6 +27,7 @@ from nearkin.errors import (
     IndexUnfinished,
     IndexUnsafe,
     NearkinError,
+    NoRoom,
     NotWritable,
     StoreLocked,
     StoreUnavailable,
@@ -334,11 +335,12 @@ class LocalIndex(Notes):
     def readable(self) -> LmdbIndex:
         """Return the index for reading; one that is not whole is mended first, unless a writer is at work.
 
-        A process that may not write the index, or the lock that mending needs, gets a temporary one.
+        A process that may not write the index, or the lock that mending needs, gets a temporary one; so does one that
+        has no room to mend it.
         """
         try:
             return self._own_readable()
-        except NotWritable as err:
+        except (NotWritable, NoRoom) as err:
             return self._temporary.get(err)
 
     def _own_readable(self) -> LmdbIndex:
@@ -616,7 +618,8 @@ class LocalIndex(Notes):
                 self._whole()
             except StoreUnavailable as err:  # a folder that is read-only, a full disk
                 missing = f"index of {self._root} is missing, unfinished or of an older state, and cannot be made"
-                raise type(err)(f"{missing}: {err} (get and verify need none)") from err
+                message = f"{missing}: {err} (get and verify need none)"
+                raise (NoRoom(message, err.folder) if isinstance(err, NoRoom) else type(err)(message)) from err
             if held:
                 self._held = held
             else:

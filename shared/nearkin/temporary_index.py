@@ -95,7 +95,8 @@ class TemporaryIndex:
             if isinstance(err, NoRoom):
                 raise NoRoom(
                     f"temporary index of store {self._root}: no room in {folder.parent}; set TMPDIR to a folder on a "
-                    "device with room"
+                    "device with room",
+                    folder.parent,
                 ) from err
             raise
         for name in skipped[:SKIPPED_NAMED]:

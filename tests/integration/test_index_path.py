@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -302,27 +303,67 @@ def test_index_path_not_a_folder_is_named(tmp_path: Path, root: Path, first: Mac
             Machine(place, root).put("a", b"1")
 
 
-def test_index_path_full_fails_the_put_and_keeps_all(tmp_path: Path, root: Path, first: Machine) -> None:
-    """F.5: a full index disk is named; what is stored can be read, and the put succeeds once there is room."""
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, of 2 MiB."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount the small disk that this test fills")
-    first.put("a", b"1" * 100_000)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no small disk can be mounted here")
-    try:
-        (disk / "ballast").write_bytes(bytes((1 << 20) - 8192))
-        full = Machine(disk, root)
-        with pytest.raises(NoRoom, match=str(disk)):
-            full.put("b", b"2")
-        assert contents(first) == {"a": b"1" * 100_000}
-        (disk / "ballast").unlink()
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path, but_bytes: int) -> Path:
+    """Leave `but_bytes` of room."""
+    (disk / "ballast").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - but_bytes))
+    return disk / "ballast"
+
+
+def test_index_path_full_fails_the_put_and_keeps_all(disk: Path, root: Path, first: Machine) -> None:
+    """F.5: a full index disk is named; what is stored can be read, and the put succeeds once there is room."""
+    first.put("a", b"1" * 100_000)
+    ballast, full = fill(disk, 8192), Machine(disk, root)
+    with pytest.raises(NoRoom, match=rf"{disk}.*index\.path"):
         full.put("b", b"2")
-        assert set(contents(full)) == set(contents(first)) == {"a", "b"}
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    assert contents(first) == {"a": b"1" * 100_000}
+    ballast.unlink()
+    full.put("b", b"2")
+    assert set(contents(full)) == set(contents(first)) == {"a", "b"}
+
+
+def test_index_path_full_keeps_the_reserve_and_lists(disk: Path, root: Path, first: Machine) -> None:
+    """F.5: commands that free space leave the reserve of a store whose disk is not full; readers list all."""
+    first.put("a", b"1" * 100_000)
+    reserve = root / "reserve"
+    assert reserve.is_file()
+    fill(disk, 8192)
+    with Machine(disk, root).open() as store:
+        for command in (store.gc, store.purge, lambda: store.delete("a")):
+            with pytest.raises(NoRoom, match=rf"{disk}.*index\.path"):
+                command()
+            assert reserve.is_file()
+        assert [info.key for info in store.versions()] == ["a"]
+
+
+@pytest.mark.parametrize("room_kib", [300, 501])
+def test_index_path_that_fills_in_a_session_is_named(tmp_path: Path, disk: Path, root: Path, room_kib: int) -> None:
+    """F.5: whichever commit to the index does not fit names its folder; what was acknowledged is there."""
+    small = {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 1024}}
+    first, full = Machine(tmp_path / "first", root, small), Machine(disk, root, small)
+    with first.open(create=True):
+        pass
+    fill(disk, room_kib << 10)
+    done: set[str] = set()
+    endless = ((f"k{number}", random_bytes(200_000, number)) for number in range(100))
+    with full.open() as store, pytest.raises(NoRoom, match=rf"{disk}.*index\.path"):
+        done.update(result.info.key for result in store.put_many(endless))
+    with first.open() as store:
+        assert done <= {info.key for info in store.versions()}
+        assert not store.verify().damage
 
 
 @pytest.mark.parametrize("path", ["cache", "./x", "", "a\0b", "/" + "x" * 5000])

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from nearkin.store.private_files import (
     REFUSED,
     check_no_link,
     make_private_folders,
+    nearest_folder,
     open_private,
     write_error,
 )
 
+FULL_BYTES = 1 << 20
+"""A device with less room than this is full where LMDB's write to it was cut short."""
 READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
 """LMDB's table of readers has a line of 64 bytes for each, and a head."""
@@ -147,10 +151,31 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
         raise _refused(folder, err, map_bytes) from err
 
 
+def is_out_of_room(folder: Path, err: Exception) -> bool:
+    """Return whether LMDB failed since its device is full; it gives the reasons of the system as text alone."""
+    if any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT)):
+        return True
+    if os.strerror(errno.EIO) not in str(err):  # LMDB's own for a write that a full device cut short
+        return False
+    with suppress(OSError):
+        found = os.statvfs(nearest_folder(folder))
+        return found.f_bavail * found.f_frsize < FULL_BYTES
+    return False
+
+
+def no_room(folder: Path) -> NoRoom:
+    """Return the error for an index on a full device."""
+    return NoRoom(
+        f"index {folder}: no room left on the device; all before is as it was: make room and run the same again, or "
+        "set index.path to a folder on another disk",
+        folder,
+    )
+
+
 def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
     """Return why an index could not be opened, and what helps. LMDB gives the system's reasons as text alone."""
-    if any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT)):
-        return NoRoom(f"index {folder}: no room left on the device: make room and run the same again")
+    if is_out_of_room(folder, err):
+        return no_room(folder)
     if os.strerror(errno.ENOMEM) in str(err):
         return StoreUnavailable(
             f"index {folder}: {map_bytes:,} bytes of addresses cannot be had: raise the limit (ulimit -v), or lower "

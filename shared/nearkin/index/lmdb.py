@@ -11,7 +11,6 @@ meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -30,7 +29,7 @@ import lmdb
 import numpy as np
 
 from nearkin.claims import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
-from nearkin.errors import FormatTooNew, IndexClosed, NoRoom, StoreUnavailable
+from nearkin.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin.failpoints import failpoint
 from nearkin.formats.manifest import Manifest
 from nearkin.index.catalog import CatalogEntry, entry_of, summarise
@@ -49,7 +48,16 @@ from nearkin.index.entries import (
     rows_of,
 )
 from nearkin.index.entry_names import PLAIN_NAMES, EntryNames
-from nearkin.index.environments import DAMAGE, Environment, acquire, damaged, forked, release
+from nearkin.index.environments import (
+    DAMAGE,
+    Environment,
+    acquire,
+    damaged,
+    forked,
+    is_out_of_room,
+    no_room,
+    release,
+)
 from nearkin.index.forgetting import Found, by_table, look_up, named
 from nearkin.index.protocols import Collected, ContainerSummary, Marked
 from nearkin.index.sorted_runs import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
@@ -166,7 +174,7 @@ class LmdbIndex:
         except struct.error as err:
             raise damaged(err) from err
         except lmdb.Error as err:
-            raise _unavailable(err) from err
+            raise _unavailable(self._folder, err) from err
 
     @contextmanager
     def _writing(self, *, buffers: bool = False) -> Iterator[Any]:
@@ -179,7 +187,7 @@ class LmdbIndex:
         except struct.error as err:  # a count, or what is noted of marks, of another length
             raise damaged(err) from err
         except lmdb.Error as err:
-            raise _unavailable(err) from err
+            raise _unavailable(self._folder, err) from err
 
     def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[n, 32] names."""
@@ -540,7 +548,7 @@ class LmdbIndex:
                 with self._in_use():
                     self._env.sync(True)
             except lmdb.Error as err:
-                raise _unavailable(err) from err
+                raise _unavailable(self._folder, err) from err
 
     def record_excluded(self, erasures: Collection[tuple[bytes, int]]) -> None:
         """Record the erasures (owner, time) that came before the index was made: its file holds nothing of them."""
@@ -628,12 +636,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def _unavailable(err: lmdb.Error) -> StoreUnavailable:
+def _unavailable(folder: Path, err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, DAMAGE):
         return damaged(err)
     if isinstance(err, lmdb.MapFullError):
-        return StoreUnavailable("index: full; raise index.map_bytes and run the same again")
-    no_room = any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT))
-    return (NoRoom if no_room else StoreUnavailable)(
-        f"index: {err}; all before is as it was: make room and run the same again"
-    )
+        return StoreUnavailable(f"index {folder}: full; raise index.map_bytes and run the same again")
+    if is_out_of_room(folder, err):
+        return no_room(folder)
+    return StoreUnavailable(f"index {folder}: {err}; all before is as it was: run the same again")

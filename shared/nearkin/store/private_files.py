@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from nearkin.errors import NotWritable, StoreUnavailable
+from nearkin.errors import NoRoom, NotWritable, StoreUnavailable
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -42,7 +42,14 @@ def write_error(path: Path, err: OSError) -> StoreUnavailable:
     """Return the error for a lock or index file that could not be opened for writing."""
     if err.errno in REFUSED:
         return NotWritable(f"{path}: {err.strerror}: this process cannot write here; it may list, get and verify")
+    if err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoRoom(f"{path}: no room left on the device: make room and run the same again", path.parent)
     return StoreUnavailable(f"{path}: {err.strerror}")
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists: it is, or would be, on the same device."""
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
 
 
 def open_private(path: Path, flags: int) -> int:

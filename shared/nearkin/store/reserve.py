@@ -19,6 +19,7 @@ from typing import TypeVar
 from nearkin.errors import NoRoom
 from nearkin.limits import MIB
 from nearkin.store.objects import sync_folder
+from nearkin.store.private_files import nearest_folder
 
 NAME = "reserve"
 SMALLEST_BYTES = MIB
@@ -88,14 +89,22 @@ class SpaceReserve:
     def run(self, action: Callable[[], Answer], again: Callable[[], Answer] | None = None) -> Answer:
         """Return what `action` does; where the disk is full, release the reserve and do it once more.
 
+        Unless it is another disk that is full: that of an index at `index.path`.
         `again`: what is done the second time, where that is another call. Raises what they raise.
         """
         try:
             return action()
-        except NoRoom:
-            if not self.release():
+        except NoRoom as err:
+            if not self._is_on_device_of(err.folder) or not self.release():
                 raise
         return (again or action)()
+
+    def _is_on_device_of(self, folder: Path | None) -> bool:
+        """Return whether releasing the reserve makes room in a folder; None: in the store's own."""
+        try:
+            return folder is None or nearest_folder(folder).stat().st_dev == self._path.parent.stat().st_dev
+        except OSError:
+            return False
 
 
 def _allocate(scratch: Path, path: Path, size_bytes: int) -> None:
