@@ -561,7 +561,10 @@ class Store:
             check_newest(self._manifests, tenant, key, newest, lambda: self._index.numbers(tenant, key))
             self._heads.check(self._manifests, tenant, key, 0 if newest is None else newest.version)
             if newest is None:
-                raise NotFound(f"key {key!r}: the store has none; `nearkin ls` lists the keys")
+                raise NotFound(
+                    f"key {key!r}: the store has none; `nearkin ls` lists the keys, `nearkin ls --deleted` those that "
+                    "undelete brings back"
+                )
             return newest
         check_version(version)
         try:

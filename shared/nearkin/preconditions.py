@@ -80,7 +80,7 @@ def _argument(name: str, text: str | None) -> Tags | None:
     if text is None:
         return None
     if not isinstance(text, str) or (text != ANY and not _DIGEST.fullmatch(text)):
-        raise BadInput(f"{name} {text!r:.100}: want {ANY!r} or a digest such as blake3:HEX, as `nearkin ls` shows it")
+        raise BadInput(f"{name} {text!r:.100}: want {ANY!r} or a digest such as blake3:HEX, as `nearkin info` shows it")
     return (text,)
 
 

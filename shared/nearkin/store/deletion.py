@@ -207,7 +207,7 @@ class Deletions:
                 if not hidden:
                     if earlier:
                         return len(earlier)
-                    raise NotFound(f"{_named(key, version)}: not deleted, or never there")
+                    raise NotFound(f"{_named(key, version)}: not deleted, or never there; see `nearkin ls --deleted`")
                 latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
                 same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
                 now_us = int(self._clock() * 1e6)

@@ -91,7 +91,7 @@ class ErasureRecords:
         """Remove an erasure that is not due yet. Raises NotFound, BadInput (too late), StoreUnavailable."""
         found = self.find(owner)
         if found is None:
-            raise NotFound(f"{fmt.erased_name(owner)}: no erasure to cancel")
+            raise NotFound(f"{fmt.erased_name(owner)}: no erasure of this tenant to cancel; see `nearkin keys list`")
         if found.problem is None and (found.is_due(now_us) or not self._has_keys(owner)):
             raise BadInput(f"{fmt.erased_name(owner)}: the grace of this erasure is over; its keys are removed")
         self._remove(fmt.erased_name(owner))

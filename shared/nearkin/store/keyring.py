@@ -212,12 +212,16 @@ class Keyring:
         if found.erasure is not None and found.erasure.problem is not None:
             raise Corrupt(f"{self._named(owner)}: {found.erasure.problem}")
         if found.erasure is not None:
-            when = moment_of(found.erasure.erased_us)
-            raise Erased(
-                f"{self._named(owner)}: its keys were erased at {when:%Y-%m-%dT%H:%M:%SZ}: what they "
-                "sealed can never be read again"
-            )
+            when, outlook = moment_of(found.erasure.erased_us), self._outlook(found.erasure)
+            raise Erased(f"{self._named(owner)}: its keys were erased at {when:%Y-%m-%dT%H:%M:%SZ}: {outlook}")
         return found
+
+    def _outlook(self, erasure: Erasure) -> str:
+        """Return whether what an erased owner stored can be read again."""
+        if erasure.is_due(int(self._wall() * 1e6)):
+            return "what they sealed can never be read again"
+        until = f"{moment_of(erasure.due_us):%Y-%m-%dT%H:%M:%SZ}"
+        return f"nothing that they sealed is read; until {until} `nearkin keys erase TENANT --cancel` undoes that"
 
     def _look(self, owner: bytes, found: _Owner) -> None:
         found.erasure = None if owner == STORE_OWNER else self._records.find(owner)
