@@ -22,6 +22,7 @@ from nearkin.formats.mark import NO_REQUEST, Kind, Mark
 from nearkin.frozen import frozen
 from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin.reports import Damage, VersionInfo
+from nearkin.store.clock_records import KnownTime
 from nearkin.store.deletion import Deletions
 from nearkin.store.manifests import ManifestStore
 from nearkin.store.shown import infos_of
@@ -69,13 +70,14 @@ def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
     return max(settings.min_age_seconds, *ages, 0)
 
 
-def retain_until_us(settings: RetentionSettings, tenant: str, key: str, now_us: int) -> int:
+def retain_until_us(settings: RetentionSettings, tenant: str, key: str, now_us: int, known_time: KnownTime) -> int:
     """Return up to when a version that is committed now is retained, microseconds since 1970; 0 for no retention.
 
+    It counts from the time of the last GC run if this machine's clock is behind that. Raises StoreUnavailable.
     It is written into the manifest: every process honours it, whatever its own settings, and none can shorten it.
     """
     seconds = min_age_seconds(settings, tenant, key)
-    return min(now_us + seconds * 1_000_000, CREATED_US_MAX) if seconds else 0
+    return min(known_time.latest_us(now_us) + seconds * 1_000_000, CREATED_US_MAX) if seconds else 0
 
 
 def check_clock(infos: Iterable[VersionInfo], now: float) -> None:

@@ -16,7 +16,7 @@ from nearkin.api import Store, open_store
 from nearkin.config import Settings
 from nearkin.config_keeping import GcSettings, RetentionPolicy
 from nearkin.config_layers import with_changes
-from nearkin.errors import ClockSkew
+from nearkin.errors import ClockSkew, Retained
 from nearkin.store.clients import memory_objects
 from nearkin.store.clock_records import FOLDER, ClockRecords
 from nearkin.store.objects import ObjectStore
@@ -99,6 +99,67 @@ def test_put_before_the_first_gc_confirms_no_clock(
         assert store._manifests.is_committed("default", "k", 1)
 
 
+def test_deletion_by_a_clock_behind_keeps_its_window(tmp_path: Path, clock: Clock) -> None:
+    """F.29: The undelete window of an rm by a clock that is 10 days behind begins at the last GC run's time."""
+    changes = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 7 * DAY}}
+    settings = with_changes(Settings(), changes)
+    with open_store(tmp_path / "s", settings=settings, clock=clock, create=True) as store:
+        store.put("k", b"one")
+        clock.now += 30 * DAY
+        store.gc()
+    clock.now -= 10 * DAY
+    with open_store(tmp_path / "s", settings=settings, clock=clock) as store:
+        store.gc()  # does not lower the recorded time
+        store.delete("k")
+    clock.now = START + 30 * DAY + 60
+    with open_store(tmp_path / "s", settings=settings, clock=clock) as store:
+        assert store.gc().versions == 0
+        assert store.undelete("k") == 1
+        assert store.get("k").read() == b"one"
+
+
+def test_deletion_by_a_clock_before_the_put_keeps_it(tmp_path: Path, clock: Clock) -> None:
+    """F.29: Without a GC run the window begins at the version's own time at the earliest."""
+    changes = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 7 * DAY}}
+    with open_store(tmp_path / "s", settings=with_changes(Settings(), changes), clock=clock, create=True) as store:
+        store.put("k", b"one")
+        clock.now -= 10 * DAY
+        store.delete("k")
+        clock.now = START + 60
+        assert store.gc().versions == 0
+        assert store.undelete("k") == 1
+
+
+def test_version_dated_in_9999_can_be_deleted(tmp_path: Path, clock: Clock) -> None:
+    """F.29: A version that a wrong clock dated to the last day that a mark can name is deleted, and freed by purge."""
+    changes = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 7 * DAY}}
+    with open_store(tmp_path / "s", settings=with_changes(Settings(), changes), clock=clock, create=True) as store:
+        clock.now = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+        store.put("k", b"one")
+        clock.now = START
+        store.put("k", b"two")
+        assert store.delete("k", 1) == 1
+        assert store.purge().versions == 1
+
+
+def test_min_age_by_a_clock_behind_is_not_shortened(tmp_path: Path, clock: Clock) -> None:
+    """F.29: A put by a clock that is behind the last GC run is retained from that run's time, not in the past."""
+    settings = with_changes(Settings(), {"retention": {"min_age_seconds": 5 * DAY}})
+    with open_store(tmp_path / "s", settings=settings, clock=clock, create=True) as store:
+        store.put("k", b"one")
+        clock.now += 30 * DAY
+        store.gc()
+    clock.now -= 10 * DAY
+    with open_store(tmp_path / "s", settings=settings, clock=clock) as store:
+        store.put("new", b"two")
+        expected = datetime.fromtimestamp(START + 35 * DAY, UTC)
+        assert store.info("new").retain_until == expected
+    with opened(tmp_path / "s", clock) as store:
+        clock.now = START + 30 * DAY + 60
+        with pytest.raises(Retained):
+            store.delete("new")
+
+
 def test_old_gap_is_confirmed_once() -> None:
     """F.29: A gap among old containers needs `gc.trust_clock` once; the record of that run covers it."""
     objects = memory_objects()
@@ -151,6 +212,16 @@ def test_forged_clock_record_counts_as_none(tmp_path: Path, clock: Clock) -> Non
         with pytest.raises(ClockSkew):
             store.gc()
         assert name in [found.object_name for found in store.verify().damage]
+
+
+def test_clock_behind_lowers_the_record_only_if_trusted() -> None:
+    """F.29: A GC run by a clock that is behind leaves the recorded time; `gc.trust_clock` sets it."""
+    objects = memory_objects()
+    check_clock(objects, [], START, GcSettings())
+    check_clock(objects, [], START - 10 * DAY, GcSettings())
+    assert ClockRecords(objects).read() == int(START * 1e6)
+    check_clock(objects, [], START - 10 * DAY, GcSettings(trust_clock=True))
+    assert ClockRecords(objects).read() == int((START - 10 * DAY) * 1e6)
 
 
 def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,9 @@
     the store: containers, the last GC run                                     no sign of time for months   -> refused
 
 A grace, a retention and the window of an undeletion all end early by a clock that is ahead. By one that is behind they
-end late: that is reported, and removes nothing too soon.
+end late, which is reported. What begins by a clock that is behind would end early by a right one: deletions count the
+window, and puts `min_age_seconds`, from the last recorded time at least (KnownTime). Not covered: a grace that a GC run
+begins by a clock that is behind, and a clock that is behind less than a day, or before the first record.
 """
 
 from __future__ import annotations
@@ -45,10 +47,15 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
         )
     if not settings.trust_clock:
         _check_gap(records, times_us, now_us, settings.clock_gap_seconds_max)  # 1
-    if not records.has_server_clock and (last_us := records.read()) is not None and 0 <= now_us - last_us < DAY_US:
-        return
+    last_us = records.read()
+    if last_us is not None and not settings.trust_clock:
+        if not records.has_server_clock and now_us - last_us < DAY_US:
+            return
+        recorded_us = max(now_us, last_us)  # a clock that is behind does not lower what is known
+    else:
+        recorded_us = now_us
     try:
-        name = records.write(now_us)  # 2
+        name = records.write(recorded_us)  # 2
     except StoreUnavailable as err:  # a full disk, for one: a run that frees space must not fail
         _log.warning("gc: the time of this run was not recorded: %s", err)
         return

@@ -433,7 +433,9 @@ class EmbeddedWriter:
                 key=blob.key,
                 version=version,
                 created_us=now_us if blob.created_us is None else blob.created_us,
-                retain_until_us=retain_until_us(self._settings.retention, tenant, blob.key, now_us),
+                retain_until_us=retain_until_us(
+                    self._settings.retention, tenant, blob.key, now_us, self._manifests.known_time
+                ),
                 size_bytes=blob.size_bytes,
                 blake3=blob.hasher.digest(),
                 sha256=blob.sha256,

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from nearkin.errors import Corrupt, NotFound
@@ -19,6 +22,8 @@ from nearkin.store.objects import AlreadyExists, ObjectStore
 
 FOLDER = "heads/clock"
 VERSION = 1
+FRESH_SECONDS = 300.0
+"""As long a process uses a record that it has read."""
 _log = logging.getLogger("nearkin")
 
 
@@ -101,6 +106,31 @@ class ClockRecords:
             return None if server is None else server.modified_seconds(name)
         except NotFound:  # another run replaced it
             return None
+
+
+class KnownTime:
+    """The last time that a GC run recorded, for processes whose clock may be behind. Safe between threads."""
+
+    def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._records = ClockRecords(objects)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read: tuple[float, int] | None = None
+
+    def latest_us(self, now_us: int) -> int:
+        """Return `now_us`, or the time recorded if that is later. Reads the record every FRESH_SECONDS at most.
+
+        A record that does not verify counts as none. Raises StoreUnavailable.
+        """
+        with self._lock:
+            if self._read is None or self._clock() - self._read[0] > FRESH_SECONDS:
+                try:
+                    recorded_us = self._records.read() or 0
+                except Corrupt as err:  # a file with another name
+                    _log.warning("the time of the last GC run is not known: %s", err)
+                    recorded_us = 0
+                self._read = self._clock(), recorded_us
+            return max(now_us, self._read[1])
 
 
 def _ignored(err: Corrupt) -> int | None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from nearkin.errors import Corrupt, NotFound, Permanent, Retained, Retryable
 from nearkin.failpoints import failpoint
-from nearkin.formats.manifest import moment_of
+from nearkin.formats.manifest import CREATED_US_MAX, moment_of
 from nearkin.formats.mark import Kind, Mark
 from nearkin.index.protocols import Marked
 from nearkin.interrupts import interrupts_wait
@@ -144,9 +144,12 @@ class Deletions:
                     )
                 if condition is not None:
                     condition(self._manifests.get(tenant, key, wanted[-1].version).info)
-                self._check_retained(tenant, key, wanted)
+                newest_us = self._check_retained(tenant, key, wanted)
                 now_us = int(self._clock() * 1e6)
-                until_us = now_us + int(undelete_seconds * 1e6)
+                # By a clock that is behind the window would be over too soon for all others.
+                from_us = max(self._manifests.known_time.latest_us(now_us), newest_us)
+                window_us = int(undelete_seconds * 1e6)
+                until_us = max(now_us + window_us, min(from_us + window_us, CREATED_US_MAX))
                 marks = [
                     Mark(
                         tenant, key, history.version, history.sequence + 1, Kind.DELETED, now_us, until_us, made_by,
@@ -251,12 +254,14 @@ class Deletions:
                     at, until = moment_of(mark.at_us), moment_of(mark.until_us)
                     yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
 
-    def _check_retained(self, tenant: str, key: str, histories: Iterable[History]) -> None:
+    def _check_retained(self, tenant: str, key: str, histories: Iterable[History]) -> int:
         """Refuse to delete a version that its manifest, a retention record or the settings retain.
 
         Up to when a damaged manifest retains its version is not known; it may be deleted where the settings retain
-        nothing and it has no retention record. Raises Retained, Corrupt.
+        nothing and it has no retention record. Returns when the newest was created, microseconds since 1970, 0 where
+        none can be read. Raises Retained, Corrupt.
         """
+        newest_us = 0
         check = None if self._guard is None else self._guard(tenant, key)
         for history in histories:
             try:
@@ -265,6 +270,7 @@ class Deletions:
                 if check is not None or history.retention:
                     raise
                 continue
+            newest_us = max(newest_us, manifest.created_us)
             info = self._manifests.info(manifest, history.retention)
             if check is not None:
                 check(info)
@@ -274,6 +280,7 @@ class Deletions:
                     f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its manifest says so, or `nearkin retain`, whatever the "
                     "settings are now); nothing was deleted"
                 )
+        return newest_us
 
     def extend_retention(
         self, tenant: str, key: str, version: int | None, retain_until_us: int, *, who: str = "", reason: str = ""

@@ -32,6 +32,7 @@ from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
 from nearkin.frozen import frozen
 from nearkin.preconditions import Precondition
 from nearkin.reports import VersionInfo
+from nearkin.store.clock_records import KnownTime
 from nearkin.store.key_locks import KeyLocks, ProcessKeyLocks
 from nearkin.store.objects import ObjectStore, check_tenant
 from nearkin.store.parity import read_decoded
@@ -126,6 +127,7 @@ class ManifestStore:
         self._objects = objects
         self.locks = locks or ProcessKeyLocks()
         self._given_key = record_key
+        self.known_time = KnownTime(objects)
         self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
 
     @property

@@ -361,7 +361,9 @@ class CommitHandler:
                 key=key,
                 version=max(histories, default=0) + 1,
                 created_us=now_us,
-                retain_until_us=retain_until_us(self._settings.retention, tenant, key, now_us),
+                retain_until_us=retain_until_us(
+                    self._settings.retention, tenant, key, now_us, self._manifests.known_time
+                ),
                 size_bytes=end.size_bytes,
                 blake3=end.blake3,
                 sha256=end.sha256,
