@@ -135,6 +135,8 @@ def open_store(
     recorded them. `explicit`: dotted names of the settings that the caller set; None: those that differ from the
     defaults. A put under set values that differ from the store's raises ConfigError; with `force` it warns.
 
+    `read_only`: calls that would change what is stored raise BadInput; the index may still be made or mended.
+
     `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
     `fingerprint_bits` below 160 is for tests of collisions.
 
@@ -154,7 +156,8 @@ def open_store(
     objects = local_objects(root, chosen)
     covered = as_set(objects, chosen)
     found = descriptor.read(covered, fingerprint_bits)
-    return Store(root, objects, covered, found, ChunkingGuard(covered, chosen, explicit, force=force), clock)
+    guard = ChunkingGuard(covered, chosen, explicit, force=force)
+    return Store(root, objects, covered, found, guard, clock, read_only=read_only)
 
 
 def create_store(
@@ -253,8 +256,11 @@ class Store:
         found: descriptor.Descriptor,
         guard: ChunkingGuard,
         clock: Callable[[], float] = time.time,
+        *,
+        read_only: bool = False,
     ) -> None:
         self.root = root
+        self._is_read_only = read_only
         self.store_id = found.store_id
         self._clock = clock
         self.settings = settings = guard.settings
@@ -342,6 +348,10 @@ class Store:
         """Let writes of this Store wait up to `seconds` for the lock of another process; by default they do not."""
         self._index.lock_wait_seconds = seconds
 
+    def _check_writable(self, operation: str) -> None:
+        if self._is_read_only:
+            raise BadInput(f"{operation}: store {self.root} was opened with read_only=True; open it without to write")
+
     # --- put ---------------------------------------------------------------------------------------------------------
 
     def put(
@@ -363,6 +373,7 @@ class Store:
         succeeds. Raises PreconditionFailed (nothing stored), BadInput (nothing stored), StoreLocked, StoreUnavailable
         (nothing visible stored; the same put may be tried again).
         """
+        self._check_writable("put")
         precondition = precondition_of(if_match, if_none_match)
         if precondition is not None:  # before a large source is read in vain; the commit decides
             check_key(key)
@@ -388,6 +399,7 @@ class Store:
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
     ) -> Iterator[PutResult | Permanent]:
         """Store many blobs as `put_many` does; yield the error in place of the result of one that is refused."""
+        self._check_writable("put")
         self._chunking.prepare_put()
         return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
 
@@ -472,6 +484,7 @@ class Store:
         whose put is committed meanwhile stays. Raises NotFound, BadInput, Retained (one is younger than the settings
         allow: none goes), Erased, StoreLocked, StoreUnavailable (perhaps some are gone: the same call ends it).
         """
+        self._check_writable("delete")
         return self._deletions.delete(
             self.settings.tenant,
             key,
@@ -487,6 +500,7 @@ class Store:
         Raises NotFound (nothing of it is deleted, or its time is over), BadInput, Erased, StoreLocked,
         StoreUnavailable.
         """
+        self._check_writable("undelete")
         who = user_and_host() if who is None else who
         return self._deletions.undelete(self.settings.tenant, key, version, who=who, reason=reason)
 
@@ -498,6 +512,7 @@ class Store:
         A retention is extended, never shortened. Raises NotFound, BadInput (the time is earlier than the one that
         holds, in the past, or over 100 years away), Corrupt, Erased, StoreLocked, StoreUnavailable.
         """
+        self._check_writable("retain")
         who = user_and_host() if who is None else who
         until_us = us_of(until)
         return self._deletions.extend_retention(self.settings.tenant, key, version, until_us, who=who, reason=reason)
@@ -529,6 +544,7 @@ class Store:
         """
         retention, tenant = self.settings.retention, self.settings.tenant
         if not dry_run:
+            self._check_writable("forget")
             self._collection().check_clock()
         found = list(
             decisions(
@@ -734,6 +750,7 @@ class Store:
         Returns what was repaired, and what is damaged still with the versions it touches. Raises StoreLocked,
         StoreUnavailable.
         """
+        self._check_writable("attend")
         with self._index.crossing.beside():
             return self._repairs().attend(step.damaged, self._verified)
 
@@ -747,6 +764,7 @@ class Store:
         both would make the same next generation. `progress` hears how far the verification is. Raises BadInput,
         StoreLocked, StoreUnavailable.
         """
+        self._check_writable("repair")
         if self._puts.is_mine:
             raise self._puts.in_the_middle()
         with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
@@ -806,6 +824,7 @@ class Store:
             raise BadInput("deleted_too: only a dry run goes by what has not happened")
         if dry_run:
             return collection.preview(steps, deleted_too=deleted_too)
+        self._check_writable("gc")
         if not wait_seconds:
             self._puts.check_none()
         try:
@@ -852,6 +871,7 @@ class Store:
         that is needed was removed), NotFound (no such version is deleted), Paused, StoreLocked (a put, a GC run or
         another process is at work), StoreUnavailable (`purge()` goes on).
         """
+        self._check_writable("purge")
         self._puts.check_none()
         tenant = self.settings.tenant
         if key is not None and not any(one.key == key and version in (None, one.version) for one in self.deleted(key)):
@@ -896,6 +916,7 @@ class Store:
         never have one in this store. Raises BadInput (the store is not encrypted), Retained (some of its versions are
         retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
         """
+        self._check_writable("erase_tenant")
         if grace_seconds is None:
             grace_seconds = self.settings.deletion.erase_grace_seconds
         if not isinstance(self._covered, EncryptedObjects):
@@ -942,6 +963,7 @@ class Store:
 
         Nothing is put or deleted meanwhile. Raises StoreLocked, StoreUnavailable.
         """
+        self._check_writable("rebuild_index")
         self._puts.check_none()
         with self._index.crossing.alone(BESIDE_SECONDS, "a rebuild of the index"):
             report = self._index.rebuild(progress)

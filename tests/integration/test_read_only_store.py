@@ -1,0 +1,45 @@
+"""A store that was opened with `read_only=True` refuses every call that would change what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from nearkin.api import Store, open_store
+from nearkin.errors import BadInput
+from nearkin.testing.stores import SMALL, settings
+
+WRITES: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: store.put("b", b"2"),
+    "put_many": lambda store: list(store.put_many([("b", b"2")])),
+    "delete": lambda store: store.delete("a"),
+    "undelete": lambda store: store.undelete("gone"),
+    "retain": lambda store: store.retain("a", datetime.now(UTC) + timedelta(days=1)),
+    "forget": lambda store: store.forget(),
+    "gc": lambda store: store.gc(),
+    "purge": lambda store: store.purge(),
+    "repair": lambda store: store.repair(),
+    "rebuild_index": lambda store: store.rebuild_index(),
+    "erase_tenant": lambda store: store.erase_tenant("default"),
+}
+
+
+@pytest.mark.parametrize("call", WRITES.values(), ids=WRITES)
+def test_read_only_store_refuses_writes(tmp_path: Path, call: Callable[[Store], object]) -> None:
+    """F.5: a writing call raises before it changes anything; reading calls and dry runs work."""
+    with open_store(tmp_path, settings=settings(SMALL), create=True) as store:
+        for key in ("a", "gone"):
+            store.put(key, b"1" * 10_000)
+        store.delete("gone")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.nk*") if path.is_file()}
+    with open_store(tmp_path, settings=settings(SMALL), read_only=True) as store:
+        with pytest.raises(BadInput, match="read_only=True; open it without"):
+            call(store)
+        assert [info.key for info in store.versions()] == ["a"]
+        assert store.get("a").read() == b"1" * 10_000
+        store.gc(dry_run=True)
+        assert [decision.info.key for decision in store.forget(dry_run=True)] == ["a"]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.nk*") if path.is_file()} == before
