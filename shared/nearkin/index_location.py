@@ -13,11 +13,14 @@ its last one, so that no other index, and no copy made in between, has the token
 
 A writer that dies in between leaves an index that matches, or one that is rebuilt.
 
-    ROOT/index.removals   the same for ROOT/index, replaced only before entries are removed (GC, purge, repair)
+    ROOT/index.removals   for ROOT/index: a token that is replaced only where entries are removed (GC, purge, repair)
 
-An older copy of ROOT/index that lacks entries is completed. One that has entries of what was deleted since, or of a
-container that was written again without them, would let a put refer to lost chunks: its token is another, so that it is
-rebuilt. Puts replace no token here: it costs 20 ms.
+    1 the file has old and new    2 one transaction removes the entries and gives the index the new token
+    3 the file has the new one alone; only then is what the entries named deleted
+
+An older copy of ROOT/index that lacks entries is completed. One that still names what was deleted since, or a container
+that was written again without it, would let a put refer to lost chunks: it has another token and is rebuilt. Puts
+replace no token here: that would cost each some 20 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +46,10 @@ if TYPE_CHECKING:  # a get needs no index
 TOKEN_FILE = "index.id"  # noqa: S105 - a name
 REMOVALS_FILE = "index.removals"
 TOKEN_BYTES = 16
+NO_REMOVAL = "0" * (2 * TOKEN_BYTES)
+"""Of an index from which nothing was removed yet."""
+FILE_BYTES_MAX = 4 * TOKEN_BYTES + 2
+"""Two tokens, a line each."""
 READS_OF_TOKEN = 3
 """Tries to read a token that a writer may replace between the read of the file and that of the index."""
 _TOKEN = re.compile(b"[0-9a-f]{32}", re.ASCII)
@@ -134,20 +142,25 @@ class IndexLocation:
         return token in index.tokens
 
     def _has_removals(self, index: LmdbIndex) -> bool:
-        """Return whether the index has the last removal from ROOT/index; another one follows index.id alone."""
+        """Return whether the index has the last removal from ROOT/index; an external one follows index.id alone."""
         if self.is_external:
             return True
-        token = self._read(self._removals_file)
-        return not index.removal_tokens if token is None else token in index.removal_tokens
+        tokens = self._read(self._removals_file)
+        return (index.removal_token or NO_REMOVAL) in ([NO_REMOVAL] if tokens is None else tokens)
 
-    def note_removal(self, index: LmdbIndex) -> None:
-        """Invalidate older copies of ROOT/index before entries are removed. Raises NoRoom, StoreUnavailable."""
+    @contextmanager
+    def removal(self, index: LmdbIndex) -> Iterator[str]:
+        """Invalidate older copies of ROOT/index; the block gives the index the token and removes its entries.
+
+        Raises NoRoom, StoreUnavailable.
+        """
         if self.is_external:
+            yield ""
             return
-        before, token = self._read(self._removals_file), secrets.token_hex(TOKEN_BYTES)
-        index.keep_removal_tokens([*([before] if before else []), token])
-        self._write(self._removals_file, token)
-        index.keep_removal_tokens([token])
+        token = secrets.token_hex(TOKEN_BYTES)
+        self._write(self._removals_file, index.removal_token or NO_REMOVAL, token)  # 1
+        yield token  # 2
+        self._write(self._removals_file, token)  # 3
 
     def give_token(self, index: LmdbIndex, *, renew: bool = False) -> str | None:
         """Give a token to an index that was made from all that is stored, under the lock.
@@ -168,11 +181,13 @@ class IndexLocation:
         return token
 
     def _give_removals(self, index: LmdbIndex) -> None:
-        removals = self._read(self._removals_file)
-        if removals:
-            index.keep_removal_tokens([removals])
-        elif removals is not None:  # damaged
-            self.note_removal(index)
+        """Give an index that was made again the token of the last removal; a damaged one is replaced."""
+        tokens = self._read(self._removals_file)
+        if tokens is not None:
+            token = tokens[-1] if tokens else secrets.token_hex(TOKEN_BYTES)
+            index.keep_removal_token(token)
+            if tokens != [token]:
+                self._write(self._removals_file, token)
 
     def publish_token(self, token: str | None) -> None:
         """Give the store a token that `give_token` returned. Raises NoRoom, StoreUnavailable."""
@@ -194,29 +209,33 @@ class IndexLocation:
 
     def _read_token(self) -> str | None:
         """Return the store's token, "" for a damaged one, None where no index needs one."""
-        return self._read(self._token_file)
+        tokens = self._read(self._token_file)
+        return tokens if tokens is None else "".join(tokens[:1])
 
     @staticmethod
-    def _read(file: Path) -> str | None:
+    def _read(file: Path) -> list[str] | None:
+        """Return the tokens of a file, none of a damaged one; None without a file. Raises StoreUnavailable."""
         try:
-            data = read_private(file, 4 * TOKEN_BYTES)
+            data = read_private(file, FILE_BYTES_MAX)
         except FileNotFoundError:
             return None
         except OSError as err:
             raise StoreUnavailable(f"{file}: {err.strerror}") from err
-        return data.strip().decode() if _TOKEN.fullmatch(data.strip()) else ""
+        tokens = data.split()
+        return [token.decode() for token in tokens] if all(map(_TOKEN.fullmatch, tokens)) else []
 
     def _write_token(self, token: str) -> None:
         self._write(self._token_file, token)
 
-    def _write(self, file: Path, token: str) -> None:
-        """Overwrite the token in place: a full disk has no room for a second file, and a torn one matches nothing."""
+    def _write(self, file: Path, *tokens: str) -> None:
+        """Overwrite the tokens in place: a full disk has no room for a second file, and a torn one matches nothing."""
+        data = "".join(f"{token}\n" for token in tokens).encode()
         try:
             is_new = not file.exists()
             descriptor = self._open_token(file)
             try:
-                os.pwrite(descriptor, f"{token}\n".encode(), 0)
-                os.ftruncate(descriptor, 2 * TOKEN_BYTES + 1)
+                os.pwrite(descriptor, data, 0)
+                os.ftruncate(descriptor, len(data))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -695,7 +695,7 @@ class LocalIndex(Notes):
         self._warn_of_network()
         self._location.check_owner()
         index = LmdbIndex(self._folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
-        index.on_removal = self._location.note_removal
+        index.removal = partial(self._location.removal, index)
         try:
             self._check_state(index)
         except BaseException:

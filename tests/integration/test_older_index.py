@@ -6,10 +6,13 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nearkin.api import Store, open_store
+from nearkin.errors import StoreUnavailable
+from nearkin.index.lmdb import LmdbIndex
 from nearkin.index_location import REMOVALS_FILE
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import SMALL, settings
@@ -61,6 +64,46 @@ def test_older_index_with_removed_chunks_is_rebuilt(
         assert (store.get("again").read(), store.get("kept").read()) == (REMOVED, KEPT)
         assert store.verify().damage == ()
     assert STALE in caplog.text
+
+
+def test_index_copied_as_a_removal_begins_is_rebuilt(
+    tmp_path: Path, older: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.5: A copy between the new token in the store and the removal of the entries has the older token."""
+    root, copy, real = tmp_path / "store", tmp_path / "copy", LmdbIndex._forget
+
+    def forget(index: LmdbIndex, *arguments: Any) -> None:
+        shutil.copytree(root / "index", copy, dirs_exist_ok=True)
+        real(index, *arguments)
+
+    with monkeypatch.context() as patch, open_store(root, settings=AT_ONCE) as store:
+        patch.setattr(LmdbIndex, "_forget", forget)
+        collect(store)
+    put_index_back(root, copy)
+    with caplog.at_level(logging.WARNING), open_store(root, settings=AT_ONCE) as store:
+        assert store.put("again", REMOVED).ledger.unique_bytes == len(REMOVED)
+        assert (store.get("again").read(), store.get("kept").read()) == (REMOVED, KEPT)
+    assert STALE in caplog.text
+
+
+def test_removal_that_fails_leaves_the_index_current(
+    tmp_path: Path, older: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.5: Where the transaction of a removal fails the index still has a token of the store, the first time too."""
+    root = tmp_path / "store"
+
+    def fail(*_: Any) -> None:
+        raise StoreUnavailable("no transaction")
+
+    with open_store(root, settings=AT_ONCE) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(LmdbIndex, "_forget", fail)
+            with pytest.raises(StoreUnavailable):
+                collect(store)
+        assert (root / REMOVALS_FILE).exists()
+    with open_store(root, settings=AT_ONCE) as store:
+        assert store.put("kept", KEPT).ledger.unique_bytes == 0
+    assert STALE not in caplog.text
 
 
 def test_older_index_of_later_puts_is_completed(tmp_path: Path, older: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ ENTRIES_FIRST_MIN = 16
 """Read at least at once: a key may have some versions."""
 VERSION_MAX = (1 << 64) - 1
 _NO_MARKS = MARKED.pack(0, 0)
+_REMOVAL = b"removal"
 _EXCLUDED, _ERASURE = b"excluded", Struct("<16sQ")
 """Owner of erased keys, and when they were erased, microseconds since 1970."""
 _SHAPES = {
@@ -124,8 +125,8 @@ class LmdbIndex:
         self._env = shared.env
         self._databases = databases = shared.databases
         self._runs = {name: SortedRuns(databases[name], shape) for name, shape in _SHAPES.items()}
-        self.on_removal: Callable[[LmdbIndex], None] | None = None
-        """Called before entries are removed: whatever they name may be deleted from the store afterwards."""
+        self.removal: Callable[[], AbstractContextManager[str]] = lambda: nullcontext("")
+        """Entered around each removal of entries, whose objects are deleted afterwards; gives the index's new token."""
         self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
         try:
             self._check_version(read_only)
@@ -468,8 +469,18 @@ class LmdbIndex:
         are gone as a whole and no longer counted. `looked_up`: what `look_up` found for these, or for more: it spares
         the scan.
         """
-        if self.on_removal is not None:
-            self.on_removal(self)
+        with self.removal() as token:
+            self._forget(chunks, segments, containers, looked_up, token)
+
+    def _forget(
+        self,
+        chunks: Mapping[int, U32 | None],
+        segments: Mapping[int, U32],
+        containers: Collection[int],
+        looked_up: object,
+        token: str,
+    ) -> None:
+        """Do `forget`; the index has `token` from the same transaction on."""
         unwanted = by_table(chunks, segments)
         found = looked_up if isinstance(looked_up, Found) else None
         if found is not None and not found.holds(self.last_written[0], self.container_ids(), unwanted):
@@ -482,6 +493,8 @@ class LmdbIndex:
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
                 drop_under(txn, self._counts, container.to_bytes(8, "little"))
+            if token:
+                txn.put(_REMOVAL, token.encode(), db=self._meta)
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield what is known of each published container, in stream order."""
@@ -588,15 +601,15 @@ class LmdbIndex:
             txn.put(b"tokens", " ".join(tokens).encode(), db=self._meta)
 
     @property
-    def removal_tokens(self) -> list[str]:
-        """Return the tokens of the last removals from the index (`nearkin.index_location`)."""
+    def removal_token(self) -> str:
+        """Return the token of the last removal from the index, "" before the first (`nearkin.index_location`)."""
         with self._reading() as txn:
-            return bytes(txn.get(b"removals", b"", db=self._meta)).decode(errors="replace").split()
+            return bytes(txn.get(_REMOVAL, b"", db=self._meta)).decode(errors="replace")
 
-    def keep_removal_tokens(self, tokens: Sequence[str]) -> None:
-        """Replace the tokens of removals, durably as every transaction."""
+    def keep_removal_token(self, token: str) -> None:
+        """Set the token of the last removal of an index that was made from all that is stored."""
         with self._writing() as txn:
-            txn.put(b"removals", " ".join(tokens).encode(), db=self._meta)
+            txn.put(_REMOVAL, token.encode(), db=self._meta)
 
     @property
     def last_written(self) -> tuple[tuple[int, int], int]:
