@@ -17,6 +17,8 @@ import time
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nearkin_gateway.exchange import Exchange
+
 HEADER = b"x-request-id"
 PATH_CHARACTERS_MAX = 256
 PROBES = frozenset({"/livez", "/readyz", "/metrics"})
@@ -36,31 +38,22 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        began, status, received_bytes, sent_bytes = time.perf_counter(), 0, 0, 0
+        began, exchange = time.perf_counter(), Exchange(receive, send)
 
-        async def received() -> Message:
-            nonlocal received_bytes
-            message = await receive()
-            received_bytes += len(message.get("body", b""))
-            return message
-
-        async def sent(message: Message) -> None:
-            nonlocal status, sent_bytes
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
                 message = {**message, "headers": [*message.get("headers", []), (HEADER, request_id.encode())]}
-            sent_bytes += len(message.get("body", b""))
-            await send(message)
+            await exchange.send(message)
 
         try:
             with structlog.contextvars.bound_contextvars(request_id=request_id):
-                await self._app(scope, received, sent)
+                await self._app(scope, exchange.receive, send_with_id)
         finally:
-            if self._enabled and not (scope["path"] in PROBES and status < 400):
+            if self._enabled and not (scope["path"] in PROBES and exchange.status < 400):
                 _log.info(
                     "method=%s path=%s status=%d seconds=%.3f received=%d sent=%d peer=%s request=%s",
-                    _quoted(scope["method"]), _quoted(scope["path"]), status, time.perf_counter() - began,
-                    received_bytes, sent_bytes, (scope.get("client") or ("unknown",))[0], request_id,
+                    _quoted(scope["method"]), _quoted(scope["path"]), exchange.status, time.perf_counter() - began,
+                    exchange.received_bytes, exchange.sent_bytes, (scope.get("client") or ("unknown",))[0], request_id,
                 )  # fmt: skip
 
 

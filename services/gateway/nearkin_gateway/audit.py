@@ -30,7 +30,7 @@ from nearkin_gateway.tokens import Token
 VALUE_CHARACTERS_MAX = KEY_BYTES_MAX
 """A whole key, so that a record names it without doubt."""
 WINDOW_KEYS_MAX = 10_000
-"""Tokens and addresses that are told apart in a window; records of others are bounded by `audit.per_second` alone."""
+"""Tokens and addresses counted one by one in a window; records of others are bounded by `audit.per_second` alone."""
 _log = logging.getLogger(logs.AUDIT)
 _gateway_log = logging.getLogger("nearkin.gateway")
 

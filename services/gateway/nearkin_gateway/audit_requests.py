@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nearkin_gateway.audit import Actor, AuditLog
 from nearkin_gateway.audit_events import EVENTS, OPERATIONS
+from nearkin_gateway.exchange import Exchange
 
 NOTE = "nearkin.audit"
 """Key of the note in a request's scope."""
@@ -53,35 +54,20 @@ class AuditRequests:
             await self._app(scope, receive, send)
             return
         note = scope[NOTE] = RequestNote()
-        status, received_bytes, sent_bytes, is_whole = 0, 0, 0, False
-
-        async def received() -> Message:
-            nonlocal received_bytes
-            message = await receive()
-            received_bytes += len(message.get("body", b""))
-            return message
-
-        async def sent(message: Message) -> None:
-            nonlocal status, sent_bytes, is_whole
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-            sent_bytes += len(message.get("body", b""))
-            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
-
+        exchange = Exchange(receive, send)
         try:
-            await self._app(scope, received, sent)
+            await self._app(scope, exchange.receive, exchange.send)
         finally:
-            counts = {"received": received_bytes, "sent": sent_bytes}
-            self._record(scope, note, status if is_whole else f"{status} cut short", counts)
+            self._record(scope, note, exchange)
 
-    def _record(self, scope: Scope, note: RequestNote, result: int | str, counts: dict[str, int]) -> None:
+    def _record(self, scope: Scope, note: RequestNote, exchange: Exchange) -> None:
         operation = getattr(scope.get("route"), "operation_id", None) or ""
         name = note.event or OPERATIONS.get(operation)
         if name is None or note.actor is None:
             return
         event = EVENTS[name]
-        fields = {"operation": operation} if "operation" in event.fields else {}
+        fields: dict[str, object] = {"operation": operation} if "operation" in event.fields else {}
         if event.counted:
-            fields["bytes"] = counts[event.counted]
+            fields["bytes"] = exchange.sent_bytes if event.counted == "sent" else exchange.received_bytes
+        result = exchange.status if exchange.is_whole else f"{exchange.status} cut short"
         self._audit.record(name, note.actor, {**fields, **note.fields, "result": result})

@@ -46,9 +46,9 @@ from nearkin_gateway.threads import WorkerPool, WorkerPools
 from nearkin_gateway.tokens import token_file
 
 GROUP_BLOBS_MAX = 256
+GROUP_BYTES_MAX = 64 * 1024 * 1024
 MARKED_A_PAGE = 512
 """Entries read at a time where deleted versions are searched."""
-GROUP_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_SECONDS_MAX = 60.0
 ROUND_WAITS_SECONDS = 600.0
 """So long a round waits for the put that is at work as it begins: a body can be large."""

@@ -466,7 +466,7 @@ def stats() -> None:
     session = current_session()
     with session.open() as store:
         found = store.stats()
-        folder: Path | None = getattr(store, "index_folder", None)  # a server's is not told
+        folder: Path | None = getattr(store, "index_folder", None)  # a server has none to show
     if session.as_json:
         print_json(stats_json(found))
         return

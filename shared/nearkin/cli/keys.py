@@ -161,7 +161,7 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
         return
     if not yes:
         if session.as_json:
-            raise BadInput(f"keys erase {tenant!r}: with --json say --yes, nobody is asked")
+            raise BadInput(f"keys erase {tenant!r}: with --json pass --yes, there is no prompt")
         try:
             typed = click.prompt(
                 f"All data of tenant {tenant} become unreadable for good. Type the tenant's name", err=True
@@ -180,23 +180,20 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
     closed = datetime.now(UTC)
     remaining = remaining_json(remaining_copies(settings, closed, closed + timedelta(seconds=grace_seconds)))
     if session.as_json:
-        print_json(
-            {
-                "tenant": tenant,
-                "keys": count,
-                "grace_seconds": grace_seconds,
-                "remaining": remaining,
-            }
-        )
-    elif grace_seconds:
-        say(f"tenant {tenant}: closed; its {count:,} data keys are removed by the first gc after {grace_seconds:,} s")
-        say(f"until then `nearkin keys erase {tenant} --cancel` opens it again")
+        print_json({"tenant": tenant, "keys": count, "grace_seconds": grace_seconds, "remaining": remaining})
     else:
-        say(f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed")
-    for line in () if session.as_json else remaining_lines(remaining):
-        say(line)
+        for line in (*_erased_lines(tenant, count, grace_seconds), *remaining_lines(remaining)):
+            say(line)
     if not count:
         notice(f"tenant {tenant} had none: is that the name? The store takes nothing from it from now on")
+
+
+def _erased_lines(tenant: str, count: int, grace_seconds: int) -> Iterator[str]:
+    if grace_seconds:
+        yield f"tenant {tenant}: closed; its {count:,} data keys are removed by the first gc after {grace_seconds:,} s"
+        yield f"until then `nearkin keys erase {tenant} --cancel` opens it again"
+    else:
+        yield f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed"
 
 
 def _erase_in_services(settings: Settings, tenant: str, grace_seconds: int, *, despite_retention: bool) -> int:

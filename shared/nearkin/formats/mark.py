@@ -18,6 +18,7 @@ from nearkin.errors import BadInput, Corrupt, FormatTooNew
 from nearkin.formats import columns
 from nearkin.formats.authentic import mac_of, split_mac
 from nearkin.formats.manifest import CREATED_US_MAX
+from nearkin.formats.texts import decode_texts, encode_texts
 from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, TENANT_BYTES_MAX
 
@@ -73,10 +74,7 @@ def encode_mark(mark: Mark, key: bytes | None = None) -> bytes:
 
     Raises BadInput for what `decode_mark` would not read again.
     """
-    try:
-        texts = [text.encode() for text in (mark.tenant, mark.key, mark.who, mark.reason)]
-    except UnicodeEncodeError as err:
-        raise BadInput(f"key, who or reason {err.object!r:.100}: not valid UTF-8 (position {err.start})") from err
+    texts = encode_texts(mark.tenant, mark.key, mark.who, mark.reason)
     problem = _problem(mark.sequence, mark.kind, mark.at_us, mark.until_us, [len(text) for text in texts])
     if problem is not None:
         raise BadInput(f"{mark.key!r} version {mark.version}: {problem}")
@@ -123,16 +121,7 @@ def decode_mark(data: bytes | memoryview, what: str, key: bytes | None = None) -
     problem = _problem(sequence, kind, at_us, until_us, lengths)
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
-    if FIXED.size + sum(lengths) != len(view):
-        raise Corrupt(f"{what}: {len(view) - FIXED.size - sum(lengths)} bytes left over")
-    texts, position = [], FIXED.size
-    for length in lengths:
-        try:
-            texts.append(str(view[position : position + length], "utf-8"))
-        except UnicodeDecodeError as err:
-            raise Corrupt(f"{what}: does not parse: {err}") from err
-        position += length
-    tenant, name, who, reason = texts
+    tenant, name, who, reason = decode_texts(view[FIXED.size :], lengths, what)
     authenticated = has_mac and key is not None
     return Mark(tenant, name, version, sequence, Kind(kind), at_us, until_us, request, who, reason, authenticated)
 

@@ -15,6 +15,7 @@ from nearkin.formats import columns
 from nearkin.formats.authentic import mac_of, not_authentic, split_mac
 from nearkin.formats.manifest import CREATED_US_MAX
 from nearkin.formats.mark import REASON_BYTES_MAX, WHO_BYTES_MAX
+from nearkin.formats.texts import decode_texts, encode_texts
 from nearkin.frozen import frozen
 from nearkin.limits import KEY_BYTES_MAX, TENANT_BYTES_MAX
 
@@ -55,10 +56,7 @@ def encode_retention(record: RetentionRecord, key: bytes | None = None) -> bytes
 
     Raises BadInput for what `decode_retention` would not read.
     """
-    try:
-        texts = [text.encode() for text in (record.tenant, record.key, record.who, record.reason)]
-    except UnicodeEncodeError as err:
-        raise BadInput(f"key, who or reason {err.object!r:.100}: not valid UTF-8 (position {err.start})") from err
+    texts = encode_texts(record.tenant, record.key, record.who, record.reason)
     lengths = [len(text) for text in texts]
     problem = _find_problem(record.sequence, record.at_us, record.retain_until_us, lengths)
     if problem is not None:
@@ -93,16 +91,7 @@ def decode_retention(data: bytes | memoryview, what: str, key: bytes | None = No
     problem = _find_problem(sequence, at_us, retain_until_us, lengths)
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
-    if FIXED.size + sum(lengths) != len(view):
-        raise Corrupt(f"{what}: {len(view) - FIXED.size - sum(lengths)} bytes left over")
-    texts, position = [], FIXED.size
-    for length in lengths:
-        try:
-            texts.append(str(view[position : position + length], "utf-8"))
-        except UnicodeDecodeError as err:
-            raise Corrupt(f"{what}: does not parse: {err}") from err
-        position += length
-    tenant, name, who, reason = texts
+    tenant, name, who, reason = decode_texts(view[FIXED.size :], lengths, what)
     return RetentionRecord(tenant, name, version, sequence, at_us, retain_until_us, who, reason)
 
 

@@ -406,7 +406,7 @@ class Keyring:
         return len(numbers)
 
     def find_erasure(self, tenant: str) -> Erasure | None:
-        """Return the erasure of a tenant, None if nobody erased it. Raises StoreUnavailable."""
+        """Return the erasure of a tenant, None without one. Raises StoreUnavailable."""
         return self._records.find(self.owner_of(domain_of(tenant)))
 
     def cancel_erasure(self, tenant: str) -> None:

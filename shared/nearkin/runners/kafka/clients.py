@@ -301,7 +301,7 @@ def on_parts(settings: Settings, told: OnParts) -> OnParts:
 
 
 def as_bytes(value: str | bytes | None) -> bytes | None:
-    """Return what a client gave as bytes; it gives nothing else unless told to."""
+    """Return a key, value or header of a message as bytes; the client's types allow text too."""
     return value.encode() if isinstance(value, str) else value
 
 

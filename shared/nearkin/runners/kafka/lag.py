@@ -180,7 +180,7 @@ class Backlog:
         if time.monotonic() - self._away_since < BACKLOG_SECONDS:
             return True
         if self._asking is None:
-            self._asking = consumer(self._settings, group(self._settings, "nobody"), "nearkin-backlog", **TELLS_END)
+            self._asking = consumer(self._settings, group(self._settings, "lag"), "nearkin-backlog", **TELLS_END)
         part = TopicPartition(topic(self._settings, name), partition)
         try:
             _, end = self._asking.get_watermark_offsets(part, timeout=BACKLOG_SECONDS)

@@ -1,0 +1,28 @@
+"""Count what passes between a client and the application in one request: shared by the access log and the audit log."""
+
+from __future__ import annotations
+
+from starlette.types import Message, Receive, Send
+
+
+class Exchange:
+    """One request and its answer: status, bytes of both bodies, and whether the answer was sent whole."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self.status = self.received_bytes = self.sent_bytes = 0
+        self.is_whole = False
+
+    async def receive(self) -> Message:
+        """Return the next message of the client."""
+        message = await self._receive()
+        self.received_bytes += len(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the answer; it counts once the server has taken it."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+        self.sent_bytes += len(message.get("body", b""))
+        self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
