@@ -56,3 +56,14 @@ def test_what_rm_refuses_changes_nothing(
     call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
     assert_refused(call(*arguments), 2, says)
     assert call("get", "k").stdout == b"x"
+
+
+def test_rm_now_while_gc_is_paused_deletes_nothing(call: InProcess, tmp_path: Path) -> None:
+    """F.4: A pause is found before the deletion, not between it and the removal of the bytes."""
+    new_store(tmp_path / "store")
+    call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
+    call("gc", "--pause")
+    assert_refused(call("rm", "k", "--now", "--yes"), 1, "garbage collection is paused")
+    assert call("get", "k").stdout == b"x"
+    call("gc", "--resume")
+    assert call.answer("rm", "k", "--now", "--yes")["deleted"] == 1

@@ -48,6 +48,7 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
     _confirm(key, version, confirmed=confirmed)
     with session.open_local(read_only=False) as store, steps_bar("purge", shown=not session.as_json) as steps:
         count = 0
+        store.pauses.check()  # before anything is deleted: its bytes could not be removed
         if key is not None:
             with suppress(NotFound):  # deleted earlier: `purge` says where it never was
                 count = store.delete(key, version, reason=reason)
