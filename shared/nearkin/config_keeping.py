@@ -82,7 +82,7 @@ class ScrubSettings:
     every_days: Annotated[int, Between(0, 3650)] = 30
     """A pass over all that is stored begins so long after the last one began, at the earliest; 0: none ever does."""
     rate_bytes: Annotated[int, Size(KIB, 1024 * GIB)] = 4 * MIB
-    """A pass reads so many bytes a second at most: 10 TiB in 30 days."""
+    """A pass reads so many bytes a second at most: 10 TiB in 30 days; it takes at most a quarter of a core."""
 
 
 @held

@@ -19,6 +19,7 @@ from nearkin.testing.gateways import embedded, running
 from nearkin.testing.generated import random_bytes
 from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
 from nearkin.testing.waiting import until
+from nearkin_janitor.scrub import BUSY_SHARE
 
 CHOSEN = settings(SMALL)
 COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}})
@@ -78,6 +79,18 @@ def test_a_lost_or_broken_state_begins_a_new_pass(root):
         assert store.scrubber().waits_seconds() == 0.0
         whole_pass(store)
         assert len(list((root / "scrub").iterdir())) == 1
+
+
+def test_steps_take_a_bounded_share_of_the_time(root):
+    """F.18: Many small objects, which are few bytes, do not keep a core busy while a gateway lists them."""
+    chosen = settings(CHOSEN, {"scrub": {"rate_bytes": "1GiB"}})
+    with open_store(root, settings=chosen, create=True) as store:
+        scrubber = store.scrubber()
+        scrubber.step()  # begins the pass, which is recorded durably
+        started = time.monotonic()
+        scrubber.step()
+        took = time.monotonic() - started
+        assert scrubber.waits_seconds() >= 0.8 * took * (1 / BUSY_SHARE - 1)
 
 
 def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root):

@@ -35,6 +35,8 @@ DAY_SECONDS = 86_400
 SAVE_SECONDS = 60.0
 CACHE_BYTES = 16 * 1024 * 1024
 """Of decoded blocks, for bases that lie in other containers."""
+BUSY_SHARE = 0.25
+"""Most of the time that steps may take: small objects are few bytes and much work, which requests would wait for."""
 NAMES_STEP = 64
 """Manifests, marks and keys of one step: some 100 KB."""
 _log = logging.getLogger("nearkin")
@@ -98,7 +100,7 @@ class Scrubber:
         return max(0.0, wait)
 
     def step(self, attend: Callable[[Step], None] | None = None) -> Step:
-        """Do the next step, due or not; the one after it is due when this one's bytes may have been read.
+        """Do the next step, due or not; the next one is due when `rate_bytes` and BUSY_SHARE allow it.
 
         `attend` deals with what it found, before the pass counts as this far. Raises StoreUnavailable, and what
         `attend` raises: after a Retryable the same step is done again.
@@ -107,7 +109,8 @@ class Scrubber:
             self._begin()
         before, started = self.state, time.monotonic()
         done = self._containers_step() or self._names_step()
-        self._next = started + done.read_bytes / max(1, int(self._settings().rate_bytes))
+        read_seconds = done.read_bytes / max(1, int(self._settings().rate_bytes))
+        self._next = started + max(read_seconds, (time.monotonic() - started) / BUSY_SHARE)
         state = self.state
         self._state = replace(
             state,
