@@ -423,11 +423,13 @@ class LmdbIndex:
         found: list[Row] = []
         with self._reading() as txn:
             cursor = txn.cursor(self._versions)
+            any_marks = next(marks_under(txn, self._meta, head), None) is not None
             if cursor.set_range(max(head, start)):
                 for key, value in cursor:
                     if len(found) == count or not key.startswith(head):
                         break
-                    found.append((key, value, txn.get(MARK_HEAD + key, _NO_MARKS, db=self._meta)))
+                    mark = txn.get(MARK_HEAD + key, _NO_MARKS, db=self._meta) if any_marks else _NO_MARKS
+                    found.append((key, value, mark))
         return found
 
     def _in_order(
