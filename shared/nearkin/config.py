@@ -81,7 +81,7 @@ class Settings:
     __pydantic_config__ = FORBID_OTHERS
 
     profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
-    """What all other settings are where nothing says so: docs/decisions/0019-archive.md."""
+    """What all other settings are where nothing says so: docs/adr/0019-archive-profile.md."""
     store: str | None = None
     """Folder of the local store."""
     server: Annotated[str | None, ServerUrl()] = None
@@ -135,7 +135,7 @@ class Settings:
 
 PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "default": {},
-    # As few bytes as it can, for what is written once and seldom read: docs/decisions/0019.
+    # As few bytes as it can, for what is written once and seldom read: docs/adr/0019.
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
         "base": {"try_all": True, "cache_bytes": 96 * MIB},

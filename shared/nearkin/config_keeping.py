@@ -46,7 +46,7 @@ class StorageSettings:
     made with or without, and stays so."""
     page_cache: Annotated[str, OneOf(PAGE_CACHES)] = "drop"
     """Of containers in a folder. `drop`: they leave it once they are durable, as backups should; `keep`: they stay, for
-    a slow disk where the next version comes soon (docs/decisions/0031)."""
+    a slow disk where the next version comes soon (docs/adr/0031)."""
     reserve_bytes: Annotated[int, Size(0, GIB)] = 64 * MIB
     """Of a store in a folder: at most so much of the disk is kept in a file `reserve`, for `rm`, `forget`, `gc` and
     `gc --pause` to go on with once the disk is full; 0: none. It takes a 32nd of the stored bytes, at least 1 MiB."""
@@ -252,19 +252,19 @@ class GcSettings:
     its way through the services; one that took longer is looked at again, and failed if it needs what has gone."""
     compact_below: Annotated[float, Share(0.95)] = 0.9
     """A container is written anew where less than this share of its bytes is needed; 0 never does. At 0.9 a store was
-    1.09 times a fresh one after 30 days of changes in stretches, at 0.5 1.24 times (docs/decisions/0015)."""
+    1.09 times a fresh one after 30 days of changes in stretches, at 0.5 1.24 times (docs/adr/0015)."""
     gather_bytes: Annotated[int, Size(0, 16 * MIB)] = 4 * MIB
     """Where chains are as long as `delta.max_depth` allows, a round takes what newer versions changed of a stretch of
     chunks into the block of that stretch, up to so many bytes decoded; 0: never. With `gc.recompress_level` 40
-    dumps take 50.6 MB so in place of 81.4, the last 16 of 44 take 42 to 44 in place of 64 to 66 (docs/decisions/0033,
+    dumps take 50.6 MB so in place of 81.4, the last 16 of 44 take 42 to 44 in place of 64 to 66 (docs/adr/0033,
     0035, 0036)."""
     gather_versions: Annotated[int, Between(2, 65_536)] = 12
     """From so many versions on that are kept and lean on one stretch (a large one of several containers counts as
-    several): where fewer are kept, gathering costs more than it saves (docs/decisions/0033)."""
+    several): where fewer are kept, gathering costs more than it saves (docs/adr/0033)."""
     recompress_level: Annotated[int, Between(0, 19)] = 9
     """zstd's level at which a round writes again, once, what a put wrote fast: blocks that lean on nothing, where
     `block.level` is lower; 0: never. Ten botocore releases take a fifth less, twelve dumps a seventh
-    (docs/decisions/0036)."""
+    (docs/adr/0036)."""
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400

@@ -98,7 +98,7 @@ class BaseSettings:
     cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 200 * MIB
     """Of decoded blocks, in a put."""
     try_all: bool = False
-    """Try old neighbours also in blobs where few of them turn out to be bases: docs/decisions/0023."""
+    """Try old neighbours also in blobs where few of them turn out to be bases: docs/adr/0023."""
 
 
 @held
@@ -126,9 +126,9 @@ class BlockSettings:
     delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 256 * KIB
     """Of decoded bytes of a block of deltas or patches."""
     level: Annotated[int, Between(1, 22)] = 3
-    """Of zstd. At 3, the default, raw blocks that compress badly are written at 2: docs/decisions/0023."""
+    """Of zstd. At 3, the default, raw blocks that compress badly are written at 2: docs/adr/0023."""
     far_matches: bool = False
-    """Look for repeats in the whole of a raw block, and at level 9 deeper in all: docs/decisions/0019."""
+    """Look for repeats in the whole of a raw block, and at level 9 deeper in all: docs/adr/0019."""
 
 
 @held

@@ -1,7 +1,7 @@
 """Rules for settings. Invariant: a rule is stated once, at the field; pydantic carries it out for what is not plain.
 
 Importing pydantic and building its validators takes 100 ms, more than restoring 50 MB does. The defaults need no
-validation (a test validates them), and plain values none but these rules (docs/decisions/0004-settings.md).
+validation (a test validates them), and plain values none but these rules (docs/adr/0004).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 a round (nearkin_janitor.Collector) -> what retention.policies do not keep is deleted, for later rounds to free
 
 The lock of rounds is held throughout, the store's lock for a turn at a time: puts and rounds run side by side, in this
-process and others. docs/decisions/0028-rounds-beside-puts.md.
+process and others. docs/adr/0028-gc-concurrent-with-puts.md.
 """
 
 from __future__ import annotations

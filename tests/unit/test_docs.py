@@ -1,4 +1,4 @@
-"""Pages for people: what they point to is there, and the list of decisions names all."""
+"""Check links between pages, the list of decision records, and references to records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DECISIONS = ROOT / "docs" / "decisions"
+ADR = ROOT / "docs" / "adr"
 _PLACES = "*.md", "docs/**/*.md", "bench/*.md", "services/*/*.md", "deploy/**/*.md"
 PAGES = sorted(page for places in _PLACES for page in ROOT.glob(places))
 
@@ -28,16 +28,16 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def test_the_list_of_decisions_names_each_once_in_order() -> None:
-    listed = re.findall(r"(?m)^\| \[\d{4}\]\(([^)]+)\)", (DECISIONS / "README.md").read_text())
-    assert listed == sorted(page.name for page in DECISIONS.glob("0*.md"))
-    assert [name[:4] for name in listed] == re.findall(r"(?m)^\| \[(\d{4})\]", (DECISIONS / "README.md").read_text())
+def test_adr_readme_lists_each_record_once_in_order() -> None:
+    listed = re.findall(r"(?m)^\| \[\d{4}\]\(([^)]+)\)", (ADR / "README.md").read_text())
+    assert listed == sorted(page.name for page in ADR.glob("0*.md"))
+    assert [name[:4] for name in listed] == re.findall(r"(?m)^\| \[(\d{4})\]", (ADR / "README.md").read_text())
 
 
-def test_every_decision_that_code_names_is_there() -> None:
-    numbers = {page.name[:4] for page in DECISIONS.glob("0*.md")}
+def test_adr_named_in_code_exists() -> None:
+    numbers = {page.name[:4] for page in ADR.glob("0*.md")}
     for folder in ("shared", "services", "bench", "deploy", "tests", "docs"):
         for page in (ROOT / folder).rglob("*"):
             if page.suffix in (".py", ".pyx", ".h", ".c", ".md", ".yaml", ".html"):
-                named = set(re.findall(r"decisions/(\d{4})", page.read_text(errors="replace")))
+                named = set(re.findall(r"adr/(\d{4})", page.read_text(errors="replace")))
                 assert named <= numbers, page

@@ -22,7 +22,7 @@ from nearkin_delta.bases import Part, Targets, local_ranks, try_bases
 from nearkin_delta.levels import Crowded, crowded, relieved
 
 SPAN_BYTES = 4 * MIB
-"""Of fresh chunks. The 37th of a row of dumps decoded 1.9 GB so, and 3.0 by batches of 16 MiB (docs/decisions/0033)."""
+"""Of fresh chunks. The 37th of a row of dumps decoded 1.9 GB so, and 3.0 by batches of 16 MiB (docs/adr/0033)."""
 SPANS_MAX = 8
 """Of a batch: each asks once, and once more for each level, and a stage has ROUNDS_MAX questions."""
 

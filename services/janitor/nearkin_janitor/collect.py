@@ -9,7 +9,7 @@
     8 what else is unreached: index, then record
 
 Between the index forgetting what is condemned and its going lies `gc.grace_seconds`: who was told of it before has
-committed by then, and the mark of that round sees the version. docs/decisions/0015-garbage-collection.md.
+committed by then, and the mark of that round sees the version. docs/adr/0015-two-phase-garbage-collection.md.
 Marking, planning and encoding go on beside puts; each effect is a turn, which first looks what came since (since.py).
 """
 
@@ -94,7 +94,7 @@ class Collector:
         go_on: Callable[[], None] = lambda: None,
         steps: Steps | None = None,
     ) -> None:
-        """`online`: services write meanwhile, as docs/decisions/0015 says that several writers must.
+        """`online`: services write meanwhile, as docs/adr/0015 says that several writers must.
 
         `ledger`: what says when marking has something to look at; without, a round always marks. `go_on` is asked
         before each container is written or removed, and ends the round by raising; `steps` hears how far that is, and

@@ -7,7 +7,7 @@ Chunks that go back to the same stretch of a container by their best bases are t
 the oldest first, until it is full. What comes then begins a stretch beside, in its own container, that leans on the
 full one; at the bound of depth on the one below that.
 
-Memory: 9 bytes for each chunk that is needed, 12 for each that is taken in. docs/decisions/0033-gathered-blocks.md.
+Memory: 9 bytes for each chunk that is needed, 12 for each that is taken in. docs/adr/0033-merged-blocks.md.
 """
 
 from __future__ import annotations

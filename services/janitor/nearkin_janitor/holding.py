@@ -19,7 +19,7 @@ from nearkin.records import Bools
 from nearkin_janitor.reach import Masks, Reach, filled
 
 NAME_AND_ROW_BYTES = 31
-"""A chunk's share of a directory: its name, 28 bytes, and 3.4 of all tables (docs/decisions/0001)."""
+"""A chunk's share of a directory: its name, 28 bytes, and 3.4 of all tables (docs/adr/0001)."""
 
 
 def held_by(reach: Reach, without_undeletable: Reach, ids: Iterable[int], record: Record) -> dict[str, int]:

@@ -4,7 +4,7 @@
     a round  the same at 50 to 150 MB/s, a fifth smaller         generation 1
 
 Once: what is of a later generation was compressed so with whatever else was done to it (generation.py). Nothing that
-leans on a chunk sees a difference. docs/decisions/0036-recompressed-by-rounds.md
+leans on a chunk sees a difference. docs/adr/0036-recompression-by-gc.md
 """
 
 from __future__ import annotations

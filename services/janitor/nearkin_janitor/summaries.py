@@ -5,7 +5,7 @@ manifest's name -> digest 16 of its bytes, 1 if services committed it, check 8 o
 
 Every manifest is still listed, read and hashed, in every round: a fifth of what it takes to decode it. A row whose
 digest or check is another is made anew, once a week all are, and rows of manifests that are gone go with them.
-docs/decisions/0025-collection-run-by-people.md.
+docs/adr/0025-gc-pause-and-schedule.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     body | MAC 16 | check 8       a record of bytes          "mac": 32 hex digits     a record of JSON
 
 The MAC is keyed BLAKE3 under a key that is derived from the secret in the descriptor. The records of an encrypted store
-have none: they are sealed, which authenticates them. docs/decisions/0054-records-are-authenticated.md.
+have none: they are sealed, which authenticates them. docs/adr/0054-authenticated-records.md.
 """
 
 from __future__ import annotations

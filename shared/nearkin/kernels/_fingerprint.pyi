@@ -36,7 +36,7 @@ def sha1_many(
 
     SHA-1: FIPS 180-4, section 6.1. Up to sixteen chunks side by side (Gueron and Krasnov, "Simultaneous hashing of
     multiple messages", 2012): a lane takes the next chunk as soon as its own ends, and the last few chunks go to the
-    engine that is quickest for few (docs/decisions/0013). `engine` demands one of `sha1_engines` for all of them, to
+    engine that is quickest for few (docs/adr/0013). `engine` demands one of `sha1_engines` for all of them, to
     test or measure it. Raises `BadInput`.
     """
 
@@ -46,7 +46,7 @@ def check_tags(
     """Return every chunk's check tag under `key`: uint64, shape (n,).
 
     To whoever does not know the key, any two contents share a tag with a chance of at most 2^-62.99, whatever their
-    SHA-1 (docs/decisions/0002-check-tag.md). NH: Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC", CRYPTO '99,
+    SHA-1 (docs/adr/0002-keyed-check-tag.md). NH: Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC", CRYPTO '99,
     section 4; SipHash: Aumasson and Bernstein, INDOCRYPT 2012, section 2. Raises `BadInput`, also when `key` is no
     `TagKey`.
     """

@@ -1,6 +1,6 @@
 """Fingerprints and check tags, by definition. Invariant: this file says what the answers are; the fast one agrees.
 
-A check tag, from the bytes down to 64 bits (docs/decisions/0002-check-tag.md):
+A check tag, from the bytes down to 64 bits (docs/adr/0002-keyed-check-tag.md):
 
     chunk -> blocks of 2 KiB -> NH, two keys: two 64-bit words a block -> polynomial mod 2^127 - 1 -> SipHash-2-4
                                                                              with the chunk's length ^

@@ -21,7 +21,7 @@ def leastcdc_cut(
     candidate above, at last at max_bytes. On random data the mean chunk is target_bytes and 2 %. From targets
     of 2 KiB up, a run of one byte value has no candidate.
     Errors: BadInput naming the value; ConfigError naming a path that this machine lacks.
-    Source: own, docs/decisions/0012-simd-chunker.md.
+    Source: own, docs/adr/0012-leastcdc-simd-chunker.md.
     """
 
 def cpu_path() -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HASH_WINDOW_BYTES = 32
 RANK_WINDOW_BYTES = 48
 
-CONSTANTS_NUMBER = 8  # docs/decisions/0012: of the first twelve that spare runs of one byte, the best on real data
+CONSTANTS_NUMBER = 8  # docs/adr/0012: of the first twelve that spare runs of one byte, the best on real data
 CONSTANTS_SHA256 = "6951cfb68dae3d9058e2dd8d3d68780eaff7cdf5ececa053958c279c9d3b355c"
 
 # At 8 KiB 128 of 65536 hashes: half as many cost 3 % of dedup on botocore, twice as many 6 % of the speed.

@@ -10,7 +10,7 @@
               the top and at the end of the window are two products of a byte and a constant
 
    So a step costs 8 products for LANES positions. Combining neighbours instead (windows of 8, 16, 48 bytes from halves)
-   needs no turning but 64 products, and ran at 2.35 GB/s where this runs at 6.0 (docs/decisions/0013).
+   needs no turning but 64 products, and ran at 2.35 GB/s where this runs at 6.0 (docs/adr/0013).
 */
 
 /* Rows first to first + 15 of all lanes into the ring. */

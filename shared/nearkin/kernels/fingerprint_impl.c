@@ -7,7 +7,7 @@
  *            Most lanes busy: all go on side by side (sha1_lanes.h). Few are left: one or two at a time (SHA-NI, or C).
  *            Which engines, and how few is few, is measured once; no answer depends on it.
  *
- *  check tag docs/decisions/0002-check-tag.md: NH over blocks, a polynomial over the blocks, SipHash-2-4 over the result.
+ *  check tag docs/adr/0002-keyed-check-tag.md: NH over blocks, a polynomial over the blocks, SipHash-2-4 over the result.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "fingerprint_impl.h"

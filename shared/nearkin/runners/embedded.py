@@ -6,7 +6,7 @@
                                                   v |  encode threads: blocks of a batch, until the next is decided
 
 One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
-and the caller's thread cuts and waits for it (decision 0005).
+and the caller's thread cuts and waits for it (ADR 5).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Version after version is read from end to end, and of data a little larger than the cache the least recently used ones
 are just those wanted next; but of bases that lie all over a long history those are wanted again that were wanted a
 moment ago. So of all but the quarter used last those go that were used least often, one of them by lot; and before any
-other what its reader has given up: docs/decisions/0029, 0040.
+other what its reader has given up: docs/adr/0029, 0040.
 """
 
 from __future__ import annotations

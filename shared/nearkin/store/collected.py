@@ -4,7 +4,7 @@
     writer     record, no older than REFRESH_SECONDS -> bases chosen -> container durable within half a grace
 
 So whatever a sweep takes was condemned before any container was opened that the sweep has not listed.
-docs/decisions/0015-garbage-collection.md.
+docs/adr/0015-two-phase-garbage-collection.md.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ FINGERPRINT_BITS = 160
 
 @frozen
 class Descriptor:
-    """What a store is. `secret`: 32 bytes in hex; who has it can craft aliases (docs/decisions/0002-check-tag.md)."""
+    """What a store is. `secret`: 32 bytes in hex; who has it can craft aliases (docs/adr/0002-keyed-check-tag.md)."""
 
     store_id: str
     secret: str

@@ -24,7 +24,7 @@ from nearkin.store.private_files import LinkRefused, open_private, read_private,
 
 POLL_SECONDS = 0.005
 STEP_SECONDS_MAX = 60.0
-"""So long whoever writes waits for a step of a round: it holds the lock for one step at a time (decisions/0028)."""
+"""So long whoever writes waits for a step of a round: it holds the lock for one step at a time (adr/0028)."""
 LOOK_AGAIN_SECONDS = 0.02
 """Between taking the lock and naming itself a holder needs some 0.1 ms: who is named twice holds it."""
 HOLDER_BYTES_MAX = 4096

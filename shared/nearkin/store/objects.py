@@ -130,7 +130,7 @@ class LocalObjects:
     far = False
 
     def __init__(self, root: Path, *, dropped: tuple[str, ...] = ()) -> None:
-        """`dropped`: large objects whose names begin so leave the page cache once they are durable (decision 0031)."""
+        """`dropped`: large objects whose names begin so leave the page cache once they are durable (ADR 31)."""
         self._root = root
         self._dropped = dropped
         self._scratch = root / "tmp"

@@ -112,7 +112,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
 def check_no_orphans(store: Store) -> None:
     """Raise Violation where a container holds nothing that a version needs, or something half-written is left.
 
-    What a dead block leans on is needed for as long as its container is (docs/decisions/0015-garbage-collection.md).
+    What a dead block leans on is needed for as long as its container is (docs/adr/0015).
     """
     manifests = [name for name, _ in store._manifests.names()]
     reach = Reach(store._containers, store._manifests, manifests)

@@ -30,7 +30,7 @@ LOG4J = "2.25.4"  # the one that Kafka 4.3.1 brings: the bridge must be of the s
 MAVEN_DEPENDENCY_PLUGIN = "3.8.1"
 VERSITYGW = "v1.8.0"
 HELM = "v4.3.1"
-PROMTOOL = "v0.310.0"  # Prometheus 3.10: earlier ones cannot leave service discovery out (docs/decisions/0026)
+PROMTOOL = "v0.310.0"  # Prometheus 3.10: earlier ones cannot leave service discovery out (docs/adr/0026)
 FETCH_SECONDS_MAX = 900
 """`go install` fetches and compiles versitygw, 150 CPU seconds: 260 s on one core, 410 s beside other work; helm,
 266 to 292 CPU seconds, in 272 to 446 s on one core beside other work."""

@@ -1,4 +1,4 @@
-"""The index in Redis: one for all workers. See docs/decisions/0007-redis-index.md."""
+"""The index in Redis: one for all workers. See docs/adr/0007-redis-index.md."""
 
 from nearkin.index.redis.index import RedisIndex
 from nearkin.index.redis.rebuild import Rebuilder, rebuild_in_background

@@ -7,7 +7,7 @@ features  mix of namespace, rank and super-feature 5     number 5
 counts    mix of container and ordinal 8, ordinal 4      versions 4
 
 A number stands for (container, ordinal); `nearkin.index.redis.epoch` knows which. Rows are uint8[n, width]. Partitions
-are chosen by bits that no uploader can aim: the check tag is keyed. docs/decisions/0007-redis-index.md has the odds.
+are chosen by bits that no uploader can aim: the check tag is keyed. docs/adr/0007-redis-index.md has the odds.
 """
 
 from __future__ import annotations
