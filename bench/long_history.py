@@ -4,7 +4,7 @@
 
 Puts versions one after the other, does a round of garbage collection after every few, and prints after each round what
 the store holds, the last put and reads of the oldest and the newest version: seconds, and MB decoded. `--keep`: only
-the last N versions stay; then rounds have a grace of 0. docs/adr/0033-merged-blocks.md has the figures.
+the last N versions stay; then rounds have a grace of 0. docs/benchmarks/history.md, ADR 33 has the figures.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Kafka, Redis and one worker of each service run beside the uploader; the store is a folder. Every blob is waited for;
 the last is put again: then everything is known. What comes first is put by another tenant beforehand: a JVM and an
-interpreter that have just started are not what is measured. docs/adr/0008 has a table and says what it counts.
+interpreter that have just started are not what is measured.
+docs/benchmarks/history.md, ADR 8 has the figures.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _CLUSTER = "+cluster"
 _SHAS = {name: sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()}
 _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[NearkinError], str]] = [
     ((AuthenticationError, AuthorizationError), (), ConfigError, "check redis.username and redis.password"),
-    ((NoPermissionError,), (), ConfigError, "docs/adr/0007-redis-index.md lists the rights it takes"),
+    ((NoPermissionError,), (), ConfigError, "docs/operations.md lists the rights that redis.username needs"),
     (
         (OutOfMemoryError,),
         ("OOM command",),
