@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ADR = Path(__file__).parents[2] / "docs" / "adr"
+ROOT = Path(__file__).parents[2]
+ADR = ROOT / "docs" / "adr"
 RECORDS = sorted(ADR.glob("[0-9]*.md"))
 PARTS = ["Context", "Decision", "Consequences", "Alternatives"]
 WORDS_MAX = 400
@@ -35,6 +36,15 @@ def test_adr_record_has_the_five_parts(record: Path) -> None:
 def test_adr_record_has_at_most_400_words(record: Path) -> None:
     """A record has at most 400 words, header, tables and code included; figures go to docs/benchmarks/history.md."""
     assert len(record.read_text().split()) <= WORDS_MAX
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_adr_record_names_existing_files(record: Path) -> None:
+    """Each path of the repository that a record in force names is there."""
+    text = record.read_text()
+    named = re.findall(r"`((?:shared|services|tests|bench|docs|deploy)/[^` ]+)`", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing or _header(record)["status"].startswith("superseded")
 
 
 def test_adr_numbers_are_unique() -> None:
