@@ -77,6 +77,7 @@ from nearkin.store.parity import ParityObjects
 from nearkin.store.pauses import Pauses
 from nearkin.store.private_files import make_private_folders
 from nearkin.store.quarantine import Quarantine
+from nearkin.store.read_only import ReadOnlyObjects
 from nearkin.store.reserve import SpaceReserve
 from nearkin.store.scrubbed import ScrubStates
 from nearkin.store.shown import check_newest, shown, units, with_unnamed
@@ -135,7 +136,7 @@ def open_store(
     recorded them. `explicit`: dotted names of the settings that the caller set; None: those that differ from the
     defaults. A put under set values that differ from the store's raises ConfigError; with `force` it warns.
 
-    `read_only`: calls that would change what is stored raise BadInput; the index may still be made or mended.
+    `read_only`: calls that would change an object of the store raise BadInput; the index may still be made or mended.
 
     `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
     `fingerprint_bits` below 160 is for tests of collisions.
@@ -154,7 +155,7 @@ def open_store(
         with suppress(AlreadyExists):  # another process has just created it: open that one
             return _create(root, chosen, fingerprint_bits, clock)
     objects = local_objects(root, chosen)
-    covered = as_set(objects, chosen)
+    covered = as_set(ReadOnlyObjects(root) if read_only else objects, chosen)
     found = descriptor.read(covered, fingerprint_bits)
     guard = ChunkingGuard(covered, chosen, explicit, force=force)
     return Store(root, objects, covered, found, guard, clock, read_only=read_only)
@@ -653,6 +654,7 @@ class Store:
 
         Of containers all, a `sample` (a share between 0 and 1 of them, drawn by `seed`), or those written `since`; of
         the others the directories alone. Where all are read, every entry of the index is compared with them too.
+        A read-only store reports the damage alone.
 
         The index lets go of broken chunks, so that a later put of the same data stores them anew instead of leaning on
         them; stored objects stay as they are. Raises BadInput, StoreUnavailable.
@@ -724,7 +726,7 @@ class Store:
 
     def _with_index_purged(self, verifier: Verifier, report: VerifyReport, *, everything: bool) -> VerifyReport:
         """Quarantine the chunks found broken and drop them from the index; return the report with the outcome."""
-        if not verifier.broken and not self._quarantine.listed():
+        if self._is_read_only or (not verifier.broken and not self._quarantine.listed()):
             return report
 
         def quarantined() -> Unsound:

@@ -57,10 +57,17 @@ def test_keys_are_made_listed_rotated_and_wrapped_anew(filled: Path, run) -> Non
     assert [key["newest"] for key in run("keys", "list")] == [False, True, False, True]
 
 
+def test_rotate_refuses_a_tenant_without_keys(filled: Path, run) -> None:
+    """F.26: a mistyped tenant gets no key."""
+    error = run("keys", "rotate", "defualt", code=2)["error"]
+    assert "has no data keys (its first put makes one); is that its name?" in error["message"]
+    assert [key["tenant"] for key in run("keys", "list")] == [None, "default"]
+
+
 def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run) -> None:
     before = objects(filled / "store")
     refused = run("keys", "erase", "default", code=2)
-    assert "say --yes" in refused["error"]["message"]
+    assert "pass --yes" in refused["error"]["message"]
     for typed, code in ((b"", 2), (b"defautl\n", 2), (b"default\n", 0)):
         assert objects(filled / "store") == before
         path = os.pathsep.join(entry for entry in sys.path if entry)

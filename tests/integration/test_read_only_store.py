@@ -10,7 +10,7 @@ import pytest
 
 from nearkin.api import Store, open_store
 from nearkin.errors import BadInput
-from nearkin.testing.stores import SMALL, settings
+from nearkin.testing.stores import ENCRYPTED, SMALL, settings
 
 WRITES: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("b", b"2"),
@@ -24,6 +24,8 @@ WRITES: dict[str, Callable[[Store], object]] = {
     "repair": lambda store: store.repair(),
     "rebuild_index": lambda store: store.rebuild_index(),
     "erase_tenant": lambda store: store.erase_tenant("default"),
+    "pause": lambda store: store.pauses.pause("test"),
+    "deletions": lambda store: store.deletions.delete("default", "a", undelete_seconds=60),
 }
 
 
@@ -43,3 +45,17 @@ def test_read_only_store_refuses_writes(tmp_path: Path, call: Callable[[Store], 
         store.gc(dry_run=True)
         assert [decision.info.key for decision in store.forget(dry_run=True)] == ["a"]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.nk*") if path.is_file()} == before
+
+
+def test_read_only_store_refuses_new_keys(tmp_path: Path) -> None:
+    """F.5: the keys of an encrypted store are listed, and neither rotated nor erased."""
+    encrypted = settings({**SMALL, **ENCRYPTED})
+    with open_store(tmp_path / "store", settings=encrypted, create=True) as store:
+        store.put("a", b"1" * 10_000)
+    with open_store(tmp_path / "store", settings=encrypted, read_only=True) as store:
+        before = store.keyring.listed()
+        for call in (store.keyring.rotate, lambda tenant: store.keyring.erase(tenant, 0)):
+            with pytest.raises(BadInput, match="read_only=True; open it without"):
+                call("default")
+        assert store.keyring.listed() == before
+        assert store.get("a").read() == b"1" * 10_000

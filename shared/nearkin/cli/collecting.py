@@ -87,7 +87,7 @@ def change(action: str) -> None:
     from nearkin.store.deletion import user_and_host
 
     session = current_session()
-    with session.open() as store:
+    with session.open(read_only=action == "status") as store:
         if isinstance(store, Store):
             if action == "pause":
                 store.pauses.pause(user_and_host())

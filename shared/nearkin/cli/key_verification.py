@@ -31,7 +31,7 @@ def verify_key(key: str, version: int | None) -> int:
 
     session = current_session()
     check_key(key)
-    with session.open() as store, count_bar("verify", shown=not session.as_json) as progress:
+    with session.open(read_only=False) as store, count_bar("verify", shown=not session.as_json) as progress:
         if isinstance(store, Store):
             report = store.verify_key(key, version, progress)
         else:

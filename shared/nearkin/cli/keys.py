@@ -67,7 +67,7 @@ def list_() -> None:
     from nearkin.cli.output import console, print_json
     from nearkin.printing import printable
 
-    with _opened() as (keyring, _):
+    with _opened(read_only=True) as (keyring, _):
         listed = keyring.listed()
     if current_session().as_json:
         print_json([_json(key) for key in listed])
@@ -97,6 +97,7 @@ def rotate(tenant: str | None, store_key: bool) -> None:
     that they have, until garbage collection writes them anew.
     """
     from nearkin.cli.output import print_json, say
+    from nearkin.fingerprints import domain_of
 
     if tenant is not None and store_key:
         raise BadInput(f"keys rotate {tenant!r} --store-key: give one of them")
@@ -105,6 +106,11 @@ def rotate(tenant: str | None, store_key: bool) -> None:
         raise BadInput(f"keys rotate {tenant!r:.200}: {problem}")
     with _opened() as (keyring, settings):
         whose = None if store_key else tenant or settings.tenant
+        if whose is not None and not keyring.has_keys(keyring.owner_of(domain_of(whose))):
+            raise BadInput(
+                f"keys rotate {whose!r}: the tenant has no data keys (its first put makes one); is that its name? "
+                "`nearkin keys list` lists the tenants with keys"
+            )
         number = keyring.rotate(whose)
     if current_session().as_json:
         print_json({"tenant": whose, "number": number})
@@ -228,12 +234,12 @@ def _cancel(tenant: str) -> None:
 
 
 @contextmanager
-def _opened() -> Iterator[tuple[Keyring, Settings]]:
+def _opened(*, read_only: bool = False) -> Iterator[tuple[Keyring, Settings]]:
     """Open the keys of the store that the settings name, in a folder or in S3, for as long as the block runs."""
     session = current_session()
     settings, _ = session.load()
     if settings.object_store.url is None:
-        with session.open_local() as store:
+        with session.open_local(read_only=read_only) as store:
             yield store.keyring, settings
         return
     _check_encrypted(settings)

@@ -30,7 +30,7 @@ def verify(sample_text: str | None, seed: int | None, since_text: str | None) ->
         raise BadInput("--seed: only with --sample")
     since = None if since_text is None else parse_since(since_text, datetime.now(UTC))
     drawn = secrets.randbits(SEED_BITS) if seed is None else seed
-    with session.open_local() as store, count_bar("verify", shown=not session.as_json) as progress:
+    with session.open_local(read_only=False) as store, count_bar("verify", shown=not session.as_json) as progress:
         report = store.verify(sample, progress, seed=drawn, since=since)
     if session.as_json:
         print_json(verify_json(report, sample, since))
