@@ -43,12 +43,12 @@ class RetainedVersions:
         if self.until is not None:
             more = "" if self.count <= len(self.named) else ", ..."
             problems.append(
-                f"{self.count} of its versions are retained, the last one until {self.until:%Y-%m-%dT%H:%M:%SZ} "
+                f"retained versions: {self.count}, the last one until {self.until:%Y-%m-%dT%H:%M:%SZ} "
                 f"({', '.join(self.named)}{more})"
             )
         if self.unreadable:
             problems.append(
-                f"the retention of {len(self.unreadable)} versions cannot be read (first: {self.unreadable[0]})"
+                f"versions with an unreadable retention: {len(self.unreadable)} (first: {self.unreadable[0]})"
             )
         raise Retained(
             f"tenant {tenant!r}: {'; '.join(problems)}; nothing was erased: wait until then, or erase them all the "

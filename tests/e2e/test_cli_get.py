@@ -94,7 +94,9 @@ def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
     (tmp_path / "out").write_bytes(b"precious")
     done = call("--store", copied, "--json", "get", "db/dump", "-o", tmp_path / "out")
     assert (done.returncode, done.stdout) == (5, b"")
-    assert json.loads(done.stderr)["error"]["kind"] == "Corrupt"
+    error = json.loads(done.stderr)["error"]
+    assert error["kind"] == "Corrupt"
+    assert error["message"].endswith("`nearkin verify` lists the damage and the versions that it affects")
     assert (tmp_path / "out").read_bytes() == b"precious"
     assert sorted(os.listdir(tmp_path)) == ["copied", "out"]
     verified = call("--store", copied, "--json", "verify")
@@ -114,4 +116,6 @@ def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
 
 def test_a_full_disk_names_the_file_that_did_not_fit(store: Path) -> None:
     done = run("--store", store, "get", "db/dump", "-o", "/dev/full")
-    assert (done.returncode, done.stderr) == (1, b"nearkin: [Errno 28] No space left on device: '/dev/full'\n")
+    assert_refused(
+        done, 1, "No space left on device: '/dev/full'; free space on that filesystem, or write to another one"
+    )

@@ -128,7 +128,8 @@ def test_a_full_disk_is_one_line(store: Path) -> None:
             check=False,
         )
     assert done.returncode == 1
-    assert done.stderr == b"nearkin: [Errno 28] No space left on device: 'standard output'\n"
+    remedy = b"; free space on that filesystem, or write to another one"
+    assert done.stderr == b"nearkin: [Errno 28] No space left on device: 'standard output'" + remedy + b"\n"
 
 
 @pytest.fixture

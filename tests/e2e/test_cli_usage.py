@@ -93,6 +93,7 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["get", "key", "--range", "5-4"], "ends before it starts"),
         (["get", ""], "must not be empty"),
         (["get", b"\xff"], "not valid UTF-8"),
+        (["dlq", "list"], "dlq: name the gateway with --server URL, or Kafka with --bootstrap HOST:PORT"),
         (["ls", b"\xff"], "not valid UTF-8"),
         (["put", "", "-"], "must not be empty"),
         (["put", "k" * 1025, "-"], "1025 bytes, at most 1024"),
@@ -119,6 +120,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2_and_touches_no_store(
 ) -> None:
     assert_refused(call(*arguments, env={"NEARKIN_STORE": str(tmp_path / "store")}), 2, says)
     assert not (tmp_path / "store").exists()
+
+
+def test_refused_connection_names_a_remedy(call: InProcess) -> None:
+    """F.13: nothing listens on port 9."""
+    assert_refused(call("--server", "http://127.0.0.1:9", "ls"), 1, "is the gateway running, and the address right?")
 
 
 @pytest.mark.parametrize(

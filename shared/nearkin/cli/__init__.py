@@ -5,6 +5,7 @@ Only click and the standard library are imported before a command is known: `nea
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -18,7 +19,7 @@ from typing import NoReturn
 import click
 
 from nearkin.cli.exit_codes import ExitCode, exit_code_of
-from nearkin.errors import NearkinError
+from nearkin.errors import Corrupt, NearkinError
 
 _OUTPUT_OPTION = "nearkin_output"
 """An -X option that tells a restarted interpreter the encoding of stdout and stderr."""
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         if err.errno is not None and err.filename is None:
             err.filename = STDOUT
-        code = _fail("OSError", str(err), ExitCode.FAILED, as_json)
+        code = _fail("OSError", _with_remedy(err), ExitCode.FAILED, as_json)
         return _drop_stdout(code)
     except KeyboardInterrupt:
         return _fail("Interrupted", "interrupted", ExitCode.INTERRUPTED, as_json)
@@ -125,12 +126,22 @@ def _run(given: list[str], as_json: bool) -> int:  # noqa: PLR0911 - one exit co
     except (BrokenPipeError, KeyboardInterrupt):
         raise
     except (NearkinError, OSError) as err:
-        return _fail(type(err).__name__, str(err), exit_code_of(err), as_json)
+        return _fail(type(err).__name__, _with_remedy(err), exit_code_of(err), as_json)
     except Exception as err:
         if os.environ.get("NEARKIN_DEBUG"):
             raise
         message = f"internal error, please report it: {type(err).__name__}: {err} (NEARKIN_DEBUG=1 shows where)"
         return _fail("Internal", message, ExitCode.FAILED, as_json)
+
+
+def _with_remedy(err: NearkinError | OSError) -> str:
+    """Return the message of an error; where it names no remedy, add the one that holds for all errors of its kind."""
+    message = str(err)
+    if isinstance(err, Corrupt) and "`nearkin" not in message:
+        message += "; `nearkin verify` lists the damage and the versions that it affects"
+    elif isinstance(err, OSError) and err.errno == errno.ENOSPC:
+        message += "; free space on that filesystem, or write to another one"
+    return message
 
 
 def _fail(kind: str, message: str, code: int, as_json: bool) -> int:

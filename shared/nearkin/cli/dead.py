@@ -116,6 +116,8 @@ def _open_letters(bootstrap: str | None) -> Iterator[LetterSource]:
         with session.connect(settings.server, settings) as remote:
             yield GatewayLetters(remote)
         return
+    if not has_kafka:
+        raise BadInput("dlq: name the gateway with --server URL, or Kafka with --bootstrap HOST:PORT")
     with services_extra("dlq"):
         import nearkin.runners.kafka.dead_replay  # noqa: F401 - says here what is not installed
     yield KafkaLetters(settings)

@@ -273,6 +273,8 @@ def unreachable(named: str, err: httpx.TransportError) -> NearkinError:
         return Permanent(f"{named}: {reason}")
     if broken is not None and broken.reason in NO_TLS:
         return Permanent(f"{named}: the server speaks no TLS there: name it http://, or its TLS port")
+    if isinstance(err, httpx.ConnectError | httpx.ConnectTimeout):
+        reason += "; is the gateway running, and the address right?"
     return StoreUnavailable(f"{named}: {reason}")
 
 

@@ -263,6 +263,8 @@ class Deletions:
         """
         newest_us = 0
         check = None if self._guard is None else self._guard(tenant, key)
+        histories = list(histories)
+        others = "; other versions of the key can be deleted by their numbers" if len(histories) > 1 else ""
         for history in histories:
             try:
                 manifest = self._manifests.get(tenant, key, history.version)
@@ -278,7 +280,7 @@ class Deletions:
                 raise Retained(
                     f"key {key!r} version {history.version}: is retained until "
                     f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its manifest says so, or `nearkin retain`, whatever the "
-                    "settings are now); nothing was deleted"
+                    f"settings are now); nothing was deleted{others}"
                 )
         return newest_us
 
