@@ -68,6 +68,7 @@ def a_store_beside_us() -> str | None:
 # ------------------------------------------------------------------ the rooms
 
 
+@pytest.mark.soak
 def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_path: Path) -> None:
     beside = a_store_beside_us()
     solid = shutil.which("zstd") is not None
@@ -134,6 +135,7 @@ def test_pairs_measures_algorithms_and_codecs(corpus: Path, tmp_path: Path) -> N
     check_pictures(tmp_path, "pairs", list(codecs))
 
 
+@pytest.mark.soak
 def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: Path) -> None:
     words = ("--runs", "2", "--warmups", "0", "--peers", "hashlib,zstd-prefix")
     record = recorded(tmp_path, "kernels", "--corpus", corpus, *words)

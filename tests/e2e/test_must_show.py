@@ -77,7 +77,11 @@ def entries(root: Path, store: Store) -> dict[str, dict[bytes, bytes]]:
 
 @pytest.mark.parametrize(
     ("corpus", "ratio_least"),
-    [("botocore", 20.0), ("redis", 2.5), pytest.param("vm", 2.5, marks=pytest.mark.soak)],
+    [
+        ("botocore", 20.0),
+        pytest.param("redis", 2.5, marks=pytest.mark.soak),
+        pytest.param("vm", 2.5, marks=pytest.mark.soak),
+    ],
 )
 def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_least, tmp_path):
     paths = sources(corpus)

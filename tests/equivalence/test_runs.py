@@ -76,7 +76,7 @@ def test_what_lies_in_any_run_of_a_tree_is_found(
         assert look_up(kernel, runs, asked) == wanted
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 18, 33, 1000])
+@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 18, 33, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("spread", ["even", "low", "high", "clumps", "one"])
 def test_wherever_heads_lie_a_key_is_found(kernel: Any, count: int, spread: str) -> None:
     random = np.random.default_rng(count)

@@ -21,6 +21,7 @@ from nearkin.testing.stores import ENCRYPTED, flip, objects, process, settings
 from nearkin.testing.victim import CHOSEN, content, perform
 
 
+@pytest.mark.soak
 def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed(tmp_path: Path) -> None:
     """In a process of its own: it forks, and obstore must not have been used before that."""
     words = ["--kills", os.environ.get("SOAK_KILLS", "30"), "--runs", str(tmp_path)]

@@ -74,6 +74,7 @@ def places(path: Path, seed: int) -> list[int]:
     return [0, 4, 9, 33, 60, size - 1, size - 10, size - 40, *(draw.randrange(size) for _ in range(2))]
 
 
+@pytest.mark.soak
 def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(root):
     touched: set[tuple[str, int]] = set()
     for number, path in enumerate(containers(root)):

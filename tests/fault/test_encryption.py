@@ -132,6 +132,7 @@ def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Pat
     assert all(data[:4] == b"NKE1" for data in seen)
 
 
+@pytest.mark.soak
 def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root: Path) -> None:
     lot = random.Random(2)
     kinds = {"containers": containers(root), "manifests": manifests(root), "marks": sorted(root.rglob("*.nkt"))}

@@ -37,6 +37,7 @@ def test_whatever_comes_by_at_a_step_what_was_acknowledged_restores(place: Path,
     assert pair(place, every=EVERY) >= 20
 
 
+@pytest.mark.soak
 def test_an_undeletion_beside_a_round_came_in_time_or_not_and_nothing_is_counted_of_one_that_did_not(
     place: Path,
 ) -> None:

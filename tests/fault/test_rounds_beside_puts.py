@@ -114,6 +114,7 @@ def child(script: str, root: Path, seconds: float) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.soak
 def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Path) -> None:
     root = place / "s"
     with child(FIRST, root, 0) as first:

@@ -220,7 +220,7 @@ def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused():
             decode_state(bytes(changed), "s")
 
 
-@pytest.mark.parametrize("parity", ["none", "rs-8-2"])
+@pytest.mark.parametrize("parity", [pytest.param("none", marks=pytest.mark.soak), "rs-8-2"])
 def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path, parity):
     result = run(70, seed=11, parity=parity, root=tmp_path / "store")
     assert result.missed == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from nearkin import open_store
 from nearkin.testing.generated import mutated, text_like
 from nearkin.testing.stores import settings
@@ -16,6 +18,7 @@ def anonymous_bytes() -> int:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
+@pytest.mark.soak
 def test_stores_opened_read_and_closed_one_after_another_leave_no_memory_behind(tmp_path):
     first = text_like(20 * MIB, 1)
     with open_store(tmp_path / "s", settings=settings(), create=True) as store:

@@ -80,6 +80,7 @@ def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) 
         yield made
 
 
+@pytest.mark.soak
 def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deployed) -> None:
     rounds, before = fleet.rounds(gc=GATHERING), fleet.stored_bytes()
     assert rounds.run_once() is not None
@@ -108,6 +109,7 @@ def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deploy
     assert not list(fleet.containers(fleet.objects).ids())
 
 
+@pytest.mark.soak
 def test_a_round_that_ends_amid_gathering_is_gone_on_with(fleet: Deployed) -> None:
     fleet.later()
     failpoints.arm("gather.container:1:error")

@@ -117,6 +117,7 @@ def numbers_ascend(store: Store) -> bool:
     return all(bool((np.diff(table.blocks[table.there].astype(np.int64)) >= 0).all()) for table in tables)
 
 
+@pytest.mark.soak
 def test_what_is_left_of_a_block_is_gathered_from_once_more_together_with_a_block_behind_it(apart, clock, caplog):
     """It has a number of its own by then, behind that block's; rows that are laid together ascend all the same."""
     for parts in PARTS:
@@ -263,6 +264,7 @@ def test_explained_shares_of_what_was_gathered_add_up_to_what_is_stored(store):
     assert sum(sum(one.found_by.values()) for one in told) == sum(stats.found_by.values())
 
 
+@pytest.mark.soak
 def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
     for number in EVERY:
         put(store, range(number, number + 1))

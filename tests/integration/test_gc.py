@@ -241,7 +241,7 @@ def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
         assert other.get("k").read() == content
 
 
-@pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
+@pytest.mark.parametrize("mode", ["mark-sweep", pytest.param("hybrid", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("what", "problem"),
     [
@@ -355,8 +355,15 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
     assert collected(store, clock) > 300_000
 
 
-@pytest.mark.parametrize("parity", ["none", "rs-4-2"])
-@pytest.mark.parametrize("sealed", [{}, ENCRYPTED], ids=["clear", "sealed"])
+@pytest.mark.parametrize(
+    ("sealed", "parity"),
+    [
+        pytest.param({}, "none", id="clear-none"),
+        pytest.param({}, "rs-4-2", id="clear-rs-4-2", marks=pytest.mark.soak),
+        pytest.param(ENCRYPTED, "none", id="sealed-none", marks=pytest.mark.soak),
+        pytest.param(ENCRYPTED, "rs-4-2", id="sealed-rs-4-2"),
+    ],
+)
 def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock, parity, sealed):
     kept = {"prefix": "few", "keep_last": 2}
     chosen = settings(
@@ -448,6 +455,7 @@ def test_what_was_condemned_by_a_clock_ahead_waits_anew(tmp_path, clock, opened)
     store.close()
 
 
+@pytest.mark.soak
 def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
     """Random sets; each byte was told before it goes."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # half of the time, and no power cut is tested here

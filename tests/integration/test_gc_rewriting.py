@@ -259,7 +259,7 @@ def _reads(store: Store, key: str, content: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize("bound", [("ENTRIES_MAX", 1), ("RUNS_MAX", 30)])
+@pytest.mark.parametrize("bound", [("ENTRIES_MAX", 1), pytest.param(("RUNS_MAX", 30), marks=pytest.mark.soak)])
 def test_what_no_record_has_room_for_is_condemned_and_freed_by_later_rounds(opened, clock, monkeypatch, bound):
     store = opened()
     kept = [random_bytes(20_000, number) for number in range(40)]

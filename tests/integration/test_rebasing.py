@@ -75,6 +75,7 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
     return found[0]
 
 
+@pytest.mark.soak
 def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(underway, "PLACE_CHUNKS", 16)
     with aged(tmp_path / "side", clock) as side:
@@ -86,7 +87,7 @@ def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, cl
         check(one)
 
 
-@pytest.mark.parametrize("bound", [("SIDE_BYTES_MAX", 1), ("SIDE_CHUNKS_MAX", 1)])
+@pytest.mark.parametrize("bound", [("SIDE_BYTES_MAX", 1), pytest.param(("SIDE_CHUNKS_MAX", 1), marks=pytest.mark.soak)])
 def test_containers_that_are_too_much_together_are_made_in_turn(tmp_path, clock, monkeypatch, bound):
     with aged(tmp_path / "all", clock) as store:
         rewritten = store.gc().containers_rewritten

@@ -249,6 +249,7 @@ print(json.dumps(index.epochs.first_numbers(index.epochs.current, spans)), flush
 """
 
 
+@pytest.mark.soak
 def test_eight_processes_that_publish_the_same_containers_agree(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         command = [sys.executable, "-c", PUBLISH, server.url]

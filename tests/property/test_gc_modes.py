@@ -86,7 +86,7 @@ STEPS = st.lists(
 )
 
 
-@runs(max_examples=40 if "LONG" in os.environ else 3, deadline=None, suppress_health_check=list(HealthCheck))
+@runs(max_examples=40 if "LONG" in os.environ else 1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(STEPS)
 @example([("put", "a", 1), ("gc", "", 1), ("change", "a", 2), ("delete", "a", 1), ("gc", "", 2), ("gc", "", 2)])
 @example([("put", "a", 1), ("put", "a", 2), ("gc", "", 0), ("put", "a", 1), ("delete", "a", 2), ("gc", "", 2)])

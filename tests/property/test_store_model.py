@@ -344,7 +344,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
 TestStoreBesideADictionary = StoreBesideADictionary.TestCase
 TestStoreBesideADictionary.settings = runs(
-    max_examples=200 if "SOAK" in os.environ else int(os.environ.get("MODEL_EXAMPLES", "8")),
+    max_examples=200 if "SOAK" in os.environ else int(os.environ.get("MODEL_EXAMPLES", "4")),
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -213,6 +213,7 @@ def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_it
         assert 4 * MIB < store._containers.blocks.used_bytes <= 8 * MIB
 
 
+@pytest.mark.soak
 def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

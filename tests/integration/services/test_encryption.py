@@ -112,6 +112,7 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
     assert restored(pipeline, "web", "another", 1) == FIRST
 
 
+@pytest.mark.soak
 def test_a_tenant_whose_keys_are_lost_fails_visibly_until_they_are_back(pipeline: Pipeline, tmp_path: Path) -> None:
     """A worker that made it a new key would commit what leans on chunks that nobody can read."""
     versions = [FIRST, mutated(FIRST, 3, edits=40, edit_bytes_max=90)]

@@ -136,6 +136,7 @@ def put_days(uploader: Uploader, deletions: Deletions, live: dict[tuple[str, int
     return stored
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("pipeline", [{"retention": {"superseded_seconds": 0, "policies": POLICIES}}], indirect=True)
 def test_the_janitor_forgets_by_policy_and_what_is_deleted_comes_back(pipeline: Pipeline) -> None:
     live: dict[tuple[str, int], bytes] = {}

@@ -167,6 +167,7 @@ def pipeline(guarded_kafka: tuple[Kafka, str], redis: Any, key_prefix: str, tmp_
     return Pipeline(tmp_path / "pipeline", config, environments)
 
 
+@pytest.mark.soak
 def test_pipeline_runs_under_the_documented_acls(guarded_kafka: tuple[Kafka, str], pipeline: Pipeline) -> None:
     """F.31: nothing that the services do is denied under the table of ACLs, and no entry of the table is idle."""
     server, _ = guarded_kafka

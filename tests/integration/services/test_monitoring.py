@@ -55,6 +55,7 @@ def own_redis(tmp_path: Path, need: Any) -> Iterator[Redis]:
     server.stop()
 
 
+@pytest.mark.soak
 def test_workers_tell_when_redis_is_away_and_what_they_did(
     sections: dict[str, dict[str, Any]], own_redis: Redis, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipelin
     assert "stopped" in event["failure"]
 
 
+@pytest.mark.soak
 def test_an_end_of_which_nobody_could_tell_stalls_nobody(pipeline: Pipeline, uploader: Uploader) -> None:
     """The committer would tell when it began, as a date: it failed of that, began anew, and met it again."""
     for name in ("frames", "placed"):
@@ -122,6 +123,7 @@ def test_an_end_of_which_nobody_could_tell_stalls_nobody(pipeline: Pipeline, upl
     assert uploader.wait(uploader.put("good", [content(6, 300_000)]))["state"] == "committed"
 
 
+@pytest.mark.soak
 def test_a_pause_longer_than_an_upload_may_rest_fails_none(pipeline: Pipeline, uploader: Uploader) -> None:
     """The rest of its frames is in Kafka, acknowledged: it is not the upload that has stopped."""
     data = content(12, 6 * MIB)
