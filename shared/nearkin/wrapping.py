@@ -21,6 +21,7 @@ from blake3 import blake3
 from nearkin.config_keeping import StorageSettings
 from nearkin.errors import BadInput, ConfigError, Corrupt, WrongKey
 from nearkin.formats.sealed import aes_gcm
+from nearkin.store.durable_files import replace_file
 
 KEY_BYTES = 32
 NONCE_BYTES = 12
@@ -128,20 +129,9 @@ def generate(path: Path) -> str:
     if before:
         keys_in(before, f"{path}")
     key = secrets.token_bytes(KEY_BYTES)
-    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{base64.b64encode(key).decode()}  # {key_id_of(key)}\n{before}")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(path, f"{base64.b64encode(key).decode()}  # {key_id_of(key)}\n{before}".encode())
     except OSError as err:
-        fresh.unlink(missing_ok=True)
         raise BadInput(f"{path}: {err.strerror}") from err
     return key_id_of(key)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from nearkin.errors import BadInput, ConfigError, NotFound, choose
 from nearkin.frozen import frozen
+from nearkin.store.durable_files import make_folders, replace_file
 from nearkin.store.file_locks import lock_file
 from nearkin.store.private_files import open_private
 from nearkin.tenants import tenant_problem
@@ -216,18 +217,11 @@ def _read(path: Path) -> dict[str, Token]:
 
 
 def _write(path: Path, tokens: dict[str, Token]) -> None:
-    """Replace the file at once; only its owner may read it."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    """Replace the file at once, durably: a token that was revoked must not come back; only its owner may read it."""
     data = json.dumps({"tokens": [asdict(token) for token in tokens.values()]}, indent=1).encode()
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_file(path, data)
     except OSError as err:
-        temporary.unlink(missing_ok=True)
         raise BadInput(f'tokens file "{path}": {err.strerror}') from err
 
 
@@ -235,7 +229,7 @@ def _write(path: Path, tokens: dict[str, Token]) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Let one change the file at a time."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         lock = os.fdopen(open_private(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT), "r+b")
     except OSError as err:
         raise BadInput(f'tokens file "{path}": {err.strerror}') from err

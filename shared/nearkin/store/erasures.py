@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from nearkin.errors import BadInput, Corrupt, NotFound, Permanent
+from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreUnavailable
 from nearkin.formats import key as fmt
 from nearkin.frozen import frozen
 from nearkin.store.objects import AlreadyExists
@@ -83,9 +83,15 @@ class ErasureRecords:
             before = self.find(owner)
             if before is not None and before.problem is None and before.due_us <= due_us:
                 return before
-            self._remove(fmt.erased_name(owner))
-            self._objects.put_new(fmt.erased_name(owner), data)
+            self._replace(fmt.erased_name(owner), data)
         return made
+
+    def _replace(self, name: str, data: bytes) -> None:
+        """Replace a record: were it removed first, a process that dies in between would open the tenant again."""
+        self._objects.inner.delete(parity_name(name))
+        self._objects.replace(name, data)
+        with suppress(StoreUnavailable):  # the record holds; `nearkin repair` adds the parity
+            self._objects.add_parity(name, data)
 
     def cancel(self, owner: bytes, now_us: int) -> None:
         """Remove an erasure that is not due yet. Raises NotFound, BadInput (too late), StoreUnavailable."""

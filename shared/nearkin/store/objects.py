@@ -73,7 +73,7 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class SupportsReplace(Protocol):
-    """An object store that puts an object's own bytes back where they are damaged; nothing else is ever overwritten."""
+    """An object store that replaces damaged bytes by the object's own, and an erasure record by one due earlier."""
 
     def replace(self, name: str, data: Payload) -> None:
         """Make `data` the object, durably, whatever is there: a reader sees the one or the other, never half of it.
@@ -245,7 +245,7 @@ class LocalObjects:
             temporary = self._scratch / f"{secrets.token_hex(8)}.part"
             try:
                 # 1 bytes durable under a name nobody reads
-                _write_durably(temporary, parts, drop=name.startswith(self._dropped))
+                write_durably(temporary, parts, drop=name.startswith(self._dropped))
                 failpoint("object.synced")
                 give(temporary)  # 2 visible, atomically
             except FileNotFoundError:
@@ -394,8 +394,8 @@ def whole(parts: Sequence[Payload]) -> Payload:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
-    """Write and sync a new file; `drop`: the pages of a large one are the next one's then, still warm."""
+def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
+    """Write and sync a new file of mode 0600. `drop`: a large one leaves the page cache to the next one, still warm."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         _write_all(descriptor, parts)

@@ -44,19 +44,13 @@ from nearkin.testing.oracle import (
     Violation,
 )
 from nearkin.testing.stores import ENCRYPTED, settings
-from nearkin.testing.victim import CHOSEN, START, content, work
+from nearkin.testing.victim import CHOSEN, GATHERING, START, content, work
 
 KEYS = ("a", "b", "ключ/🔑")
 LIVE_VERSIONS_MAX = 14
 """Above it versions are forgotten, so that a check stays at some 20 ms."""
 KILLS_A_STORE = 24
 CHILD_SECONDS_MAX = 120
-GATHERING: Mapping[str, Mapping[str, object]] = {
-    "block": {"delta_bytes": "64KiB"},
-    "delta": {"codec": "patch", "max_depth": 1},
-    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
-}
-"""Chains are short, so that rounds gather what a few versions changed."""
 VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
     {},
     {"gc": {"mode": "hybrid"}},

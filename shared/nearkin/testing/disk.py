@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nearkin.frozen import frozen
+from nearkin.store import durable_files
 from nearkin.store import objects as product_module
 
 SECTOR_BYTES, PAGE_BYTES = 512, 4096
@@ -165,13 +166,16 @@ class RecordingOs:
 
 @contextmanager
 def recording(root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> Iterator[RecordingOs]:
-    """Put a RecordingOs under every LocalObjects of this process for as long as the block runs."""
-    layer, before = RecordingOs(root, fail_at, error), vars(product_module)["os"]
-    vars(product_module)["os"] = layer
+    """Put a RecordingOs under every LocalObjects, and under key and token files, for as long as the block runs."""
+    layer = RecordingOs(root, fail_at, error)
+    before = [(vars(module), vars(module)["os"]) for module in (product_module, durable_files)]
+    for names, _ in before:
+        names["os"] = layer
     try:
         yield layer
     finally:
-        vars(product_module)["os"] = before
+        for names, module in before:
+            names["os"] = module
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

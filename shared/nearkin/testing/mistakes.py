@@ -52,7 +52,7 @@ def bytes_not_synced() -> None:
         layer.writev(descriptor, parts)
         layer.close(descriptor)
 
-    vars(objects)["_write_durably"] = write
+    vars(objects)["write_durably"] = write
 
 
 def name_not_synced() -> None:
@@ -87,7 +87,7 @@ def create_overwrites() -> None:
         self._make_folder(final.parent)
         self._scratch.mkdir(exist_ok=True)
         temporary = self._scratch / f"{os.urandom(8).hex()}.part"
-        objects._write_durably(temporary, parts, drop=False)
+        objects.write_durably(temporary, parts, drop=False)
         failpoint("object.synced")
         os.replace(temporary, final)
         objects.sync_folder(final.parent)

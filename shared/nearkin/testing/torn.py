@@ -12,7 +12,7 @@ import errno
 import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nearkin import failpoints
@@ -21,13 +21,33 @@ from nearkin.config import Settings
 from nearkin.errors import NearkinError, Retryable
 from nearkin.frozen import frozen
 from nearkin.store.lock import NAMES as LOCKS
+from nearkin.store.private_files import FILE_MODE
 from nearkin.testing import inspection
 from nearkin.testing.disk import SCRATCH, Disk, RecordingOs, Step, recording
-from nearkin.testing.oracle import DAY, Call, Delete, Forget, Gc, Oracle, Put, Rebuild, Undelete, Violation, check_bytes
-from nearkin.testing.victim import CHOSEN, START, content, perform, possible
+from nearkin.testing.oracle import (
+    DAY,
+    Break,
+    Call,
+    Delete,
+    Forget,
+    Gc,
+    Mend,
+    Oracle,
+    Put,
+    Rebuild,
+    Undelete,
+    Violation,
+    check_bytes,
+)
+from nearkin.testing.stores import ENCRYPTED, settings
+from nearkin.testing.victim import CHOSEN, GATHERING, START, content, copies_of, mend, perform, possible
 
 UNTRACED = ("index", "index.new", *LOCKS, SCRATCH)
 """What is no object: LMDB syncs its file itself, of locks nothing need be durable."""
+
+
+KEPT = "kept-copies"
+"""Folder with the copies of what the preparation broke."""
 
 
 @frozen
@@ -36,6 +56,20 @@ class Workload:
 
     setup: tuple[Call, ...]
     calls: tuple[Call, ...]
+    changes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Changes to the settings."""
+    passes: tuple[str, ...] = ()
+    """Failpoints that the recorded calls must pass, or the workload does not test what it is for."""
+
+
+PARITY: Mapping[str, Mapping[str, object]] = {"storage": {"parity": "rs-4-2"}}
+_SEALED_WITH_PARITY = {"storage": {**ENCRYPTED["storage"], **PARITY["storage"]}}
+_STEPS = (Put((("a", 0),)), Put((("a", 3),)))
+_BROKEN = Break(1, manifest=False, verify=True, by_copy=False, contents=4)
+
+
+def _repaired(broken: Break, point: str, changes: Mapping[str, Mapping[str, object]] | None = None) -> Workload:
+    return Workload((*_STEPS, broken), (Mend(broken),), changes or {}, (point,))
 
 
 _TWO = Put((("a", 0), ("b", 1)))
@@ -55,6 +89,22 @@ WORKLOADS: Mapping[str, Workload] = {
     ),
     "forget + put + gc": Workload((Put((("a", 2), ("a", 5))),), (Forget(1), Put((("a", 8),)), Gc(2))),
     "put + rebuild": Workload((), (Put((("a", 2),)), Rebuild(lost=False))),
+    "parity": Workload((_TWO,), (Put((("a", 3),)), Delete("b", None), Gc(2), Gc(2)), PARITY, ("parity.put", "gc.done")),
+    "encryption": Workload((_TWO,), (Put((("a", 3),)), Delete("b", None), Gc(2), Gc(2)), ENCRYPTED, ("gc.done",)),
+    "encryption with parity": Workload((), (Put((("a", 2),)),), _SEALED_WITH_PARITY, ("parity.put", "key.made")),
+    "repair from content": _repaired(_BROKEN, "heal.put"),
+    "repair from a copy": _repaired(replace(_BROKEN, by_copy=True), "repair.replaced"),
+    "repair from parity": _repaired(_BROKEN, "repair.replaced", PARITY),
+    "repair of a manifest": _repaired(replace(_BROKEN, manifest=True), "repair.replaced"),
+    "put that heals": Workload((*_STEPS, _BROKEN), (Put((("b", 0), ("b", 3))), Mend(_BROKEN)), passes=("heal.put",)),
+    "gathering": Workload((*_STEPS, Put((("a", 6),))), (Gc(2),), GATHERING, ("gather.container",)),
+    "recompression": Workload(_STEPS, (Gc(2),), passes=("recompress.container",)),
+    "rebase": Workload(
+        (*(Put((("a", number),)) for number in (1, 118, 61)), Delete("a", 1), Gc(2)),
+        (Gc(2),),
+        {"gc": {"recompress_level": 0}},
+        ("rebase.done",),
+    ),
 }
 
 
@@ -98,8 +148,14 @@ def _index(root: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _recorded(root: Path, chosen: Settings, oracle: Oracle, calls: Sequence[Call]) -> list[Step]:
-    """Do the calls; return each step, among them what was begun and acknowledged and each state of the index."""
+def _recorded(
+    root: Path, chosen: Settings, oracle: Oracle, calls: Sequence[Call]
+) -> tuple[list[Step], Mapping[str, int]]:
+    """Do the calls; return each step, among them what was begun and acknowledged and each state of the index.
+
+    The second value tells how often each failpoint was passed.
+    """
+    passed: dict[str, int] = {}
     with recording(root) as layer:
 
         def watch(name: str) -> None:
@@ -117,11 +173,12 @@ def _recorded(root: Path, chosen: Settings, oracle: Oracle, calls: Sequence[Call
                     oracle.done()
                     layer.note(("done", call))
         finally:
-            failpoints.disarm()
-        return layer.steps
+            passed = failpoints.disarm()
+        return layer.steps, passed
 
 
-def _tree(root: Path) -> dict[str, bytes | None]:
+def read_tree(root: Path) -> dict[str, bytes | None]:
+    """Return the objects of a folder by their names; None: a folder."""
     found: dict[str, bytes | None] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
@@ -136,10 +193,16 @@ def _tree(root: Path) -> dict[str, bytes | None]:
 def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> Explored:
     """Try every world of every prefix. Raises Violation naming the prefix and the world."""
     root, explored = folder / "recorded", Explored()
+    chosen = settings(chosen, workload.changes)
     oracle = _prepared(root, chosen, workload.setup)
-    index, disk = _index(root), Disk(_tree(root))
+    if copies_of(root).is_dir():  # which the recorded repair removes
+        shutil.copytree(copies_of(root), folder / KEPT)
+    index, disk = _index(root), Disk(read_tree(root))
     before = copy.deepcopy(oracle)
-    steps = _recorded(root, chosen, oracle, workload.calls)
+    steps, passed = _recorded(root, chosen, oracle, workload.calls)
+    missing = [point for point in workload.passes if point not in passed]
+    if missing:
+        raise AssertionError(f"the workload passes no {', '.join(missing)}: it tests less than it is for")
     seen: set[bytes] = set()
     state = 0
     for number, step in enumerate([Step("note"), *steps]):
@@ -160,25 +223,41 @@ def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> E
         explored.prefixes += 1
         for tree in disk.worlds():
             for survivor in (index, None) if index is not None else (None,):
-                key = _key(tree, survivor, state)
+                key = world_key(tree, survivor, state)
                 if key in seen:
                     continue
                 seen.add(key)
                 explored.worlds += 1
-                place = folder / "world"
-                shutil.rmtree(place, ignore_errors=True)
-                _lay(place, tree, survivor)
                 try:
-                    _check(place, copy.deepcopy(before), chosen, workload)
+                    _try_world(folder, tree, survivor, copy.deepcopy(before), chosen, workload)
                 except Violation as err:
                     raise Violation(
                         f"power cut after step {number} ({step.what} {step.path or step.file or ''}), with "
-                        f"{'its' if survivor else 'no'} index and {_said(tree)}: {err}"
+                        f"{'its' if survivor else 'no'} index and {describe_tree(tree)}: {err}"
                     ) from err
     return explored
 
 
-def _key(tree: Mapping[str, bytes | None], index: bytes | None, state: int) -> bytes:
+def _try_world(
+    folder: Path,
+    tree: Mapping[str, bytes | None],
+    index: bytes | None,
+    oracle: Oracle,
+    chosen: Settings,
+    workload: Workload,
+) -> None:
+    """Make a store of what a power cut left, and check it. Raises Violation."""
+    place = folder / "world"
+    for left in (place, copies_of(place)):
+        shutil.rmtree(left, ignore_errors=True)
+    lay_tree(place, tree, index)
+    if (folder / KEPT).is_dir():
+        shutil.copytree(folder / KEPT, copies_of(place))
+    _check(place, oracle, chosen, workload)
+
+
+def world_key(tree: Mapping[str, bytes | None], index: bytes | None, state: int) -> bytes:
+    """Return what is the same for two worlds only if their files, index and acknowledged calls are."""
     digest = hashlib.sha256(f"{state} {index is not None}".encode() + (index or b""))
     for path, data in sorted(tree.items()):
         if data is not None:
@@ -186,13 +265,15 @@ def _key(tree: Mapping[str, bytes | None], index: bytes | None, state: int) -> b
     return digest.digest()
 
 
-def _said(tree: Mapping[str, bytes | None]) -> str:
+def describe_tree(tree: Mapping[str, bytes | None]) -> str:
+    """Return the files of a tree in words."""
     return (
         ", ".join(f"{path} {len(data)} bytes" for path, data in sorted(tree.items()) if data is not None) or "nothing"
     )
 
 
-def _lay(place: Path, tree: Mapping[str, bytes | None], index: bytes | None) -> None:
+def lay_tree(place: Path, tree: Mapping[str, bytes | None], index: bytes | None = None) -> None:
+    """Make a folder with the files of a tree, and with an index where there is one."""
     place.mkdir(parents=True)
     for path, data in sorted(tree.items()):
         if data is None:
@@ -200,18 +281,23 @@ def _lay(place: Path, tree: Mapping[str, bytes | None], index: bytes | None) -> 
         else:
             (place / path).parent.mkdir(parents=True, exist_ok=True)
             (place / path).write_bytes(data)
+            (place / path).chmod(FILE_MODE)
     if index is not None:
         (place / "index").mkdir()
         (place / "index" / "data.mdb").write_bytes(index)
 
 
 def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) -> None:
-    inspection.check_index_names_only_what_is_there(place, chosen)
+    if not (oracle.broken is not None and chosen.storage.encryption != "none"):  # a page may hold a whole container
+        inspection.check_index_names_only_what_is_there(place, chosen)
     if not (place / "nearkin.json").is_file() and oracle.contents:
         raise Violation("the store's descriptor is gone")
     try:
         with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
             again = oracle.in_flight
+            if oracle.broken is not None:
+                mend(store, oracle.broken)
+                oracle.broken = None
             _compare(store, oracle)
             for call in (again, *workload.calls[-1:]):  # what was cut short, or the last, can be done again
                 if call is not None and possible(oracle, call):

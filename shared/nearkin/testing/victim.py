@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -54,6 +54,13 @@ CHOSEN = settings(
     },
 )
 
+GATHERING: Mapping[str, Mapping[str, object]] = {
+    "block": {"delta_bytes": "64KiB"},
+    "delta": {"codec": "patch", "max_depth": 1},
+    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+}
+"""Chains are short, so that rounds gather what a few versions changed."""
+
 
 @lru_cache(64)
 def content(number: int) -> bytes:
@@ -83,7 +90,7 @@ def work(
         inspection.check_index_names_only_what_is_there(root, chosen)
     with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
         if oracle.broken is not None:
-            _mend(store, oracle.broken)
+            mend(store, oracle.broken)
             oracle.broken = None
         oracle.settle(inspection.seen(store))
         check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
@@ -150,7 +157,7 @@ def perform(store: Store, call: Call) -> None:
         case Break():
             _break(store, call)
         case Mend(broken):
-            _mend(store, broken)
+            mend(store, broken)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -160,7 +167,8 @@ def _is_sealed(chosen: Settings) -> bool:
     return chosen.storage.encryption != "none"
 
 
-def _copies(root: Path) -> Path:
+def copies_of(root: Path) -> Path:
+    """Return the folder with the copies of what was broken in a store."""
     return root.parent / f"{root.name}-copies"
 
 
@@ -182,7 +190,7 @@ def _break(store: Store, call: Break) -> None:
         at = int(blocks.offsets[block]) + draw.randrange(int(blocks.stored[block]))
         if _is_sealed(store.settings):
             at = HEAD.size + at // PAGE_BYTES * STRIDE_BYTES + at % PAGE_BYTES
-    copies = _copies(root)
+    copies = copies_of(root)
     shutil.rmtree(copies, ignore_errors=True)
     copy = copies / path.parent.name / path.name  # a sealed one opens under the name of its folder alone
     copy.parent.mkdir(parents=True)
@@ -192,13 +200,13 @@ def _break(store: Store, call: Break) -> None:
         store.verify()
 
 
-def _mend(store: Store, broken: Break) -> None:
+def mend(store: Store, broken: Break) -> None:
     """Repair: from the copy, or from the content of all that was ever put; nothing may be broken after that.
 
     A copy of a container that was written anew since is of no use, and content makes no broken manifest good, nor a
     container whose directory lay in the page that is lost.
     """
-    copies = _copies(store.root)
+    copies = copies_of(store.root)
     if not copies.is_dir():  # there was nothing to break
         return
     given = sorted(copies.glob("*/*.nk?"))
