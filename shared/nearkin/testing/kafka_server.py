@@ -112,6 +112,17 @@ class Kafka(Server):
         except KafkaException:
             return False
 
+    def log_bytes(self, topic: str, partition: int = 0) -> int:
+        """Return the size of a partition's log, which has one segment."""
+        return self._log(topic, partition).stat().st_size
+
+    def truncate(self, topic: str, size_bytes: int, partition: int = 0) -> None:
+        """Cut the log of a partition of a node that is down, as a disk that lost its last writes does."""
+        os.truncate(self._log(topic, partition), size_bytes)
+
+    def _log(self, topic: str, partition: int) -> Path:
+        return self._data / f"{topic}-{partition}" / f"{0:020}.log"
+
     @property
     def _configuration(self) -> Path:
         return self.folder / "server.properties"

@@ -27,6 +27,7 @@ from nearkin.frozen import frozen
 from nearkin.runners.kafka.clients import as_bytes, consumer, group, is_final, on_parts, topic, unavailable
 from nearkin.runners.kafka.membership import SecondRound
 from nearkin.runners.kafka.traced import traced
+from nearkin.runners.kafka.truncation import LeaderEpochs, Reading, read_again
 from nearkin.runners.tracing import current
 
 _log = logging.getLogger("nearkin.worker")
@@ -116,6 +117,9 @@ class Loop:
         self._stage = service
         self._name = worker
         self._committed: dict[int, tuple[int, str]] = {}
+        self._epochs = LeaderEpochs()
+        self._truncated: set[int] = set()
+        """Partitions of which the batch that is being taken holds records behind a truncation: they come again."""
         self._last_commit = time.monotonic()
         self._paused = False
         self._failed = False
@@ -196,6 +200,7 @@ class Loop:
         self._streaming = True
         taken = self._taken.copy()
         self._taken.clear()
+        self._truncated.clear()
         return [record for message in taken if (record := self._record(message)) is not None]
 
     def _take_more(self, messages: list[KafkaMessage]) -> bool:
@@ -216,6 +221,17 @@ class Loop:
         partition, offset = message.partition(), message.offset()
         assert partition is not None
         assert offset is not None
+        if partition in self._truncated:
+            return None
+        reading = self._epochs.note(message)
+        if reading is Reading.TRUNCATED:
+            _log.error(
+                "%s[%d]: truncated below offset %d; it is read from its beginning", self._topic, partition, offset
+            )
+            self._truncated.add(partition)
+            read_again(self._consumer, self._topic, partition)
+        if reading is not Reading.NEW:
+            return None
         return Record(
             self._topic,
             partition,
@@ -244,12 +260,14 @@ class Loop:
     def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
         # A consumer that is being closed has no coordinator to ask any more: it would wait for all of the timeout.
         known = client.committed(parts, timeout=30.0) if parts and not self._closing else []
+        begins = []
         for part in known:
             if part.error is not None:
                 raise KafkaException(part.error)
             self._handler.assigned(part.partition, part.metadata or "")
             self._mine.add(part.partition)
-        client.incremental_assign(parts)
+            begins.append(self._epochs.resume(part))
+        client.incremental_assign(begins or parts)
         if self._closing:
             return
         self._second_round.begin()
@@ -277,6 +295,7 @@ class Loop:
                 self._mine.remove(part.partition)
                 self._handler.dropped(part.partition)
             self._committed.pop(part.partition, None)
+            self._epochs.forget(self._topic, part.partition)
 
     def _commit(self) -> None:
         self._last_commit = time.monotonic()
@@ -284,7 +303,9 @@ class Loop:
         changed = {part: state for part, state in wanted.items() if self._committed.get(part) != state}
         if not changed:
             return
-        offsets = [TopicPartition(self._topic, part, offset, metadata) for part, (offset, metadata) in changed.items()]
+        offsets = [
+            self._epochs.committed(self._topic, part, offset, metadata) for part, (offset, metadata) in changed.items()
+        ]
         try:
             self._consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as err:
