@@ -88,7 +88,7 @@ def check_version(given: str | None) -> None:
         raise Problem(
             412,
             "tus-version",
-            f"Tus-Resumable: {'is missing' if given is None else f'{given:.20!r}'}, want {TUS_VERSION}",
+            f"Tus-Resumable: {'is missing' if given is None else repr(given[:20])}, want {TUS_VERSION}",
             headers={"Tus-Version": TUS_VERSION},
         )
 
